@@ -1,0 +1,42 @@
+"""Minutes on a laptop: a differential model and its matched Transformer, bytes of Python's own library.
+
+Paper:    arXiv 2410.05258; the architecture of §2, nothing of its scale.
+Command:  make quickstart
+          python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff
+          python train.py --config=configs/quickstart.py:transformer --workdir=runs/quickstart/transformer
+Hardware: 2 CPU cores. Time and result: see README.md (generated from a real run).
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+HEADS = {"diff": 4, "transformer": 8}
+
+
+def get_config(architecture: str = "diff") -> ConfigDict:
+    """Return the config of one architecture: "diff" or "transformer"."""
+    c = base.get_config()
+    c.model.architecture = architecture
+    c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+    c.model.d_model = 128
+    c.model.num_layers = 4
+    c.model.num_heads = HEADS.get(architecture, 4)
+    c.model.head_norm = "rms_affine" if architecture == "diff" else "none"
+    c.model.mlp_dim = 340
+    c.model.compute_dtype = "float32"  # bfloat16 is emulated, and slower, on most CPUs.
+    c.model.remat = "none"
+    c.data.path = "stdlib"
+    c.data.tokenizer = "bytes"
+    c.data.sequence_length = 256
+    c.optimizer.learning_rate = 3e-3
+    c.optimizer.warmup_steps = 40
+    c.optimizer.b2 = 0.95
+    c.optimizer.weight_decay = 0.1
+    c.train.steps = 500
+    c.train.global_batch_tokens = 4096
+    c.checkpoint.every_steps = 100
+    c.eval.every_steps = 100
+    c.eval.loss_tokens = 65_536
+    c.logging.every_steps = 1
+    return c

@@ -1,0 +1,28 @@
+"""A mistake of the user's, and how a command ends: the exit codes of docs/design.md §6."""
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+EXIT_BAD_INPUT = 2
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
+
+
+class UserError(ValueError):
+    """A wrong config, path or input file. The message is one line: field or file, value, fix."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean X?' for the closest known name, or the known names if none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def run_command(main: Callable[[], int]) -> None:
+    """Run a command's `main`; a `UserError` becomes one line on stderr and exit code 2."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)

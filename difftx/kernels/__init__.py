@@ -1,0 +1,138 @@
+"""Attention kernels: the dispatch between backends.
+
+A backend that is named serves the call or raises; "auto" tries `AUTO_ORDER` and logs once what it took. Under a mesh
+with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the arrays' own types say.
+"""
+#   B = batch, T = query tokens, S = key tokens (= T), H = heads, K = key/value heads, G = 2 groups (A1 and A2),
+#   D = width of a query/key sub-head, E = 2 D = width of a value head
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import P
+
+from difftx.kernels import reference, xla
+
+Implementation = Literal["auto", "xla", "reference"]
+
+BACKENDS = {"reference": reference, "xla": xla}
+AUTO_ORDER = ("xla",)  # The reference is an oracle, never a choice.
+
+log = logging.getLogger(__name__)
+
+
+def diff_attention(
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    v_BSKE: jax.Array,
+    lam: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Causal differential attention, Eq. 1 of arXiv 2410.05258: (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V.
+
+    Args:
+        q_BTHGD: queries, float32 or bfloat16; index 0 of G is A1's, index 1 is A2's.
+        k_BSKGD: keys, for as many tokens; query head n attends with key/value head n // (H / K).
+        v_BSKE: values, twice as wide as a sub-head.
+        lam: λ, float32: a scalar, or one for each token and head, `[B, T, H]`.
+        segment_ids_BT: int32; a token sees only its own segment. None: one segment a row.
+        window: a token sees itself and the `window - 1` tokens before it. None: all before it.
+        implementation: a backend's name, or "auto".
+
+    Returns:
+        `[B, T, H, E]` in the values' dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or no backend can serve the call.
+    """
+    _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
+    _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
+    backend = _choose("diff_attention", implementation)
+    call = functools.partial(backend.diff_attention, window=window)
+    return _per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT)
+
+
+def attention(
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKD: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Causal softmax attention, the matched Transformer's: arguments and errors as in `diff_attention`.
+
+    Returns:
+        `[B, T, H, D]` in the values' dtype.
+    """
+    if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
+        raise ValueError(
+            f"attention wants q [B, T, H, D] and k, v [B, S, K, D]; got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
+        )
+    _check_common(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window)
+    backend = _choose("attention", implementation)
+    call = functools.partial(backend.attention, window=window)
+    return _per_shard(call, q_BTHD, k_BSKD, v_BSKD, None, segment_ids_BT)
+
+
+def _choose(operation: str, implementation: str):
+    if implementation == "auto":
+        name = AUTO_ORDER[0]
+        _log_once(operation, name)
+        return BACKENDS[name]
+    if implementation not in BACKENDS:
+        raise ValueError(f"{operation}: implementation={implementation!r} is none of auto, {', '.join(BACKENDS)}")
+    return BACKENDS[implementation]
+
+
+@functools.cache
+def _log_once(operation: str, name: str) -> None:
+    log.info("%s: implementation='auto' takes %r on %s", operation, name, jax.default_backend())
+
+
+def _check_diff_shapes(q, k, v, lam) -> None:
+    wanted = "diff_attention wants q [B, T, H, 2, D], k [B, S, K, 2, D] and v [B, S, K, 2 D]; "
+    got = f"got {q.shape}, {k.shape}, {v.shape}"
+    if q.ndim != 5 or k.ndim != 5 or v.ndim != 4:
+        raise ValueError(wanted + got)
+    if q.shape[3] != 2 or k.shape[3] != 2 or q.shape[4] != k.shape[4]:
+        raise ValueError(f"{wanted}{got}: the head needs two groups of one width")
+    if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{wanted}{got}: values must be twice as wide as a query sub-head, keys as many as values")
+    if lam.shape not in ((), q.shape[:3]):
+        raise ValueError(f"diff_attention wants lam as a scalar or [B, T, H] = {q.shape[:3]}; got {lam.shape}")
+
+
+def _check_common(q, k, v, segment_ids_BT, window) -> None:
+    if k.shape[:2] != q.shape[:2]:
+        raise ValueError(f"queries and keys must cover the same tokens; got {q.shape[:2]} and {k.shape[:2]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: not a multiple")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
+        raise ValueError(f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if segment_ids_BT is not None and segment_ids_BT.shape != q.shape[:2]:
+        raise ValueError(f"segment_ids must be [B, T] = {q.shape[:2]}; got {segment_ids_BT.shape}")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1, the token itself")
+
+
+def _per_shard(call: Callable[..., jax.Array], q, k, v, lam, segment_ids_BT) -> jax.Array:
+    """Run `call` on each device's batch rows and heads: attention needs no communication between them."""
+    operands = {"q": q, "k": k, "v": v, "lam": lam, "segment_ids_BT": segment_ids_BT}
+    operands = {name: array for name, array in operands.items() if array is not None}
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.are_all_axes_explicit:
+        return call(**operands)
+    specs = {name: jax.typeof(array).sharding.spec for name, array in operands.items()}
+    batch, tokens, heads = specs["q"][:3]
+    if tokens is not None:
+        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
+    return jax.shard_map(lambda o: call(**o), in_specs=(specs,), out_specs=P(batch, None, heads, None))(operands)

@@ -1,0 +1,59 @@
+"""Attention as it is written in the paper: O(T²) memory, in float32 or wider. The oracle of all other backends."""
+#   B = batch, T = query tokens, S = key tokens, H = heads, K = key/value heads, G = 2 groups, D, E: widths
+
+import jax
+import jax.numpy as jnp
+
+
+def diff_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lam: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """Eq. 1 of arXiv 2410.05258; arguments as in `difftx.kernels.diff_attention`."""
+    maps_BHGTS = attention_maps(q, k, segment_ids_BT, window=window)
+    lam_BHT = lam if lam.ndim == 0 else jnp.moveaxis(lam, 2, 1)[..., None]
+    map_BHTS = maps_BHGTS[:, :, 0] - lam_BHT * maps_BHGTS[:, :, 1]
+    v_BSHE = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
+    return jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BSHE).astype(v.dtype)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """Softmax attention; arguments as in `difftx.kernels.attention`."""
+    map_BHTS = attention_maps(q[:, :, :, None], k[:, :, :, None], segment_ids_BT, window=window)[:, :, 0]
+    v_BSHD = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
+    return jnp.einsum("BHTS,BSHD->BTHD", map_BHTS, v_BSHD).astype(v.dtype)
+
+
+def attention_maps(
+    q_BTHGD: jax.Array, k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None = None, *, window: int | None = None
+) -> jax.Array:
+    """Return softmax(Q Kᵀ / √D) of each group, `[B, H, G, T, S]`, float32 (float64 for float64 inputs)."""
+    dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)
+    k_BSHGD = jnp.repeat(k_BSKGD, q_BTHGD.shape[2] // k_BSKGD.shape[2], axis=2).astype(dtype)
+    logits_BHGTS = jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
+    seen_BTS = visible(q_BTHGD.shape[1], segment_ids_BT, window=window)
+    return jax.nn.softmax(jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf), axis=-1)
+
+
+def visible(tokens: int, segment_ids_BT: jax.Array | None, *, window: int | None) -> jax.Array:
+    """Return which key each query sees, bool `[B or 1, T, S]`: causal, same segment, inside the window."""
+    query_T1 = jnp.arange(tokens)[:, None]
+    key_1S = jnp.arange(tokens)[None, :]
+    seen_BTS = (key_1S <= query_T1)[None]
+    if window is not None:
+        seen_BTS &= (query_T1 - key_1S < window)[None]
+    if segment_ids_BT is not None:
+        seen_BTS = seen_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    return seen_BTS

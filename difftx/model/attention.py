@@ -1,0 +1,149 @@
+"""Differential attention (arXiv 2410.05258, §2.1) and the softmax attention it is matched with.
+
+Both modules have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they return
+the residual update and per-layer statistics. `project` gives what a cache or a map analysis needs.
+"""
+#   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
+#   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from difftx import kernels
+from difftx.config import ModelConfig
+from difftx.model.layers import projection, rms_normalize, rotate
+from difftx.parallel.layout import Layout
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class Depth(NamedTuple):
+    """What depends on the layer alone, float32; the decoder scans over it, `[L]` each."""
+
+    lambda_init: jax.Array
+    post_scale: jax.Array  # A field of its own: with λ_init = 1 the paper's factor 1 - λ_init would zero the output.
+
+
+def depth_schedule(config: ModelConfig) -> Depth:
+    """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)), l from 1, or the config's constants, and the post-norm scale."""
+    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # l - 1
+    lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
+    if config.lambda_init is not None:
+        lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
+    post_scale_L = 1 - lambda_init_L if config.post_scale is None else jnp.full_like(layer_L, config.post_scale)
+    return Depth(lambda_init_L, post_scale_L)
+
+
+class DiffAttention(nnx.Module):
+    """Multi-head differential attention, Eq. 1-3 of arXiv 2410.05258.
+
+    head_i = (A1 - λ A2) V, A_g = softmax(Q_g K_gᵀ/√d); the output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
+    λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, one a layer. Grouped queries pair heads as the official flash code
+    does: query head n, in both groups, uses key/value head n // (H / K).
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
+        self.config, self.layout = config, layout
+        D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        self.query_DHGd = projection(config, (D, H, 2, d), 1, layout.query_DHGd, rngs=rngs)
+        self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
+        self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
+        self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
+        if config.lambda_learned:
+            init = jax.nn.initializers.normal(config.lambda_std)
+            self.lambda_query_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_key_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+        self.head_norm = HeadNorm(config, 2 * d, layout)
+
+    def __call__(
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the residual update `[B, T, D]` and `{"lambda": λ}`."""
+        q_BTHGd, k_BTKGd, v_BTKE = self.project(x_BTD, angles)
+        lam = self.lam(depth.lambda_init)
+        heads_BTHE = kernels.diff_attention(
+            q_BTHGd,
+            k_BTKGd,
+            v_BTKE,
+            lam,
+            segment_ids_BT=segment_ids_BT,
+            implementation=self.config.attention_implementation,
+        )
+        heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
+        return _merge_heads(heads_BTHE, self.output_HED, self.layout), {"lambda": lam}
+
+    def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
+        layout, dtype = self.layout, x_BTD.dtype
+        q_BTHGd = jnp.einsum(
+            "BTD,DHGd->BTHGd", x_BTD, self.query_DHGd.astype(dtype), out_sharding=layout.act_BTHGd
+        )
+        k_BTKGd = jnp.einsum("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd.astype(dtype), out_sharding=layout.act_BTHGd)
+        v_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.value_DKE.astype(dtype), out_sharding=layout.act_BTHE)
+        return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
+
+    def lam(self, lambda_init: jax.Array) -> jax.Array:
+        """Return λ, a float32 scalar: in bfloat16 its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
+        if not self.config.lambda_learned:
+            return lambda_init
+        exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
+        return jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1]) + lambda_init
+
+
+class Attention(nnx.Module):
+    """Multi-head softmax attention with 2h heads of width d: the parameters of h differential heads."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
+        self.config, self.layout = config, layout
+        D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        self.query_DHd = projection(config, (D, H, d), 1, layout.value_DKE, rngs=rngs)
+        self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
+        self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
+        self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)
+        self.head_norm = HeadNorm(config, d, layout)
+
+    def __call__(
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the residual update `[B, T, D]` and no statistics; `depth` is for the other architecture."""
+        q_BTHd, k_BTKd, v_BTKd = self.project(x_BTD, angles)
+        heads_BTHd = kernels.attention(
+            q_BTHd,
+            k_BTKd,
+            v_BTKd,
+            segment_ids_BT=segment_ids_BT,
+            implementation=self.config.attention_implementation,
+        )
+        return _merge_heads(self.head_norm(heads_BTHd), self.output_HdD, self.layout), {}
+
+    def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
+        q_BTHd, k_BTKd, v_BTKd = (
+            jnp.einsum("BTD,DHd->BTHd", x_BTD, weight.astype(x_BTD.dtype), out_sharding=self.layout.act_BTHE)
+            for weight in (self.query_DHd, self.key_DKd, self.value_DKd)
+        )
+        return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
+
+
+class HeadNorm(nnx.Module):
+    """RMSNorm over each head's output ("GroupNorm" in Figure 2); one gain, if any, for all heads of the layer."""
+
+    def __init__(self, config: ModelConfig, width: int, layout: Layout):
+        self.kind, self.eps = config.head_norm, config.head_norm_eps
+        if self.kind == "rms_affine":
+            self.scale = nnx.Param(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+
+    def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
+        """Normalise the last axis, or return the input for `head_norm = "none"`."""
+        if self.kind == "none":
+            return heads_BTHE
+        normed_BTHE = rms_normalize(heads_BTHE, self.eps)
+        return normed_BTHE * self.scale[...].astype(normed_BTHE.dtype) if self.kind == "rms_affine" else normed_BTHE
+
+
+def _merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
+    weight = output_HED.astype(heads_BTHE.dtype)
+    return jnp.einsum("BTHE,HED->BTD", heads_BTHE, weight, out_sharding=layout.act_BTD)

@@ -1,0 +1,106 @@
+"""The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
+#   B = batch, T = tokens, D = model width, V = vocabulary, L = layers
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from difftx.config import ModelConfig
+from difftx.model.attention import Angles, Attention, Depth, DiffAttention, depth_schedule
+from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
+from difftx.parallel.layout import Layout
+
+ATTENTION = {"diff": DiffAttention, "transformer": Attention}
+
+# What the backward pass finds stored; the rest it computes again.
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nnx.Module):
+    """Y = X + Attention(RMSNorm(X)); Y + SwiGLU(RMSNorm(Y)): Eq. 4."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps, layout)
+        self.attention = ATTENTION[config.architecture](config, layout, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
+        self.mlp = SwiGLU(config, layout, rngs=rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the layer's output `[B, T, D]` and the attention's statistics."""
+        with jax.named_scope("attention"):
+            update_BTD, stats = self.attention(self.attention_norm(x_BTD), angles, depth, segment_ids_BT)
+            x_BTD = x_BTD + update_BTD
+        with jax.named_scope("mlp"):
+            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), stats
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model. Weights are float32; `config.compute_dtype` is the dtype of activations."""
+
+    def __init__(self, config: ModelConfig, layout: Layout | None = None, *, rngs: nnx.Rngs):
+        self.config = config
+        self.layout = layout = layout or Layout()
+        init = jax.nn.initializers.normal(config.embedding_std)
+        shape = (config.vocab_size, config.d_model)
+        self.embedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
+        # One stacked block: every weight has a leading layer axis, so compile time does not grow with depth.
+        self.blocks = jax.vmap(lambda r: Block(config, layout, rngs=r))(rngs.split(config.num_layers))
+        self.final_norm = RMSNorm(config.d_model, config.norm_eps, layout)
+        if not config.tie_embeddings:
+            self.unembedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return float32 logits of the next token, `[B, T, V]`, and per-layer statistics, `[L]` each.
+
+        Args:
+            tokens_BT: int32 token ids.
+            positions_BT: int32 positions for the rotary embedding; None: 0, 1, 2, … in each row.
+            segment_ids_BT: int32; a token attends only inside its segment. None: one segment a row.
+        """
+        x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
+        return self.logits(x_BTD), stats
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics."""
+        config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
+        positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
+        angles = rotary_angles(positions, config.d_head, config.rope_theta)
+        x_BTD = self.embedding_VD.astype(dtype).at[tokens_BT].get(out_sharding=self.layout.act_BTD)
+
+        def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
+            block, depth = block_and_depth
+            return block(x_BTD, angles, depth, segment_ids_BT)
+
+        # prevent_cse guards against the optimiser undoing the recomputation; inside a scan nothing could.
+        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+        x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
+        return self.final_norm(x_BTD), stats
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return float32 logits `[B, T, V]` of `hidden`'s output."""
+        table_VD = self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD
+        return jnp.einsum(
+            "BTD,VD->BTV",
+            x_BTD,
+            table_VD.astype(x_BTD.dtype),
+            out_sharding=self.layout.logits_BTV,
+            preferred_element_type=jnp.float32,
+        )

@@ -1,0 +1,83 @@
+"""Parameters, FLOPs and memory of a config, on paper: nothing is computed on a device.
+
+Model FLOPs count what the mathematics needs, not what a kernel executes, so that both architectures are held to the
+same number. A differential head needs, for each pair of tokens, two products of width d for its maps and one of
+width 2d for (A1 - λ A2) V: as many as the two softmax heads it replaces.
+"""
+
+import dataclasses
+
+from difftx.config import Config, ModelConfig
+
+# Peak dense bf16 FLOP/s of a device kind as jax names it (vendors' data sheets). No entry: no MFU, rather than a guess.
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters."""
+
+    embedding: int  # One table if tied, else two.
+    projections: int  # Matrices of all layers: attention and MLP.
+    vectors: int  # Norm gains and λ vectors.
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.embedding + self.projections + self.vectors
+
+
+def count_parameters(config: ModelConfig) -> Parameters:
+    """Count the parameters of a `Decoder`, to the last one."""
+    D, d, groups = config.d_model, config.d_head, config.groups
+    query = D * config.num_heads * groups * d
+    key_and_value = 2 * D * config.kv_heads * groups * d
+    layer = query + key_and_value + config.num_heads * groups * d * D + 3 * D * config.mlp_dim
+    lambdas = 4 * d if config.architecture == "diff" and config.lambda_learned else 0
+    head_norm = groups * d if config.head_norm == "rms_affine" else 0
+    return Parameters(
+        embedding=config.vocab_size * D * (1 if config.tie_embeddings else 2),
+        projections=config.num_layers * layer,
+        vectors=config.num_layers * (2 * D + lambdas + head_norm) + D,
+    )
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
+    """Return the model FLOPs of training on one token: 6 N + 12 L T d, or 6 L T d where `causal` halves attention.
+
+    N: parameters in matrix products, the unembedding among them; d = heads × head width; T tokens a row.
+    """
+    parameters = count_parameters(config)
+    products = parameters.projections + config.vocab_size * config.d_model
+    width = config.num_heads * config.groups * config.d_head
+    attention = (6 if causal else 12) * config.num_layers * sequence_length * width
+    return 6 * products + attention
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Return bytes of the train state: parameters, two Adam moments and the gradient, float32 each."""
+    return 16 * count_parameters(config).total
+
+
+def activation_bytes(config: Config, rows: int) -> int:
+    """Estimate bytes kept for the backward pass of one microbatch of `rows` rows, and its logits.
+
+    A layer keeps its input ("full" remat), or its matrix products too ("dots"), or all of its intermediate values
+    (counted as three times the products, without a kernel's T × T maps). Logits are float32, once, with their gradient.
+    """
+    model = config.model
+    tokens = rows * config.data.sequence_length
+    width = 2 if model.compute_dtype == "bfloat16" else 4
+    heads = model.groups * model.d_head * (2 * model.num_heads + 2 * model.kv_heads)
+    products = heads + 2 * model.mlp_dim + 2 * model.d_model
+    kept = {"full": 0, "dots": products, "none": 3 * products}[model.remat] + model.d_model
+    return tokens * (model.num_layers * kept * width + 2 * 4 * model.vocab_size)

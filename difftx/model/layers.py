@@ -1,0 +1,85 @@
+"""RMSNorm, SwiGLU, rotary embedding and the initialisers of projections."""
+#   B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import P
+
+from difftx.config import ModelConfig
+from difftx.parallel.layout import Layout
+
+
+def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last axis, in float32; returns the dtype of `x`."""
+    x_f32 = x.astype(jnp.float32)
+    return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm with a learned gain over the last axis (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float, layout: Layout):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise the last axis of `x`, of the gain's width."""
+        return rms_normalize(x, self.eps) * self.scale[...].astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """(silu(x W_gate) ∘ x W_up) W_down, Eq. 5 of arXiv 2410.05258."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
+        self.layout = layout
+        D, F = config.d_model, config.mlp_dim
+        self.gate_DF = projection(config, (D, F), 1, layout.mlp_in_DF, rngs=rngs)
+        self.up_DF = projection(config, (D, F), 1, layout.mlp_in_DF, rngs=rngs)
+        self.down_FD = projection(config, (F, D), 1, layout.mlp_out_FD, rngs=rngs, output=True)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Return `[B, T, D]` in the dtype of `x_BTD`."""
+        layout, dtype = self.layout, x_BTD.dtype
+        gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF.astype(dtype), out_sharding=layout.act_BTF)
+        up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(dtype), out_sharding=layout.act_BTF)
+        hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down_FD.astype(dtype), out_sharding=layout.act_BTD)
+
+
+def projection(
+    config: ModelConfig, shape: Sequence[int], inputs: int, spec: P, *, rngs: nnx.Rngs, output: bool = False
+) -> nnx.Param:
+    """Return a float32 weight whose first `inputs` axes are contracted; `output`: it ends a residual branch."""
+    in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
+    if output and config.zero_init_output:
+        init = jax.nn.initializers.zeros
+    elif config.init == "fan_in":
+        # torch's Linear default, U(±1/√fan_in): what the official code trains from.
+        init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
+    else:
+        init = jax.nn.initializers.normal(config.init_std)
+    return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec))
+
+
+def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines, float32, `positions.shape + (width / 2,)` (arXiv 2104.09864).
+
+    float32 throughout: bfloat16 rounds position 257 to 256.
+    """
+    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn channel i with channel i + d/2 of `x`, `[B, T, heads…, d]`, by angles of `[B or 1, T, d/2]`.
+
+    Half-split pairs, as in Hugging Face; the official code turns neighbours (2i, 2i + 1), a permutation of channels.
+    """
+    head_axes = tuple(range(2, x.ndim - 1))
+    cos, sin = (jnp.expand_dims(a, head_axes) for a in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
