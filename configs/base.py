@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
 
     c.optimizer = ConfigDict()  # AdamW. Decayed: projections and embeddings. Not: norm gains, λ vectors.
     c.optimizer.learning_rate = 1.5e-4  # After the warm-up.
-    c.optimizer.final_learning_rate = 0.0  # At the last step: linear decay from the end of the warm-up.
+    c.optimizer.final_learning_rate = 0.0  # After the last step: linear decay from the end of the warm-up.
     c.optimizer.warmup_steps = 375  # Linear, from zero.
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.98

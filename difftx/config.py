@@ -245,19 +245,12 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
     Raises:
         UserError: no such file, a file that does not run, an unknown key, a wrong type or value.
     """
-    raw = _run_config_file(spec)
-    for key, text in overrides.items():
-        *groups, name = key.split(".")
-        cls: type = Config
-        target = raw
-        for i, group in enumerate(groups):
-            annotation = _annotation(cls, group, ".".join(groups[: i + 1]))
-            if not dataclasses.is_dataclass(annotation):
-                raise UserError(f"{key}: {'.'.join(groups[: i + 1])} is a value, not a group")
-            cls = annotation
-            target = target.setdefault(group, {})
-        target[name] = _parse(text, _annotation(cls, name, key), key)
-    return config_from_dict(raw)
+    return config_from_dict(_with_overrides(_run_config_file(spec), overrides))
+
+
+def override(config: Config, overrides: Mapping[str, str]) -> Config:
+    """Return the config with fields replaced, as on a command line."""
+    return config_from_dict(_with_overrides(dataclasses.asdict(config), overrides))
 
 
 def config_from_dict(raw: Any) -> Config:
@@ -297,6 +290,21 @@ def _run_config_file(spec: str) -> dict[str, Any]:
         raise UserError(f"{at}: {type(error).__name__}: {text[0] if text else ''}") from error
 
 
+def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
+    for key, text in overrides.items():
+        *groups, name = key.split(".")
+        cls: type = Config
+        target = raw
+        for i, group in enumerate(groups):
+            annotation = _annotation(cls, group, ".".join(groups[: i + 1]))
+            if not dataclasses.is_dataclass(annotation):
+                raise UserError(f"{key}: {'.'.join(groups[: i + 1])} is a value, not a group")
+            cls = annotation
+            target = target.setdefault(group, {})
+        target[name] = _parse(text, _annotation(cls, name, key), key)
+    return raw
+
+
 def _build(cls: type, raw: Any, path: str) -> Any:
     """Build dataclass `cls` from a dictionary; unknown, missing and mistyped fields are the user's errors."""
     if not isinstance(raw, Mapping):
@@ -315,7 +323,7 @@ def _build(cls: type, raw: Any, path: str) -> Any:
 def _annotation(cls: type, name: str, key: str) -> Any:
     hints = get_type_hints(cls)
     if name not in hints:
-        raise UserError(f"--config.{key}: no such field.{did_you_mean(name, hints)}")
+        raise UserError(f"{key}: no such field.{did_you_mean(name, hints)}")
     return hints[name]
 
 
@@ -340,7 +348,7 @@ def _parse(text: str, annotation: Any, key: str) -> Any:
     """Read a command-line value by its field's type; `_checked` has the last word."""
     if dataclasses.is_dataclass(annotation):
         fields = ", ".join(get_type_hints(annotation))
-        raise UserError(f"--config.{key}={text}: {key} is a group; set one of its fields: {fields}")
+        raise UserError(f"{key}={text}: {key} is a group; set one of its fields: {fields}")
     options = _options(annotation)
     if type(None) in options and text.lower() in ("none", "null"):
         return None
@@ -354,7 +362,7 @@ def _parse(text: str, annotation: Any, key: str) -> Any:
                 return option(text)
             except ValueError:
                 continue
-    return _checked(text, annotation, f"--config.{key}")
+    return _checked(text, annotation, f"{key}")
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

@@ -1,0 +1,70 @@
+"""Suite `loss`: validation loss in nats a token, perplexity, bits per byte."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from difftx.config import Config
+from difftx.data.loader import Batch, ordered_batches
+from difftx.data.tokenizer import token_bytes
+from difftx.evals.result import Result
+from difftx.training.loss import batch_nll
+from difftx.training.run import Run
+from difftx.training.state import graph
+
+
+def evaluate(run: Run, params: Any) -> Result:
+    """Score each validation set; several are averaged without weights, as in the macro average.
+
+    Bits per byte = nll / (ln 2 × bytes of the targets): the end of a document costs nats and has no bytes.
+    """
+    sets = {name: _score_set(run, params, name) for name in run.corpus.valid}
+    loss = float(np.mean([s["loss"] for s in sets.values()]))
+    return Result(
+        numbers={
+            "loss": loss,
+            "perplexity": math.exp(loss),
+            "bits_per_byte": float(np.mean([s["bits_per_byte"] for s in sets.values()])),
+        },
+        details={"sets": sets},
+    )
+
+
+def _score_set(run: Run, params: Any, name: str) -> dict[str, float]:
+    byte_counts = np.array([len(value or b"") for value in token_bytes(run.tokenizer)])
+    score = _scorer(run.config)
+    nll, tokens, text_bytes = 0.0, 0, 0
+    batches = ordered_batches(
+        run.corpus.valid[name],
+        sequence_length=run.config.data.sequence_length,
+        rows=run.microbatch_rows,
+        limit_tokens=run.config.eval.loss_tokens,
+        sharding=run.batch_sharding,
+    )
+    for batch in batches:
+        nll += float(score(params, batch))
+        counted_BT = np.asarray(batch.loss_mask_BT) > 0
+        tokens += int(counted_BT.sum())
+        text_bytes += int(byte_counts[np.asarray(batch.targets_BT)[counted_BT]].sum())
+    return {
+        "loss": nll / tokens,
+        "bits_per_byte": nll / math.log(2) / text_bytes,
+        "tokens": tokens,
+        "bytes": text_bytes,
+    }
+
+
+@functools.cache
+def _scorer(config: Config):
+    """Return the jitted score of a batch, compiled once a run rather than at each evaluation."""
+    graphdef = graph(config)
+
+    @jax.jit
+    def score(params: Any, batch: Batch) -> jax.Array:
+        return batch_nll(nnx.merge(graphdef, params), batch)[0]
+
+    return score

@@ -1,0 +1,40 @@
+"""Suite `sample`: what the model writes after the first words of validation documents."""
+
+from typing import Any
+
+from difftx.evals.result import Result
+from difftx.inference.generate import generate
+from difftx.training.run import Run
+
+PROMPTS = 2
+PROMPT_TOKENS = 48
+
+
+def evaluate(run: Run, params: Any) -> Result:
+    """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
+    config, store = run.config, next(iter(run.corpus.valid.values()))
+    prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
+    prompts = [
+        store.tokens[int(start) : min(int(start) + prompt_tokens, int(end) - 1)].tolist()
+        for start, end in zip(store.offsets[:PROMPTS], store.offsets[1:], strict=False)
+    ]
+    new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)
+    completions = generate(
+        config,
+        run.mesh,
+        params,
+        prompts,
+        new_tokens=new_tokens,
+        temperature=config.eval.sample_temperature,
+        seed=config.train.seed,
+        vocab_size=run.tokenizer.n_vocab,
+    )
+    end = run.tokenizer.eot_token
+    samples = [
+        {
+            "prompt": run.tokenizer.decode(prompt),
+            "completion": run.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens),
+        }
+        for prompt, tokens in zip(prompts, completions, strict=True)
+    ]
+    return Result(numbers={"new_tokens": float(new_tokens)}, details={"samples": samples})

@@ -1,0 +1,56 @@
+"""What eval.py's flags do."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import rich.console
+
+from difftx import evals
+from difftx.config import override
+from difftx.errors import UserError
+from difftx.report.curves import format_table, write_curves
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.run import Run, read_config
+from difftx.training.state import init_state
+
+
+def list_suites() -> int:
+    """Print every suite with the first line of its module."""
+    for name, suite in evals.SUITES.items():
+        print(f"{name:<12}{(suite.__doc__ or '').splitlines()[0]}")
+    return 0
+
+
+def draw_curves(pattern: str, out: Path) -> int:
+    """Draw the runs that match and print their table and the files."""
+    rows, files = write_curves(pattern, out)
+    rich.console.Console().print(format_table(rows))
+    for file in files:
+        print(file)
+    return 0
+
+
+def run_suites(workdir: Path, suites: Sequence[str], step: int | None, overrides: Mapping[str, str]) -> int:
+    """Evaluate one checkpoint of a run and print the numbers."""
+    evals.check_suites(suites)
+    config = override(read_config(workdir), {f"eval.{name}": text for name, text in overrides.items()})
+    checkpointer = Checkpointer(workdir)
+    steps = checkpointer.steps()
+    if not steps:
+        raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+    if step is not None and step not in steps:
+        raise UserError(f"--step={step}: no such checkpoint; there are {', '.join(map(str, steps))}")
+    step = steps[-1] if step is None else step
+    run = Run.open(config, workdir)
+    with jax.set_mesh(run.mesh):
+        state, _ = checkpointer.restore(step, jax.eval_shape(lambda: init_state(config)), run.mesh)
+    console = rich.console.Console()
+    for name, result in evals.evaluate(run, state.params, step, suites).items():
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in result.numbers.items())
+        console.print(f"[bold]{workdir} step {step} {name}[/bold]  {shown}", highlight=False)
+        for sample in result.details.get("samples", []):
+            console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
+            console.print(sample["completion"], markup=False, highlight=False)
+            console.rule()
+    return 0

@@ -1,0 +1,153 @@
+"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import rich.progress
+import tensorboardX
+
+from difftx.config import LoggingConfig
+from difftx.errors import UserError
+from difftx.training.run import write_atomically
+
+PLAIN_LINE_SECONDS = 10.0
+
+
+class MetricsWriter:
+    """Writes rows of numbers to every sink. Opened at a step, it drops what an earlier attempt wrote after it."""
+
+    def __init__(self, workdir: Path, config: LoggingConfig, start_step: int):
+        self.path = workdir / "metrics.jsonl"
+        self.attempt = self._rewind(start_step)
+        self._file = self.path.open("a")
+        self._tensorboard = None
+        if config.tensorboard:
+            # Steps from purge_step on are hidden: a resumed run draws no line twice.
+            self._tensorboard = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+        self._wandb = _start_wandb(config.wandb_project, workdir) if config.wandb_project else None
+
+    def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write one row, `values` being numbers or lists of numbers; nothing is buffered."""
+        row = {"split": split, "step": step, "attempt": self.attempt, **{k: _plain(v) for k, v in values.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        scalars = {f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")}
+        if self._tensorboard:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb:
+            self._wandb.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Close every sink."""
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def _rewind(self, start_step: int) -> int:
+        """Drop rows after `start_step` and half-written lines; return the number of this attempt, from 1."""
+        rows = read_metrics(self.path)[0] if self.path.exists() else []
+        kept = [row for row in rows if row["step"] <= start_step]
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        return 1 + max((row["attempt"] for row in rows), default=0)
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a metrics.jsonl and how many lines were skipped because they are none."""
+    rows, skipped = [], 0
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if isinstance(row, dict) and {"split", "step", "attempt"} <= row.keys():
+            rows.append(row)
+        else:
+            skipped += 1
+    return rows, skipped
+
+
+class Progress:
+    """A live line in a terminal; elsewhere a plain line every few seconds."""
+
+    def __init__(self, total_steps: int, start_step: int):
+        self._total, self._start = total_steps, start_step
+        self._began = self._printed = time.monotonic()
+        self._bar = self._task = None
+        if sys.stdout.isatty():
+            columns = [
+                rich.progress.TextColumn("step {task.completed}/{task.total}"),
+                rich.progress.BarColumn(),
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.TimeRemainingColumn(),
+            ]
+            self._bar = rich.progress.Progress(*columns)
+            self._task = self._bar.add_task("", total=total_steps, completed=start_step)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, row: Mapping[str, Any]) -> None:
+        """Show the row of a step."""
+        text = f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {row['tokens_per_second']:,.0f} tokens/s"
+        now = time.monotonic()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif now - self._printed > PLAIN_LINE_SECONDS or step == self._total:
+            left = (now - self._began) / max(1, step - self._start) * (self._total - step)
+            print(f"step {step}/{self._total}  {text}  {left:.0f} s left", flush=True)
+            self._printed = now
+
+    def note(self, text: str) -> None:
+        """Print a line above the progress line."""
+        if self._bar:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON's own types; what is not finite becomes null."""
+    value = np.asarray(value).tolist()
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the row's numbers; those of a list as name/01, name/02, …"""
+    flat = []
+    for name, value in row.items():
+        if isinstance(value, list):
+            flat += [(f"{name}/{i:02d}", v) for i, v in enumerate(value, 1) if v is not None]
+        elif isinstance(value, (int, float)):
+            flat.append((name, value))
+    return flat
+
+
+def _start_wandb(project: str, workdir: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"logging.wandb_project={project!r}: wandb is not installed; pip install '.[wandb]', or set it to none"
+        ) from error
+    # The directory names the run, so that a resumed run goes on in the same one.
+    name = "-".join(workdir.resolve().parts[-2:])
+    return wandb.init(project=project, id=name, name=name, dir=str(workdir), resume="allow")

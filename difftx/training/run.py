@@ -1,0 +1,130 @@
+"""A run: what training and evaluation share, and the files that describe it."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import tiktoken
+
+from difftx.config import Config, config_from_dict
+from difftx.data.corpora import Corpus, load_corpus
+from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.errors import UserError
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import check_divisible, make_mesh
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A checked config with its mesh, tokenizer and data; `workdir` is where its files go."""
+
+    config: Config
+    workdir: Path
+    mesh: jax.sharding.Mesh
+    tokenizer: tiktoken.Encoding
+    corpus: Corpus
+
+    @classmethod
+    def open(cls, config: Config, workdir: Path) -> "Run":
+        """Build the mesh and read the data.
+
+        Raises:
+            UserError: the config does not fit the devices, the data or the tokenizer.
+        """
+        mesh = make_mesh(config.mesh)
+        check_divisible(config, mesh)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        if tokenizer.n_vocab > config.model.vocab_size:
+            raise UserError(
+                f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
+                f"data.tokenizer={config.data.tokenizer!r}; use at least {-(-tokenizer.n_vocab // 128) * 128}"
+            )
+        return cls(config, workdir, mesh, tokenizer, load_corpus(config.data, tokenizer))
+
+    @functools.cached_property
+    def signature(self) -> dict[str, Any]:
+        """What the order and meaning of examples depend on, beside the loader's own settings."""
+        return {"corpus": self.corpus.sha256, "tokenizer": fingerprint(self.tokenizer)}
+
+    @property
+    def batch_sharding(self) -> jax.sharding.NamedSharding:
+        """Sharding of a `[rows, tokens]` batch."""
+        return jax.NamedSharding(self.mesh, Layout().act_BT)
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows that go through the model at once, over all devices."""
+        return self.config.batch_rows // self.config.train.accumulation
+
+    def write_description(self) -> None:
+        """Write `config.json` and `manifest.json`, atomically."""
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.workdir / "config.json", self.config.to_json())
+        devices = self.mesh.devices.flatten()
+        manifest = {
+            "commit": _git_commit(),
+            "python": platform.python_version(),
+            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "devices": {"kind": devices[0].device_kind, "count": len(devices), "mesh": dict(self.mesh.shape)},
+            "data": {
+                **self.signature,
+                "train_tokens": len(self.corpus.train),
+                "valid_tokens": {name: len(store) for name, store in self.corpus.valid.items()},
+            },
+        }
+        write_atomically(self.workdir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def read_config(workdir: Path) -> Config:
+    """Return the config of an existing run directory.
+
+    Raises:
+        UserError: there is none, or it is not a config of this version.
+    """
+    path = workdir / "config.json"
+    try:
+        return config_from_dict(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
+
+
+def changed_fields(old: Config, new: Config) -> list[str]:
+    """Return 'group.field: old → new' for each field that differs."""
+    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    return [
+        f"{group}.{name}: {before[group][name]} → {value}"
+        for group, fields in after.items()
+        for name, value in fields.items()
+        if before[group][name] != value
+    ]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _git_commit() -> str | None:
+    """Return the commit of this source tree, with "+" for uncommitted changes; None outside of git."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")

@@ -1,0 +1,90 @@
+"""The train state and the pure function that advances it."""
+#   B = batch, T = tokens, A = microbatches of an update
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import P
+
+from difftx.config import Config
+from difftx.data.loader import Batch
+from difftx.model.decoder import Decoder
+from difftx.parallel.layout import BATCH
+from difftx.training.loss import batch_nll
+from difftx.training.optimizer import learning_rate, make_optimizer
+
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that an update changes."""
+
+    step: jax.Array  # int32: updates made.
+    params: Any  # Nested dictionaries of float32 arrays, as the modules name them.
+    opt_state: Any
+
+
+def graph(config: Config) -> nnx.GraphDef:
+    """Return the model's static part; `nnx.merge` with parameters makes it callable."""
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+
+
+def init_state(config: Config) -> TrainState:
+    """Return the state before the first update. Under jit, every array is born in its shard of the mesh."""
+    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
+
+
+def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Return `step(state, batch) -> (state, metrics)`, pure, to be jitted with the state donated.
+
+    The loss is the mean over all counted tokens of the update: microbatches are summed and divided once, so that a
+    microbatch with few counted tokens weighs as little as it should.
+    """
+    graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
+
+    def loss_and_grad(params: Any, batch: Batch):
+        return jax.value_and_grad(lambda p: batch_nll(nnx.merge(graphdef, p), batch), has_aux=True)(params)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if config.train.accumulation == 1:
+            (nll, stats), grads = loss_and_grad(state.params, batch)
+        else:
+
+            def add(total: Any, microbatch: Batch):
+                (nll, stats), grads = loss_and_grad(state.params, microbatch)
+                return jax.tree.map(jnp.add, total, (nll, grads)), stats
+
+            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+            (nll, grads), stats = jax.lax.scan(add, zero, split_microbatches(batch, config.train.accumulation))
+            stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
+        tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
+        grads = jax.tree.map(lambda g: g / tokens, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": nll / tokens,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": schedule(state.step),
+            **stats,
+        }
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+
+    return step
+
+
+def split_microbatches(batch: Batch, count: int) -> Batch:
+    """Return the batch as `[A, B / A, T]`: row i goes to microbatch i mod A, so that no row leaves its device."""
+
+    def split(x_BT: jax.Array) -> jax.Array:
+        rows = x_BT.shape[0] // count
+        x_BAT = x_BT.reshape(rows, count, *x_BT.shape[1:], out_sharding=P(BATCH, None, None))
+        return jnp.moveaxis(x_BAT, 1, 0)
+
+    return jax.tree.map(split, batch)

@@ -1,0 +1,40 @@
+"""Evaluate runs: python eval.py --workdir=runs/quickstart/diff --suite=loss,sample."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from difftx.config import split_overrides
+from difftx.errors import run_command
+
+
+def main() -> int:
+    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, help="directory of a run, with --suite")
+    parser.add_argument("--suite", help="suites to run, such as loss,sample")
+    parser.add_argument("--step", type=int, help="checkpoint to evaluate; the newest if not given")
+    parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
+    parser.add_argument("--out", type=Path, help="directory for the figures of --curves")
+    parser.add_argument("--list", action="store_true", help="list the suites")
+    parser.epilog = "--eval.field=value changes a field of the run's eval config"
+    args, rest = parser.parse_known_args()
+    overrides = split_overrides(rest, "eval")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
+
+    # Slow to import, so after the flags are known to be good.
+    from difftx.report import commands
+
+    if args.list:
+        return commands.list_suites()
+    if args.curves:
+        if args.out is None:
+            parser.error("--curves needs --out=DIR")
+        return commands.draw_curves(args.curves, args.out)
+    if args.workdir is None or not args.suite:
+        parser.error("give --workdir and --suite, or --curves and --out, or --list")
+    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides)
+
+
+if __name__ == "__main__":
+    run_command(main)

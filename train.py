@@ -1,0 +1,41 @@
+"""Train a model: python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from difftx.config import load_config, split_overrides
+from difftx.errors import run_command
+
+
+def main() -> int:
+    """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by SIGTERM (run again), 1 anything else."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
+    parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
+    parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
+    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    args, rest = parser.parse_known_args()
+    config = load_config(args.config, split_overrides(rest, "config"))
+    if args.print_config:
+        print(config.to_json(), end="")
+        return 0
+    if args.workdir is None and not args.dry_run:
+        parser.error("--workdir is needed to train")
+
+    # Slow to import, so after the flags are known to be good.
+    from difftx import evals
+    from difftx.report.cost import format_cost
+    from difftx.training.loop import train
+    from difftx.training.run import Run
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save.
+    evals.check_suites(config.eval.suites)
+    run = Run.open(config, args.workdir or Path())
+    print(format_cost(run))
+    return 0 if args.dry_run else train(run, evals.evaluate)
+
+
+if __name__ == "__main__":
+    run_command(main)
