@@ -8,14 +8,12 @@ with explicit axes a backend runs inside `jax.shard_map` over batch and heads, a
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import P
 
-from difftx.kernels import reference, xla
+from difftx.kernels import fused, reference, xla
 
 Implementation = Literal["auto", "xla", "reference"]
 
@@ -55,8 +53,12 @@ def diff_attention(
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
     backend = _choose("diff_attention", implementation)
-    call = functools.partial(backend.diff_attention, window=window)
-    return _per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT)
+    if backend is reference:
+        lam_BTH = fused.lam_per_token(lam, q_BTHGD)
+        return fused.per_shard(
+            functools.partial(reference.diff_attention, window=window), q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
+        )
+    return fused.diff_attention(backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window)
 
 
 def attention(
@@ -80,7 +82,7 @@ def attention(
     _check_common(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window)
     backend = _choose("attention", implementation)
     call = functools.partial(backend.attention, window=window)
-    return _per_shard(call, q_BTHD, k_BSKD, v_BSKD, None, segment_ids_BT)
+    return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT)
 
 
 def _choose(operation: str, implementation: str):
@@ -122,17 +124,3 @@ def _check_common(q, k, v, segment_ids_BT, window) -> None:
         raise ValueError(f"segment_ids must be [B, T] = {q.shape[:2]}; got {segment_ids_BT.shape}")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1, the token itself")
-
-
-def _per_shard(call: Callable[..., jax.Array], q, k, v, lam, segment_ids_BT) -> jax.Array:
-    """Run `call` on each device's batch rows and heads: attention needs no communication between them."""
-    operands = {"q": q, "k": k, "v": v, "lam": lam, "segment_ids_BT": segment_ids_BT}
-    operands = {name: array for name, array in operands.items() if array is not None}
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.are_all_axes_explicit:
-        return call(**operands)
-    specs = {name: jax.typeof(array).sharding.spec for name, array in operands.items()}
-    batch, tokens, heads = specs["q"][:3]
-    if tokens is not None:
-        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
-    return jax.shard_map(lambda o: call(**o), in_specs=(specs,), out_specs=P(batch, None, heads, None))(operands)

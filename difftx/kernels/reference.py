@@ -9,15 +9,14 @@ def diff_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    lam: jax.Array,
+    lam_BTH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
 ) -> jax.Array:
-    """Eq. 1 of arXiv 2410.05258; arguments as in `difftx.kernels.diff_attention`."""
+    """Eq. 1 of arXiv 2410.05258; arguments as in `difftx.kernels.diff_attention`, λ `[B, T, H]`."""
     maps_BHGTS = attention_maps(q, k, segment_ids_BT, window=window)
-    lam_BHT = lam if lam.ndim == 0 else jnp.moveaxis(lam, 2, 1)[..., None]
-    map_BHTS = maps_BHGTS[:, :, 0] - lam_BHT * maps_BHGTS[:, :, 1]
+    map_BHTS = maps_BHGTS[:, :, 0] - jnp.moveaxis(lam_BTH, 2, 1)[..., None] * maps_BHGTS[:, :, 1]
     v_BSHE = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
     return jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BSHE).astype(v.dtype)
 

@@ -1,43 +1,93 @@
-"""Attention through `jax.nn.dot_product_attention`, wherever XLA runs."""
-#   B = batch, T = query tokens, S = key tokens, H = heads, K = key/value heads, R = H / K query heads a key/value head,
-#   G = 2 groups (A1, A2), W = 2 halves of a value head, D = width of a sub-head, E = 2 D = width of a value head
+"""Attention in XLA's own operations: any device.
+
+Differential attention in memory linear in the length of a row: queries are taken in chunks, and the backward pass makes
+each chunk's maps again from the saved log-sum-exps. The maps are subtracted before the product with V, P = P1 - λ P2 in
+float32, so that there is one such product instead of two.
+"""
+#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = heads, K = key/value heads,
+#   R = H / K query heads a key/value head, G = 2 groups (A1, A2), D = width of a sub-head, E = 2 D = width of a value head
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+CHUNK_MAP_ELEMENTS = 2**20  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
+MASKED = -1e30  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
 
-def diff_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lam: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
+einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def forward(
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    v_BSKE: jax.Array,
+    lam_BTH: jax.Array,
+    segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-) -> jax.Array:
-    """Eq. 1 of arXiv 2410.05258 as one library call; arguments as in `difftx.kernels.diff_attention`.
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[B, T, H, E]` and the log-sum-exps of the scaled logits, float32 `[B, T, H, G]`."""
+    B, T, H = lam_BTH.shape
+    K = k_BSKGD.shape[2]
 
-    The library wants values as wide as keys, so each group attends to each half of V: 4 H heads of width D.
+    def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        logits_BKRGCS = _logits(rows, k_BSKGD, segment_ids_BT, window)
+        lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
+        map1_BKRCS, map2_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
+        map_BKRCS = (map1_BKRCS - _per_query(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
+        out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
+        return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
+
+    out, lse = jax.lax.map(chunk, _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH))
+    return _joined(out, T).reshape(B, T, H, -1), _joined(lse, T).reshape(B, T, H, 2)
+
+
+def backward(
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    v_BSKE: jax.Array,
+    lam_BTH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    lse_BTHG: jax.Array,
+    dout_BTHE: jax.Array,
+    *,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v in their dtypes and of λ, float32 `[B, T, H]`.
+
+    dP = dO Vᵀ and dV = (P1 - λ P2)ᵀ dO serve both maps; with D_m = rowsum(P_m ∘ dP), dS1 = P1 ∘ (dP - D1),
+    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2.
     """
-    B, T, H, G, D = q.shape
-    K = k.shape[2]
-    q_BTKGWRD = jnp.broadcast_to(
-        q.reshape(B, T, K, H // K, G, D).transpose(0, 1, 2, 4, 3, 5)[:, :, :, :, None], (B, T, K, G, 2, H // K, D)
-    )
-    k_BSKGWD = jnp.broadcast_to(k[:, :, :, :, None], (B, T, K, G, 2, D))
-    v_BSKGWD = jnp.broadcast_to(v.reshape(B, T, K, 1, 2, D), (B, T, K, G, 2, D))
-    out_BTND = attention(
-        q_BTKGWRD.reshape(B, T, 4 * H, D),
-        k_BSKGWD.reshape(B, T, 4 * K, D),
-        v_BSKGWD.reshape(B, T, 4 * K, D),
-        segment_ids_BT,
-        window=window,
-    )
-    out_BTGHE = (
-        out_BTND.reshape(B, T, K, G, 2, H // K, D).transpose(0, 1, 3, 2, 5, 4, 6).reshape(B, T, G, H, 2 * D)
-    ).astype(jnp.promote_types(v.dtype, jnp.float32))  # Subtract before rounding to bfloat16 once more.
-    lam_BTH1 = lam if lam.ndim == 0 else lam[..., None]
-    return (out_BTGHE[:, :, 0] - lam_BTH1 * out_BTGHE[:, :, 1]).astype(v.dtype)
+    B, T, H, G, D = q_BTHGD.shape
+    K, E = v_BSKE.shape[2:]
+    dtype = q_BTHGD.dtype
+
+    def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
+        dk_BSKGD, dv_BSKE = carry
+        lam_BKRC1 = _per_query(rows["lam"], K)
+        lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
+        map1_BKRCS, map2_BKRCS = _maps(_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
+        dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
+        dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
+        map_BKRCS = (map1_BKRCS - lam_BKRC1 * map2_BKRCS).astype(dtype)
+        dv_BSKE += einsum("BKRCS,BCKRE->BSKE", map_BKRCS, dout_BCKRE)
+        delta1_BKRC1 = jnp.sum(map1_BKRCS * dp_BKRCS, axis=-1, keepdims=True)
+        delta2_BKRC1 = jnp.sum(map2_BKRCS * dp_BKRCS, axis=-1, keepdims=True)
+        ds1_BKRCS = map1_BKRCS * (dp_BKRCS - delta1_BKRC1)
+        ds2_BKRCS = -lam_BKRC1 * map2_BKRCS * (dp_BKRCS - delta2_BKRC1)
+        ds_BKRGCS = (jnp.stack([ds1_BKRCS, ds2_BKRCS], axis=3) * D**-0.5).astype(dtype)
+        q_BCKRGD = rows["q"].reshape(B, -1, K, H // K, G, D)
+        dk_BSKGD += einsum("BKRGCS,BCKRGD->BSKGD", ds_BKRGCS, q_BCKRGD)
+        dq_BCKRGD = einsum("BKRGCS,BSKGD->BCKRGD", ds_BKRGCS, k_BSKGD).astype(dtype)
+        return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
+
+    zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
+    rows = _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=lse_BTHG, dout=dout_BTHE)
+    (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
+    dq_BTHGD, dlam_BTH = _joined(dq, T).reshape(q_BTHGD.shape), _joined(dlam, T).reshape(B, T, H)
+    return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
 
 
 def attention(
@@ -48,7 +98,7 @@ def attention(
     *,
     window: int | None,
 ) -> jax.Array:
-    """Softmax attention; arguments as in `difftx.kernels.attention`."""
+    """Softmax attention by `jax.nn.dot_product_attention`; arguments as in `difftx.kernels.attention`."""
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
@@ -61,3 +111,51 @@ def attention(
         local_window_size=None if window is None else (window - 1, 0),
         implementation="xla",
     )
+
+
+def _logits(rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None):
+    """Return a chunk's scaled and masked logits, float32 `[B, K, R, G, C, S]`."""
+    B, S, K, G, D = k_BSKGD.shape
+    q_BCKRGD = rows["q"].reshape(B, -1, K, rows["q"].shape[2] // K, G, D)
+    query_C1, key_S = rows["position"][:, None], jnp.arange(S)
+    seen_BCS = (key_S <= query_C1)[None]
+    if window is not None:
+        seen_BCS &= (query_C1 - key_S < window)[None]
+    if segment_ids_BT is not None:
+        seen_BCS = seen_BCS & (rows["segment"][:, :, None] == segment_ids_BT[:, None, :])
+    logits_BKRGCS = einsum("BCKRGD,BSKGD->BKRGCS", q_BCKRGD, k_BSKGD) * D**-0.5
+    return jnp.where(seen_BCS[:, None, None, None], logits_BKRGCS, MASKED)
+
+
+def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    maps_BKRGCS = jnp.exp(logits_BKRGCS - lse_BKRGC[..., None])
+    return maps_BKRGCS[:, :, :, 0], maps_BKRGCS[:, :, :, 1]
+
+
+def _per_query(lam_BCH: jax.Array, kv_heads: int) -> jax.Array:
+    """Return λ as `[B, K, R, C, 1]`."""
+    B, C, H = lam_BCH.shape
+    return jnp.moveaxis(lam_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
+
+
+def _chunks(segment_ids_BT: jax.Array | None, **arrays_BT: jax.Array) -> dict[str, Any]:
+    """Cut per-query arrays `[B, T, …]` into `[N, B, C, …]`, the last chunk filled up with zeros."""
+    T = arrays_BT["q"].shape[1]
+    size = min(T, max(1, CHUNK_MAP_ELEMENTS // T))
+    count = -(-T // size)
+
+    def cut(x_BT: jax.Array) -> jax.Array:
+        padded = jnp.pad(x_BT, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x_BT.ndim - 2))
+        return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
+
+    rows: dict[str, Any] = {name: cut(x_BT) for name, x_BT in arrays_BT.items()}
+    rows["position"] = jnp.arange(count * size).reshape(count, size)
+    if segment_ids_BT is not None:
+        rows["segment"] = cut(segment_ids_BT)
+    return rows
+
+
+def _joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
+    """Join chunks `[N, B, C, …]` to `[B, T, …]` and drop the filler."""
+    x_BNC = jnp.moveaxis(x_NBC, 0, 1)
+    return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :tokens]

@@ -1,0 +1,85 @@
+"""The one custom gradient of differential attention, shared by every backend that has a backward pass of its own.
+
+It stands outside of `shard_map`: inside, JAX would sum over devices what each of them owns alone (jax issue 21855).
+"""
+#   B = batch, T = query tokens, S = key tokens, H = heads, K = key/value heads, G = 2 groups, D, E: widths
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+
+
+def diff_attention(
+    backend: ModuleType,
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    v_BSKE: jax.Array,
+    lam: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """Run `backend.forward` and, for the gradient, `backend.backward`; arguments as in `difftx.kernels`."""
+    return _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
+
+
+def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
+    """Return λ as `[B, T, H]`, float32 at least, sharded as the queries."""
+    lam = lam.astype(jnp.promote_types(lam.dtype, jnp.float32))
+    sharding = P(*jax.typeof(q_BTHGD).sharding.spec[:3]) if is_explicit_mesh() else None
+    return lam if lam.ndim else jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=sharding)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
+    return _forward(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)[0]
+
+
+def _forward(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
+    inputs = (q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)
+    out_BTHE, saved = per_shard(functools.partial(backend.forward, window=window), *inputs)
+    return out_BTHE, (*inputs, saved)
+
+
+def _backward(backend, window, residuals, dout_BTHE):
+    segment_ids_BT = residuals[4]
+    grads = per_shard(functools.partial(backend.backward, window=window), *residuals, dout_BTHE)
+    # Integers have no gradient; JAX wants that said with its own empty dtype.
+    no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
+    return *grads, no_grad
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def is_explicit_mesh() -> bool:
+    """Whether the current mesh puts shardings into the arrays' types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.are_all_axes_explicit
+
+
+def per_shard(call: Callable[..., Any], *operands: Any) -> Any:
+    """Run `call` on each device's batch rows and heads; attention needs no communication between them.
+
+    Operands and results are `[B, T or S, H or K, …]`, or `[B, T]`, or None, or tuples of such.
+    """
+    if not is_explicit_mesh():
+        return call(*operands)
+    batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
+    if tokens is not None:
+        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
+
+    def spec(x: Any) -> P:
+        return P(batch, None) if x.ndim == 2 else P(batch, None, heads)
+
+    # check_vma off: it wants the zeros that a backend accumulates into marked as varying, one by one.
+    sharded = jax.shard_map(
+        call, in_specs=jax.tree.map(spec, operands), out_specs=P(batch, None, heads), check_vma=False
+    )
+    return sharded(*operands)
