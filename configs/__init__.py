@@ -1,0 +1,1 @@
+"""Configs: each file is the record of an experiment. Start with `base.py`."""

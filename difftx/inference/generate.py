@@ -61,7 +61,9 @@ def generate(
     length_B = jax.device_put(length_B, jax.NamedSharding(mesh, P(BATCH)))
     with jax.set_mesh(mesh):
         sample = _sampler(config, new_tokens, vocab_size)
-        tokens_BT = np.asarray(sample(params, tokens_BT, length_B, jnp.float32(temperature), jax.random.key(seed)))
+        tokens_BT = np.asarray(
+            sample(params, tokens_BT, length_B, jnp.float32(temperature), jax.random.key(seed))
+        )
     return [tokens_BT[i, len(p) : len(p) + new_tokens].tolist() for i, p in enumerate(prompts)]
 
 
@@ -70,7 +72,13 @@ def _sampler(config: Config, new_tokens: int, vocab_size: int):
     graphdef = graph(config)
 
     @jax.jit
-    def sample(params: Any, tokens_BT: jax.Array, length_B: jax.Array, temperature: jax.Array, key: jax.Array):
+    def sample(
+        params: Any,
+        tokens_BT: jax.Array,
+        length_B: jax.Array,
+        temperature: jax.Array,
+        key: jax.Array,
+    ):
         model = nnx.merge(graphdef, params)
 
         def next_token(i: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -79,7 +87,9 @@ def _sampler(config: Config, new_tokens: int, vocab_size: int):
             x_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1, mode="clip")
             logits_BV = jax.sharding.reshard(model.logits(x_B1D)[:, 0], P(BATCH, None))
             logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab_size, logits_BV, -jnp.inf)
-            noise_BV = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape, out_sharding=P(BATCH, None))
+            noise_BV = jax.random.gumbel(
+                jax.random.fold_in(key, i), logits_BV.shape, out_sharding=P(BATCH, None)
+            )
             chosen_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1).astype(jnp.int32)
             is_next_BT = jnp.arange(tokens_BT.shape[1]) == last_B1 + 1
             return jnp.where(is_next_BT, chosen_B[:, None], tokens_BT)

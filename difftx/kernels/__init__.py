@@ -56,9 +56,16 @@ def diff_attention(
     if backend is reference:
         lam_BTH = fused.lam_per_token(lam, q_BTHGD)
         return fused.per_shard(
-            functools.partial(reference.diff_attention, window=window), q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
+            functools.partial(reference.diff_attention, window=window),
+            q_BTHGD,
+            k_BSKGD,
+            v_BSKE,
+            lam_BTH,
+            segment_ids_BT,
         )
-    return fused.diff_attention(backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window)
+    return fused.diff_attention(
+        backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window
+    )
 
 
 def attention(
@@ -75,7 +82,12 @@ def attention(
     Returns:
         `[B, T, H, D]` in the values' dtype.
     """
-    if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
+    if (
+        q_BTHD.ndim != 4
+        or k_BSKD.ndim != 4
+        or k_BSKD.shape != v_BSKD.shape
+        or q_BTHD.shape[3] != k_BSKD.shape[3]
+    ):
         raise ValueError(
             f"attention wants q [B, T, H, D] and k, v [B, S, K, D]; got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
         )
@@ -91,7 +103,9 @@ def _choose(operation: str, implementation: str):
         _log_once(operation, name)
         return BACKENDS[name]
     if implementation not in BACKENDS:
-        raise ValueError(f"{operation}: implementation={implementation!r} is none of auto, {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"{operation}: implementation={implementation!r} is none of auto, {', '.join(BACKENDS)}"
+        )
     return BACKENDS[implementation]
 
 
@@ -108,18 +122,33 @@ def _check_diff_shapes(q, k, v, lam) -> None:
     if q.shape[3] != 2 or k.shape[3] != 2 or q.shape[4] != k.shape[4]:
         raise ValueError(f"{wanted}{got}: the head needs two groups of one width")
     if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{wanted}{got}: values must be twice as wide as a query sub-head, keys as many as values")
+        raise ValueError(
+            f"{wanted}{got}: values must be twice as wide as a query sub-head, keys as many as values"
+        )
     if lam.shape not in ((), q.shape[:3]):
-        raise ValueError(f"diff_attention wants lam as a scalar or [B, T, H] = {q.shape[:3]}; got {lam.shape}")
+        raise ValueError(
+            f"diff_attention wants lam as a scalar or [B, T, H] = {q.shape[:3]}; got {lam.shape}"
+        )
 
 
 def _check_common(q, k, v, segment_ids_BT, window) -> None:
     if k.shape[:2] != q.shape[:2]:
-        raise ValueError(f"queries and keys must cover the same tokens; got {q.shape[:2]} and {k.shape[:2]}")
+        raise ValueError(
+            f"queries and keys must cover the same tokens; got {q.shape[:2]} and {k.shape[:2]}"
+        )
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: not a multiple")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
-        raise ValueError(f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: not a multiple"
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (
+        jnp.float32,
+        jnp.bfloat16,
+        jnp.float16,
+        jnp.float64,
+    ):
+        raise ValueError(
+            f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if segment_ids_BT is not None and segment_ids_BT.shape != q.shape[:2]:
         raise ValueError(f"segment_ids must be [B, T] = {q.shape[:2]}; got {segment_ids_BT.shape}")
     if window is not None and window < 1:

@@ -26,7 +26,9 @@ def diff_attention(
     window: int | None,
 ) -> jax.Array:
     """Run `backend.forward` and, for the gradient, `backend.backward`; arguments as in `difftx.kernels`."""
-    return _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
+    return _attend(
+        backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT
+    )
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
@@ -73,13 +75,18 @@ def per_shard(call: Callable[..., Any], *operands: Any) -> Any:
         return call(*operands)
     batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
     if tokens is not None:
-        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
+        raise ValueError(
+            f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}"
+        )
 
     def spec(x: Any) -> P:
         return P(batch, None) if x.ndim == 2 else P(batch, None, heads)
 
     # check_vma off: it wants the zeros that a backend accumulates into marked as varying, one by one.
     sharded = jax.shard_map(
-        call, in_specs=jax.tree.map(spec, operands), out_specs=P(batch, None, heads), check_vma=False
+        call,
+        in_specs=jax.tree.map(spec, operands),
+        out_specs=P(batch, None, heads),
+        check_vma=False,
     )
     return sharded(*operands)

@@ -4,8 +4,9 @@ Differential attention in memory linear in the length of a row: queries are take
 each chunk's maps again from the saved log-sum-exps. The maps are subtracted before the product with V, P = P1 - λ P2 in
 float32, so that there is one such product instead of two.
 """
-#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = heads, K = key/value heads,
-#   R = H / K query heads a key/value head, G = 2 groups (A1, A2), D = width of a sub-head, E = 2 D = width of a value head
+#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = heads,
+#   K = key/value heads, R = H / K query heads a key/value head, G = 2 groups (A1, A2),
+#   D = width of a sub-head, E = 2 D = width of a value head
 
 import functools
 from typing import Any
@@ -13,8 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CHUNK_MAP_ELEMENTS = 2**20  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
-MASKED = -1e30  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
+CHUNK_MAP_ELEMENTS = (
+    2**20
+)  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
+MASKED = (
+    -1e30
+)  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -113,7 +118,9 @@ def attention(
     )
 
 
-def _logits(rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None):
+def _logits(
+    rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
+):
     """Return a chunk's scaled and masked logits, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
     q_BCKRGD = rows["q"].reshape(B, -1, K, rows["q"].shape[2] // K, G, D)

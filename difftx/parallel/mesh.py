@@ -24,10 +24,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         sizes[sizes.index(-1)] = len(devices) // fixed
     if math.prod(sizes) != len(devices):
         asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
-        raise UserError(f"{asked}: they do not multiply to the {len(devices)} devices here; set one of them to -1")
+        raise UserError(
+            f"{asked}: they do not multiply to the {len(devices)} devices here; set one of them to -1"
+        )
     # Explicit: every array's type carries its sharding, so Adam's moments are born where the parameters are, and a
     # mismatch is an error while tracing rather than a silent all-gather.
-    return jax.make_mesh(tuple(sizes), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES), devices=devices)
+    return jax.make_mesh(
+        tuple(sizes), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES), devices=devices
+    )
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
@@ -40,7 +44,13 @@ def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     model, tensor, shards = config.model, mesh.shape["tensor"], batch_shards(mesh)
     rows = config.batch_rows // config.train.accumulation
     checks = [
-        ("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp"),
+        (
+            "train.global_batch_tokens",
+            rows,
+            f"{rows} rows a microbatch",
+            shards,
+            "mesh.data × mesh.fsdp",
+        ),
         ("model.d_model", model.d_model, str(model.d_model), mesh.shape["fsdp"], "mesh.fsdp"),
         ("model.num_heads", model.num_heads, str(model.num_heads), tensor, "mesh.tensor"),
         ("model.num_kv_heads", model.kv_heads, str(model.kv_heads), tensor, "mesh.tensor"),
@@ -50,4 +60,6 @@ def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     for field, size, shown, parts, axes in checks:
         if size % parts:
             fix = math.ceil(size / parts) * parts
-            raise UserError(f"{field}: {shown} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}")
+            raise UserError(
+                f"{field}: {shown} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}"
+            )

@@ -14,7 +14,16 @@ from difftx.training.run import read_config, write_atomically
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-COLUMNS = ("run", "architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
+COLUMNS = (
+    "run",
+    "architecture",
+    "tokens",
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "tokens_per_second",
+    "seconds",
+)
 
 
 def write_curves(pattern: str, out: Path) -> tuple[list[dict[str, Any]], list[Path]]:
@@ -25,9 +34,15 @@ def write_curves(pattern: str, out: Path) -> tuple[list[dict[str, Any]], list[Pa
     Raises:
         UserError: no run matches.
     """
-    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]
+    workdirs = [
+        Path(name)
+        for name in sorted(glob.glob(pattern))
+        if (Path(name) / "metrics.jsonl").is_file()
+    ]
     if not workdirs:
-        raise UserError(f"--curves={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
+        raise UserError(
+            f"--curves={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'"
+        )
     runs = {_name(workdir, workdirs): _read_run(workdir) for workdir in workdirs}
     table = [{"run": name, **_summary(run)} for name, run in runs.items()]
     out.mkdir(parents=True, exist_ok=True)
@@ -75,7 +90,9 @@ def _summary(run: dict[str, Any]) -> dict[str, Any]:
         "architecture": config.model.architecture,
         "tokens": train[-1]["tokens"],
         **{name: last.get(name) for name in ("loss", "perplexity", "bits_per_byte")},
-        "tokens_per_second": speeds[len(speeds) // 2],  # The median: compilation and pauses do not count.
+        "tokens_per_second": speeds[
+            len(speeds) // 2
+        ],  # The median: compilation and pauses do not count.
         "seconds": sum(row["step_seconds"] for row in train) * config.logging.every_steps,
     }
 
@@ -87,14 +104,22 @@ def _draw(runs: dict[str, Any]) -> matplotlib.figure.Figure:
         per_step = run["config"].train.global_batch_tokens
         if run["valid"]:
             tokens = [row["step"] * per_step for row in run["valid"]]
-            left.plot(tokens, [row["bits_per_byte"] for row in run["valid"]], "o-", color=colour, label=name)
+            left.plot(
+                tokens,
+                [row["bits_per_byte"] for row in run["valid"]],
+                "o-",
+                color=colour,
+                label=name,
+            )
         steps = [row for row in run["train"] if row["loss"] is not None]
         tokens = [row["tokens"] for row in steps]
         losses = [row["loss"] for row in steps]
         right.plot(tokens, losses, color=colour, alpha=0.25, linewidth=0.8)
         right.plot(tokens, _smoothed(losses), color=colour, label=name)
     left.set(xlabel="training tokens", ylabel="bits per byte", title="validation")
-    right.set(xlabel="training tokens", ylabel="loss (nats per token)", title="training, raw and smoothed")
+    right.set(
+        xlabel="training tokens", ylabel="loss (nats per token)", title="training, raw and smoothed"
+    )
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from difftx.config import CheckpointConfig, Config, config_from_dict
+from difftx.config import CheckpointConfig, Config
+from difftx.config_reader import config_from_dict
 from difftx.errors import UserError
 from difftx.training.state import TrainState
 
@@ -22,7 +23,9 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep if config else None, create=config is not None, read_only=config is None
+                max_to_keep=config.keep if config else None,
+                create=config is not None,
+                read_only=config is None,
             ),
             # Named handlers: without them a manager that has not saved cannot read the metadata.
             item_handlers={
@@ -55,7 +58,9 @@ class Checkpointer:
         """Return the newest step, or None."""
         return max(self.steps(), default=None)
 
-    def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
+    def restore(
+        self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, in the shards of `abstract` on `mesh`, and the loader's state.
 
         Raises:
@@ -64,13 +69,18 @@ class Checkpointer:
         wanted = jax.tree.map(lambda x: _on_mesh(x, mesh), _as_tree(abstract))
         self._check_shapes(step, wanted)
         restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore()
+            ),
         )
         return TrainState(**restored["state"]), restored["loader"]
 
     def config(self, step: int) -> Config:
         """Return the config that the checkpoint was trained with."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(config=ocp.args.JsonRestore())
+        )
         return config_from_dict(restored["config"])
 
     def close(self) -> None:
@@ -82,17 +92,21 @@ class Checkpointer:
         """Compare with the metadata first: orbax's own error for a mismatch names no array, and dtypes it casts."""
         saved = {
             jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(leaf.shape), leaf.dtype)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self._manager.item_metadata(step)["state"])
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                self._manager.item_metadata(step)["state"]
+            )
         }
         for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if saved.pop(name, None) != (leaf.shape, leaf.dtype):
                 raise UserError(
                     f"{self.folder / str(step)}: {name} is not {leaf.shape} {leaf.dtype} there; "
-                    "the model or the optimizer was configured otherwise, so restore its config, or start a new --workdir"
+                    "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
                 )
         if saved:
-            raise UserError(f"{self.folder / str(step)}: {next(iter(saved))} has no place in this config's train state")
+            raise UserError(
+                f"{self.folder / str(step)}: {next(iter(saved))} has no place in this config's train state"
+            )
 
 
 def _as_tree(state: TrainState) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
                 writer.write("train", step, row)
             progress.update(step, row)
             if not math.isfinite(row["loss"]):
-                raise FloatingPointError(f"step {step}: the loss is {row['loss']}; metrics are in {writer.path}")
+                raise FloatingPointError(
+                    f"step {step}: the loss is {row['loss']}; metrics are in {writer.path}"
+                )
 
         step = start
         while step < steps and not interrupt.received:
@@ -109,7 +111,9 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
                 report()
                 for suite, result in evaluate(run, state.params, step, config.eval.suites).items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
-                    shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())
+                    shown = "  ".join(
+                        f"{name} {value:.4g}" for name, value in result.numbers.items()
+                    )
                     progress.note(f"step {step}  {suite}: {shown}")
                 meter.restart()
             if step % config.checkpoint.every_steps == 0:
@@ -124,12 +128,17 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
     checkpointer.close()
     writer.close()
     if step < steps:
-        print(f"stopped by SIGTERM at step {step}, checkpoint saved; run the same command again to continue", flush=True)
+        print(
+            f"stopped by SIGTERM at step {step}, checkpoint saved; run the same command again to continue",
+            flush=True,
+        )
         return EXIT_PREEMPTED
     return 0
 
 
-def _restore_or_init(run: Run, checkpointer: Checkpointer, loader: Loader) -> tuple[TrainState, int]:
+def _restore_or_init(
+    run: Run, checkpointer: Checkpointer, loader: Loader
+) -> tuple[TrainState, int]:
     step = checkpointer.newest()
     if step is None:
         return jax.jit(lambda: init_state(run.config))(), 0
@@ -149,7 +158,8 @@ class Meter:
         self._batch_tokens = config.train.global_batch_tokens
         peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
         self._flops_per_peak = {
-            name: flops_per_token(config.model, config.data.sequence_length, causal=causal) / (peak * run.mesh.size)
+            name: flops_per_token(config.model, config.data.sequence_length, causal=causal)
+            / (peak * run.mesh.size)
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
         }

@@ -1,5 +1,5 @@
 """The negative log-likelihood of the next token."""
-#   B = batch, T = tokens, V = vocabulary
+#   B = batch, T = tokens, V = entries of the vocabulary
 
 import jax
 import jax.numpy as jnp

@@ -30,15 +30,24 @@ class MetricsWriter:
         self._tensorboard = None
         if config.tensorboard:
             # Steps from purge_step on are hidden: a resumed run draws no line twice.
-            self._tensorboard = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+            self._tensorboard = tensorboardX.SummaryWriter(
+                str(workdir / "tensorboard"), purge_step=start_step + 1
+            )
         self._wandb = _start_wandb(config.wandb_project, workdir) if config.wandb_project else None
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one row, `values` being numbers or lists of numbers; nothing is buffered."""
-        row = {"split": split, "step": step, "attempt": self.attempt, **{k: _plain(v) for k, v in values.items()}}
+        row = {
+            "split": split,
+            "step": step,
+            "attempt": self.attempt,
+            **{k: _plain(v) for k, v in values.items()},
+        }
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        scalars = {f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")}
+        scalars = {
+            f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")
+        }
         if self._tensorboard:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -99,7 +108,12 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         if self._bar:
             self._bar.stop()
 

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import tiktoken
 
-from difftx.config import Config, config_from_dict
+from difftx.config import Config
+from difftx.config_reader import config_from_dict
 from difftx.data.corpora import Corpus, load_corpus
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
@@ -74,7 +75,11 @@ class Run:
             "commit": _git_commit(),
             "python": platform.python_version(),
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-            "devices": {"kind": devices[0].device_kind, "count": len(devices), "mesh": dict(self.mesh.shape)},
+            "devices": {
+                "kind": devices[0].device_kind,
+                "count": len(devices),
+                "mesh": dict(self.mesh.shape),
+            },
             "data": {
                 **self.signature,
                 "train_tokens": len(self.corpus.train),
@@ -94,7 +99,9 @@ def read_config(workdir: Path) -> Config:
     try:
         return config_from_dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
-        raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py") from error
+        raise UserError(
+            f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py"
+        ) from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
 
@@ -121,9 +128,15 @@ def _git_commit() -> str | None:
     """Return the commit of this source tree, with "+" for uncommitted changes; None outside of git."""
     here = Path(__file__).parent
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
         status = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True, check=True
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return None

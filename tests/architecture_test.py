@@ -1,0 +1,58 @@
+"""The house rules that a program can check: imports run one way, files stay small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "difftx"
+
+# docs/design.md §2: a file imports only what stands to its left, or its own package.
+ORDER = [
+    "errors",
+    "config",
+    "config_reader",
+    "parallel",
+    "kernels",
+    "model",
+    "data",
+    "training",
+    "inference",
+    "evals",
+]
+ORDER += ["analysis", "interop", "report", "launch"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_packages(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "difftx"
+        ):
+            parts = node.module.split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own in ("__init__", "__main__"):
+        return
+    for name in imported_packages(path) - {own}:
+        assert ORDER.index(name) < ORDER.index(own), f"{own} must not import {name}"
+
+
+def test_kernels_import_nothing_else_of_difftx():
+    for path in (PACKAGE / "kernels").rglob("*.py"):
+        assert imported_packages(path) <= {"kernels"}, path
+
+
+def test_files_stay_small():
+    for path in [*FILES, ROOT / "train.py", ROOT / "eval.py"]:
+        limit = 60 if path.parent == ROOT else 400
+        assert len(path.read_text().splitlines()) <= limit, f"{path} has outgrown its purpose"

@@ -1,0 +1,123 @@
+import dataclasses
+import json
+
+import pytest
+from conftest import ROOT
+
+from difftx.config_reader import config_from_dict, load_config, override, split_overrides
+from difftx.errors import UserError
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.py")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "base.py",
+        "quickstart.py:diff",
+        "quickstart.py:transformer",
+        "diff_3b.py:diff",
+        "diff_3b.py:transformer",
+    ]
+    + [
+        f"scaling.py:{a}-{s}"
+        for a in ("diff", "transformer")
+        for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")
+    ],
+)
+def test_every_config_is_valid_and_survives_json(spec):
+    config = load_config(str(ROOT / "configs" / spec), {})
+    assert config_from_dict(json.loads(config.to_json())) == config
+    model = config.model
+    assert model.num_heads * model.groups * model.d_head == model.d_model
+
+
+def test_matched_models_have_equal_head_width():
+    for size in ("830m", "13.1b"):
+        path = ROOT / "configs" / "scaling.py"
+        diff, transformer = (
+            load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer")
+        )
+        assert diff.d_head == transformer.d_head == {"830m": 96, "13.1b": 128}[size]
+        assert transformer.num_heads == 2 * diff.num_heads
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("model.num_head", "3", ["model.num_head", "'num_heads'"]),
+        ("modle.num_heads", "3", ["modle", "'model'"]),
+        ("model.num_heads", "3", ["model.num_heads=3", "d_model=128", "use 2"]),
+        ("model.num_kv_heads", "3", ["model.num_kv_heads=3", "use 2"]),
+        ("model.num_layers", "2.5", ["model.num_layers", "'2.5'", "an integer"]),
+        ("model.remat", "ful", ["model.remat", "'ful'", "Did you mean 'full'"]),
+        ("logging.tensorboard", "yes", ["logging.tensorboard", "true or false"]),
+        ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "positive"]),
+        ("optimizer.learning_rate", "nan", ["optimizer.learning_rate=nan"]),
+        ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
+        ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
+        ("data.valid_fraction", "1.5", ["data.valid_fraction=1.5"]),
+        ("mesh.data", "-1", ["mesh=", "only one axis"]),
+        ("mesh.tensor", "0", ["mesh.tensor=0"]),
+        ("model", "1", ["model is a group", "d_model"]),
+        ("data.path.x", "1", ["data.path is a value"]),
+    ],
+)
+def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
+    with pytest.raises(UserError) as error:
+        load_config(QUICKSTART, {field: value})
+    message = str(error.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "c.optimizer.lerning_rate = 1.0",
+            "optimizer.lerning_rate=1.0: no such field. Did you mean 'learning_rate'?",
+        ),
+        ("c.model.num_layers = 'four'", "user.py:5: TypeError"),
+        ("c.optimizer.clip_norm = 'x'", "user.py:5: TypeError"),
+        ("c.eval.suites = (1,)", "eval.suites[0]=1: expected text"),
+        ("c.model = 3", "user.py:5: TypeError"),
+        ("del c.train", "train: missing"),
+        ("undefined()", "user.py:5: NameError"),
+    ],
+)
+def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
+    path = tmp_path / "user.py"
+    path.write_text(
+        f"from configs import base\n\ndef get_config():\n    c = base.get_config()\n    {line}\n    return c\n"
+    )
+    with pytest.raises(UserError) as error:
+        load_config(str(path), {})
+    assert expected in str(error.value)
+
+
+def test_values_are_read_by_the_type_of_their_field():
+    changes = {
+        "optimizer.clip_norm": "none",
+        "eval.suites": "loss,sample",
+        "model.tie_embeddings": "false",
+    }
+    changes |= {"optimizer.learning_rate": "1", "model.num_kv_heads": "2", "train.steps": "1_000"}
+    config = load_config(QUICKSTART, changes)
+    assert config.optimizer.clip_norm is None
+    assert config.eval.suites == ("loss", "sample")
+    assert config.model.tie_embeddings is False
+    assert isinstance(config.optimizer.learning_rate, float)
+    assert config.model.kv_heads == 2
+    assert config.train.steps == 1000
+    assert override(config, {"eval.loss_tokens": "7"}).eval == dataclasses.replace(
+        config.eval, loss_tokens=7
+    )
+
+
+def test_arguments_that_are_no_overrides_are_refused():
+    assert split_overrides(["--config.a.b=c=d"], "config") == {"a.b": "c=d"}
+    for argument in ("--confg.a=1", "--config.a", "x"):
+        with pytest.raises(UserError, match=r"--config\.path\.to\.field=value"):
+            split_overrides([argument], "config")

@@ -1,0 +1,76 @@
+"""Eight virtual CPU devices for every test, so that sharding code runs as it does on a pod."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+from difftx.config import Config
+from difftx.config_reader import load_config
+from difftx.parallel.mesh import make_mesh
+
+ROOT = Path(__file__).parent.parent
+
+TINY = {
+    "model.d_model": "32",
+    "model.num_layers": "2",
+    "model.num_heads": "2",
+    "model.mlp_dim": "64",
+    "data.sequence_length": "32",
+    "train.global_batch_tokens": "256",
+    "train.steps": "6",
+    "optimizer.warmup_steps": "2",
+    "mesh.fsdp": "1",
+}
+
+
+@pytest.fixture
+def config() -> Callable[..., Config]:
+    """Return a function: architecture and overrides → a tiny config."""
+
+    def make(architecture: str = "diff", **overrides: object) -> Config:
+        changes = {name.replace("__", "."): str(value) for name, value in overrides.items()}
+        path = ROOT / "configs" / "quickstart.py"
+        return load_config(f"{path}:{architecture}", TINY | changes)
+
+    return make
+
+
+@pytest.fixture
+def mesh_of() -> Callable[..., jax.sharding.Mesh]:
+    """Return a function: axis sizes → a mesh over as many of the eight devices."""
+
+    def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
+        from difftx.config import MeshConfig
+
+        config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+        return make_mesh(config, jax.devices()[: data * fsdp * tensor])
+
+    return make
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """Some varied text, cut into several documents by its size."""
+    path = tmp_path / "text.txt"
+    lines = (
+        f"line {i}: the square of {i} is {i * i}, and its cube is {i**3}.\n" for i in range(4000)
+    )
+    path.write_text("".join(lines))
+    return path
+
+
+def replace(config: Config, group: str, **changes: object) -> Config:
+    """Return the config with fields of one group replaced."""
+    return dataclasses.replace(
+        config, **{group: dataclasses.replace(getattr(config, group), **changes)}
+    )

@@ -1,0 +1,175 @@
+"""Every backend of differential attention, against the oracle and against autodiff of the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from difftx import kernels
+from difftx.kernels import xla
+from kernels import oracle
+
+BACKENDS = ["reference", "xla"]
+# Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
+LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
+LARGE_TOLERANCE = 2e-5
+NAMES = ("out", "dq", "dk", "dv", "dlam")
+
+
+def inputs(B=2, T=33, H=4, K=4, D=8, dtype="float32", lam=0.4, segments=False, scale=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        rng.normal(size=s) * m
+        for s, m in [((B, T, H, 2, D), scale), ((B, T, K, 2, D), scale), ((B, T, K, 2 * D), 1)]
+    )
+    lam = rng.normal(size=(B, T, H)) if lam == "per token" else lam
+    ids = np.sort(rng.integers(0, 4, (B, T))).astype(np.int32) if segments else None
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
+    return q, k, v, jnp.asarray(lam, jnp.float32), None if ids is None else jnp.asarray(ids)
+
+
+def relative_error(actual, expected) -> float:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30)
+
+
+def output_and_gradients(backend, q, k, v, lam, ids, window):
+    weights = jax.random.normal(jax.random.key(9), (*v.shape[:2], q.shape[2], v.shape[3]))
+
+    def loss(q, k, v, lam):
+        out = kernels.diff_attention(
+            q, k, v, lam, segment_ids_BT=ids, window=window, implementation=backend
+        )
+        return jnp.sum(out.astype(jnp.float32) * weights), out
+
+    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, lam)
+    return out, *grads
+
+
+CASES = {
+    "plain": {},
+    "one token": {"T": 1},
+    "T=63": {"T": 63, "B": 1},
+    "T=64": {"T": 64, "B": 1},
+    "grouped queries": {"K": 2},
+    "one key head": {"K": 1},
+    "segments": {"segments": True},
+    "window": {"window": 5},
+    "window, segments, groups": {"window": 7, "segments": True, "K": 2, "T": 50},
+    "lambda 0": {"lam": 0.0},
+    "lambda 1": {"lam": 1.0},
+    "lambda negative": {"lam": -0.7},
+    "lambda per token": {"lam": "per token", "K": 2},
+    "large logits": {"scale": LARGE},
+}
+RUNS = [(case, "float32") for case in CASES]
+RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
+
+
+@pytest.mark.parametrize(("case", "dtype"), RUNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_output_and_gradients(backend, case, dtype):
+    tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
+    arguments = CASES[case] | {"dtype": dtype}
+    window = arguments.pop("window", None)
+    q, k, v, lam, ids = inputs(**arguments)
+    actual = output_and_gradients(backend, q, k, v, lam, ids, window)
+    assert actual[0].dtype == v.dtype
+    expected_out = oracle.diff_attention(q, k, v, lam, ids, window)
+    assert relative_error(actual[0], expected_out) < tolerance
+    # Gradients of the same numbers in float32: rounding of the inputs is not the kernel's error.
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    expected = output_and_gradients("reference", *wide, lam, ids, window)
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        if np.abs(e).max() > 1e-6:  # One token: its map is 1 whatever q and k are.
+            assert relative_error(a, e) < tolerance, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_repeated_keys_and_a_sink(backend):
+    q, k, v, lam, _ = inputs(T=48)
+    k = (
+        k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)
+    )  # Token 0 draws all attention, the rest are alike.
+    actual = output_and_gradients(backend, q, k, v, lam, None, None)
+    expected = output_and_gradients("reference", q, k, v, lam, None, None)
+    assert relative_error(actual[0], oracle.diff_attention(q, k, v, lam)) < TOLERANCE["float32"]
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        assert relative_error(a, e) < 1e-5, name  # dq nearly cancels: 30 times the rounding.
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_running_twice_gives_the_same_bits(backend):
+    arguments = (*inputs(lam="per token", segments=True), None)
+    first, second = (output_and_gradients(backend, *arguments) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("elements", [40, 33 * 33 - 1])
+def test_chunks_do_not_change_the_result(monkeypatch, elements):
+    arguments = (*inputs(lam="per token", segments=True, K=2), 9)
+    whole = output_and_gradients("xla", *arguments)
+    jax.clear_caches()
+    monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", elements)
+    for name, a, b in zip(NAMES, output_and_gradients("xla", *arguments), whole, strict=True):
+        assert relative_error(a, b) < TOLERANCE["float32"], name
+    jax.clear_caches()
+
+
+def test_a_long_row_holds_no_map():
+    T = 16_384
+    shapes = [(1, T, 1, 2, 64), (1, T, 1, 2, 64), (1, T, 1, 128)]
+    q, k, v = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+
+    def loss(q, k, v):
+        out = kernels.diff_attention(q, k, v, jnp.float32(0.5), implementation="xla")
+        return jnp.sum(out.astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one float32 map.
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [{}, {"segments": True, "window": 6, "K": 2}])
+def test_softmax_attention_is_the_first_map(backend, case):
+    """At λ = 0 differential attention is softmax attention, on each half of V."""
+    arguments = dict(case)
+    window = arguments.pop("window", None)
+    q, k, v, _, ids = inputs(**arguments)
+    D = q.shape[-1]
+    for half in (v[..., :D], v[..., D:]):
+        out = kernels.attention(
+            q[:, :, :, 0],
+            k[:, :, :, 0],
+            half,
+            segment_ids_BT=ids,
+            window=window,
+            implementation=backend,
+        )
+        both_halves = jnp.concatenate([half, half], axis=-1)
+        expected = oracle.diff_attention(q, k, both_halves, 0.0, ids, window)[..., :D]
+        assert relative_error(out, expected) < TOLERANCE["float32"]
+
+
+def test_bad_calls_say_what_is_wrong():
+    q, k, v, lam, _ = inputs()
+    bad = [
+        ((q, k, v[..., :8], lam), {}, "twice as wide"),
+        ((q[:, :, :, :1], k, v, lam), {}, "two groups"),
+        ((q[:, :, 0], k, v, lam), {}, r"\[B, T, H, 2, D\]"),
+        ((q[:, :, :3], k[:, :, :2], v[:, :, :2], lam), {}, "3 query heads cannot share 2"),
+        ((q, k, v.astype(jnp.bfloat16), lam), {}, "one floating dtype"),
+        ((q.astype(int), k.astype(int), v.astype(int), lam), {}, "int32"),
+        ((q, k, v, jnp.ones(3)), {}, "scalar or"),
+        ((q, k[:, :5], v[:, :5], lam), {}, "same tokens"),
+        ((q, k, v, lam), {"window": 0}, "window=0"),
+        ((q, k, v, lam), {"segment_ids_BT": jnp.zeros((2, 3), jnp.int32)}, "segment_ids"),
+        ((q, k, v, lam), {"implementation": "cuda"}, "'cuda' is none of"),
+    ]
+    for arguments, options, message in bad:
+        with pytest.raises(ValueError, match=message):
+            kernels.diff_attention(*arguments, **options)
+    with pytest.raises(ValueError, match=r"\[B, S, K, D\]"):
+        kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v)

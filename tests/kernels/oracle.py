@@ -1,0 +1,31 @@
+"""Differential attention as Eq. 1 of arXiv 2410.05258 reads, in numpy, float64, with loops."""
+
+import numpy as np
+
+
+def softmax_row(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
+    """q [B,T,H,2,D], k [B,T,K,2,D], v [B,T,K,2D], lam scalar or [B,T,H] → [B,T,H,2D]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, H, _, D = q.shape
+    lam = np.broadcast_to(np.asarray(lam, np.float64), (B, T, H))
+    out = np.zeros((B, T, H, 2 * D))
+    for b in range(B):
+        for n in range(H):
+            kv = n // (H // k.shape[2])
+            for t in range(T):
+                keys = [
+                    s
+                    for s in range(t + 1)
+                    if (segment_ids is None or segment_ids[b, s] == segment_ids[b, t])
+                    and (window is None or t - s < window)
+                ]
+                row1, row2 = (
+                    softmax_row(k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D)) for g in (0, 1)
+                )
+                out[b, t, n] = (row1 - lam[b, t, n] * row2) @ v[b, keys, kv]
+    return out
