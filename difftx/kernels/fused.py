@@ -82,6 +82,10 @@ def per_shard(call: Callable[..., Any], *operands: Any) -> Any:
     def spec(x: Any) -> P:
         return P(batch, None) if x.ndim == 2 else P(batch, None, heads)
 
+    # Ids and λ are small: wherever they come from, they follow the queries. Larger operands must be there already.
+    operands = tuple(
+        jax.sharding.reshard(x, spec(x)) if x is not None and x.ndim <= 3 else x for x in operands
+    )
     # check_vma off: it wants the zeros that a backend accumulates into marked as varying, one by one.
     sharded = jax.shard_map(
         call,

@@ -1,0 +1,213 @@
+"""DiffAttention against the paper's equations in float64 numpy, and against the official example's numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kernels.oracle import softmax_row
+
+from difftx.model.attention import Attention, DiffAttention, depth_schedule
+from difftx.model.layers import rotary_angles
+from difftx.parallel.layout import Layout
+
+TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def _one_device(mesh_of):
+    with jax.set_mesh(mesh_of()):
+        yield
+
+
+def build(model, seed=0):
+    module = {"diff": DiffAttention, "transformer": Attention}[model.architecture]
+    return module(model, Layout(), rngs=nnx.Rngs(seed))
+
+
+def call(module, model, x_BTD, layer=0, segment_ids=None):
+    angles = rotary_angles(jnp.arange(x_BTD.shape[1])[None], model.d_head, model.rope_theta)
+    depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
+    return module(x_BTD, angles, depth, segment_ids)
+
+
+def some_input(model, batch=2, seed=3):
+    return jnp.asarray(
+        np.random.default_rng(seed).normal(size=(batch, TOKENS, model.d_model)), jnp.float32
+    )
+
+
+def turned(x_Td: np.ndarray, theta: float) -> np.ndarray:
+    """Rotary embedding as multiplication of complex numbers: channel i is the real part of i + d/2."""
+    half = x_Td.shape[1] // 2
+    z = x_Td[:, :half] + 1j * x_Td[:, half:]
+    angle = np.outer(np.arange(len(x_Td)), theta ** (-np.arange(half) / half))
+    z = z * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag], axis=1)
+
+
+def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> np.ndarray:
+    """Eq. 1, 2 and 3 of arXiv 2410.05258 for one row, head by head, float64."""
+    weight = {
+        name: np.asarray(p[...], np.float64)
+        for name, p in vars(module).items()
+        if isinstance(p, nnx.Param)
+    }
+    lambda_q, lambda_k = weight["lambda_query_Gd"], weight["lambda_key_Gd"]
+    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * layer)  # Layer l = layer + 1.
+    lam = np.exp(lambda_q[0] @ lambda_k[0]) - np.exp(lambda_q[1] @ lambda_k[1]) + lambda_init
+    x = np.asarray(x_TD, np.float64)
+    heads = []
+    for i in range(model.num_heads):
+        kv = i // (model.num_heads // model.kv_heads)
+        q1, q2 = (turned(x @ weight["query_DHGd"][:, i, g], model.rope_theta) for g in (0, 1))
+        k1, k2 = (turned(x @ weight["key_DKGd"][:, kv, g], model.rope_theta) for g in (0, 1))
+        v = x @ weight["value_DKE"][:, kv]
+        head = np.zeros((len(x), v.shape[1]))
+        for t in range(len(x)):
+            a1 = softmax_row(k1[: t + 1] @ q1[t] / np.sqrt(model.d_head))
+            a2 = softmax_row(k2[: t + 1] @ q2[t] / np.sqrt(model.d_head))
+            head[t] = (a1 - lam * a2) @ v[: t + 1]
+        norm = head / np.sqrt(np.mean(head**2, axis=1, keepdims=True) + 1e-5)
+        if model.head_norm == "rms_affine":
+            norm = norm * np.asarray(module.head_norm.scale[...], np.float64)
+        heads.append((1 - lambda_init) * norm)
+    return np.concatenate(heads, axis=1) @ weight["output_HED"].reshape(-1, model.d_model)
+
+
+@pytest.mark.parametrize("kv_heads", ["none", "2", "1"])
+@pytest.mark.parametrize("head_norm", ["rms", "rms_affine"])
+def test_layer_equals_the_paper(config, kv_heads, head_norm):
+    model = config(
+        model__num_heads=4, model__num_kv_heads=kv_heads, model__head_norm=head_norm
+    ).model
+    module = build(model)
+    if head_norm == "rms_affine":
+        module.head_norm.scale[...] = jax.random.normal(
+            jax.random.key(1), module.head_norm.scale.shape
+        )
+    x_BTD = some_input(model)
+    for layer in (0, 1):
+        actual, _ = call(module, model, x_BTD, layer)
+        for b in range(2):
+            np.testing.assert_allclose(
+                actual[b], paper_layer(module, model, x_BTD[b], layer), atol=2e-6
+            )
+
+
+def test_lambda_init_values(config):
+    values = depth_schedule(config(model__num_layers=6).model).lambda_init
+    np.testing.assert_allclose(values[:4], [0.2, 0.3555, 0.4707, 0.5561], atol=5e-5)
+    constant = depth_schedule(config(model__lambda_init=0.8).model)
+    np.testing.assert_allclose(constant.lambda_init, 0.8)
+    np.testing.assert_allclose(constant.post_scale, 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads", "kv_heads", "expected"),
+    [
+        # The official example prints these (microsoft/unilm, Diff-Transformer/example.py).
+        ("diff", 8, "none", 4_194_688),
+        ("diff", 8, "4", 3_146_112),
+        ("transformer", 16, "none", 4_194_304),
+        ("transformer", 16, "8", 3_145_728),
+    ],
+)
+def test_parameter_counts_of_the_official_example(config, architecture, heads, kv_heads, expected):
+    model = config(
+        architecture, model__d_model=1024, model__num_heads=heads, model__num_kv_heads=kv_heads
+    ).model
+    parameters = nnx.state(nnx.eval_shape(lambda: build(model)))
+    assert sum(np.prod(p.shape) for p in jax.tree.leaves(parameters)) == expected
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_causality_by_gradient(config, architecture):
+    model = config(architecture).model
+    module, x_BTD = build(model), some_input(config().model, batch=1)
+    jacobian = jax.jacobian(lambda x: call(module, model, x)[0].sum(axis=-1))(
+        x_BTD
+    )  # [1, T, 1, T, D]
+    seen_TT = np.abs(jacobian[0, :, 0]).max(axis=-1) > 0
+    np.testing.assert_array_equal(seen_TT, np.tril(np.ones((TOKENS, TOKENS), bool)))
+
+
+def test_at_lambda_zero_it_is_softmax_attention(config):
+    """With λ = 0, no norm and scale 1, the first group attends like softmax heads of the same weights."""
+    options = {
+        "model__head_norm": "none",
+        "model__lambda_init": 0.0,
+        "model__lambda_learned": "false",
+    }
+    diff = config(model__post_scale=1.0, model__num_heads=2, **options).model
+    module, x_BTD = build(diff), some_input(diff)
+    twin = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head)
+    softmax = build(twin)
+    softmax.query_DHd[...] = module.query_DHGd[:, :, 0]
+    softmax.key_DKd[...] = module.key_DKGd[:, :, 0]
+    total = 0
+    for half in (slice(0, diff.d_head), slice(diff.d_head, None)):
+        softmax.value_DKd[...] = module.value_DKE[:, :, half]
+        softmax.output_HdD[...] = module.output_HED[:, half]
+        total += call(softmax, twin, x_BTD)[0]
+    np.testing.assert_allclose(call(module, diff, x_BTD)[0], total, atol=1e-6)
+
+
+def test_fixed_lambda_one_keeps_its_output(config):
+    """The trap of NC2: through λ_init = 1 alone, (1 - λ_init) would zero the layer."""
+    options = {"model__lambda_init": 1.0, "model__lambda_learned": "false"}
+    model = config(model__post_scale=0.2, **options).model
+    module = build(model)
+    assert not hasattr(module, "lambda_query_Gd")
+    out, stats = call(module, model, some_input(model))
+    assert float(stats["lambda"]) == 1.0
+    assert np.isfinite(out).all()
+    assert float(jnp.abs(out[:, 1:]).max()) > 0.01
+    zeroed = config(**options).model
+    assert float(jnp.abs(call(build(zeroed), zeroed, some_input(zeroed))[0]).max()) == 0.0
+
+
+def test_lambda_stays_float32_in_bfloat16(config):
+    model = config(model__compute_dtype="bfloat16").model
+    module = build(model)
+    exponents = np.sum(
+        np.float64(module.lambda_query_Gd[...]) * np.float64(module.lambda_key_Gd[...]), axis=-1
+    )
+    expected = np.exp(exponents[0]) - np.exp(exponents[1]) + 0.2
+    out, stats = call(module, model, some_input(model).astype(jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+    assert stats["lambda"].dtype == jnp.float32
+    np.testing.assert_allclose(stats["lambda"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_a_segment_is_a_row_of_its_own(config, architecture):
+    model = config(architecture).model
+    module, x_BTD = build(model), some_input(model)
+    ids = jnp.asarray(np.repeat([[0] * 9 + [1] * (TOKENS - 9)], 2, axis=0), jnp.int32)
+    both = call(module, model, x_BTD, segment_ids=ids)[0]
+    np.testing.assert_allclose(both[:, :9], call(module, model, x_BTD[:, :9])[0], atol=1e-6)
+    changed = call(module, model, x_BTD.at[:, :9].add(1.0), segment_ids=ids)[0]
+    np.testing.assert_array_equal(changed[:, 9:], both[:, 9:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "std"),
+    [
+        ({}, (3 * 64) ** -0.5),
+        ({"model__init": "normal"}, 0.02),
+        ({"model__init": "normal", "model__init_std": 0.1}, 0.1),
+    ],
+)
+def test_initial_scale(config, changes, std):
+    model = config(model__d_model=64, model__num_heads=2, **changes).model
+    module = build(model)
+    for weight in (module.query_DHGd, module.key_DKGd, module.value_DKE, module.output_HED):
+        assert float(jnp.std(weight[...])) == pytest.approx(std, rel=0.05)
+    if not changes:  # U(±1/√fan_in), torch's Linear.
+        assert float(jnp.abs(module.output_HED[...]).max()) <= 64**-0.5
+    assert float(jnp.std(module.lambda_query_Gd[...])) == pytest.approx(0.1, rel=0.5)
+    zero = build(config(model__zero_init_output="true", **changes).model)
+    assert not np.any(zero.output_HED[...])

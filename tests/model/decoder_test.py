@@ -1,0 +1,173 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from flax import nnx
+
+from difftx.config_reader import load_config
+from difftx.data.loader import Batch
+from difftx.model.decoder import Decoder
+from difftx.model.flops import count_parameters, flops_per_token
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import make_mesh
+from difftx.training.loss import batch_nll
+from difftx.training.state import graph, init_state
+
+MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+
+
+def parameters_of(config):
+    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)))))()
+
+
+def batch_on(mesh, config, rows=8, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (rows, config.data.sequence_length)
+    sharding = jax.NamedSharding(mesh, Layout().act_BT)
+    tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
+    mask = (rng.random(shape) < 0.7).astype(np.float32)
+    put = lambda x: jax.device_put(x, sharding)  # noqa: E731
+    return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_loss_and_gradient_agree_on_every_mesh(config, mesh_of, architecture):
+    c = config(architecture)
+    results = []
+    for sizes in [{}, *MESHES]:
+        mesh = mesh_of(**sizes)
+        with jax.set_mesh(mesh):
+            graphdef = graph(c)
+            loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
+            loss, grads = jax.jit(jax.value_and_grad(loss_of))(parameters_of(c), batch_on(mesh, c))
+        results.append(
+            (float(loss), float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))))
+        )
+    for loss, norm in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        assert norm == pytest.approx(results[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_nothing_large_is_replicated(config, mesh_of, architecture, sizes):
+    c = config(
+        architecture,
+        model__d_model=256,
+        model__mlp_dim=1024,
+        model__vocab_size=2048,
+        model__num_heads=8,
+        model__num_layers=4,
+    )
+    with jax.set_mesh(mesh_of(**sizes)):
+        state = jax.jit(lambda: init_state(c))()
+    large = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if leaf.nbytes >= 2**20:
+            large += 1
+            assert leaf.addressable_shards[0].data.nbytes * 4 <= leaf.nbytes, jax.tree_util.keystr(
+                path
+            )
+    assert large >= 24  # Eight matrices and their two moments.
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("size", ["830m", "1.4b", "2.8b", "6.8b", "13.1b"])
+def test_table_10_sizes(mesh_of, architecture, size):
+    c = load_config(f"{ROOT}/configs/scaling.py:{architecture}-{size}", {})
+    with jax.set_mesh(mesh_of()):
+        model = nnx.eval_shape(lambda: Decoder(c.model, rngs=nnx.Rngs(0)))
+    total = sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(model)))
+    billions = {"830m": 0.834, "1.4b": 1.413, "2.8b": 2.773, "6.8b": 6.853, "13.1b": 13.096}[size]
+    assert round(total / 1e9, 3) == billions
+    assert count_parameters(c.model).total == total
+
+
+def test_table_9_counts_to_3_48_billion():
+    c = load_config(f"{ROOT}/configs/diff_3b.py:diff", {})
+    assert round(count_parameters(c.model).total / 1e9, 2) == 3.48
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__num_kv_heads": 1},
+        {"model__tie_embeddings": "false"},
+        {"model__head_norm": "none"},
+        {"model__lambda_learned": "false"},
+    ],
+)
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_parameters_are_counted_to_the_last_one(config, mesh_of, architecture, changes):
+    c = config(architecture, **changes)
+    with jax.set_mesh(mesh_of()):
+        model = nnx.eval_shape(lambda: Decoder(c.model, rngs=nnx.Rngs(0)))
+    assert count_parameters(c.model).total == sum(
+        int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(model))
+    )
+
+
+def test_both_architectures_are_charged_the_same_flops():
+    """6 N + 12 L T d by hand, Table 10's 2.8B: the architectures differ in vectors only."""
+    per_token = {}
+    for architecture in ("diff", "transformer"):
+        model = load_config(f"{ROOT}/configs/scaling.py:{architecture}-2.8b", {}).model
+        per_token[architecture] = flops_per_token(model, 2048, causal=False)
+    layers = 32 * (4 * 2560**2 + 3 * 2560 * 6826)
+    assert per_token["diff"] == 6 * (layers + 100_288 * 2560) + 12 * 32 * 2048 * 2560
+    assert per_token["transformer"] == per_token["diff"]
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
+    results = {}
+    for policy in ("none", remat):
+        c = config(model__remat=policy)
+        mesh = mesh_of()
+        with jax.set_mesh(mesh):
+            graphdef = graph(c)
+            loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
+            results[policy] = jax.jit(jax.grad(loss_of))(parameters_of(c), batch_on(mesh, c))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), results["none"], results[remat]
+    )
+
+
+def test_positions_and_segments_reach_attention(config, mesh_of):
+    """Two documents packed in a row, positions restarting, give the logits of the two rows apart."""
+    c = config()
+    with jax.set_mesh(mesh_of()):
+        model = nnx.merge(graph(c), parameters_of(c))
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (1, 20)), jnp.int32)
+        ids = jnp.asarray([[0] * 8 + [1] * 12], jnp.int32)
+        positions = jnp.asarray([[*range(8), *range(12)]], jnp.int32)
+        packed, _ = model(tokens, segment_ids_BT=ids, positions_BT=positions)
+        first, second = model(tokens[:, :8])[0], model(tokens[:, 8:])[0]
+    np.testing.assert_allclose(packed[:, :8], first, atol=1e-5)
+    np.testing.assert_allclose(packed[:, 8:], second, atol=1e-5)
+
+
+def test_bfloat16_stays_near_float32(config, mesh_of):
+    with jax.set_mesh(mesh_of()):
+        logits = {}
+        for dtype in ("float32", "bfloat16"):
+            c = config(model__compute_dtype=dtype)
+            model = nnx.merge(graph(c), parameters_of(c))
+            logits[dtype], _ = model(jnp.arange(32, dtype=jnp.int32)[None])
+            assert logits[dtype].dtype == jnp.float32
+    assert float(jnp.abs(logits["bfloat16"] - logits["float32"]).max()) < 0.02
+
+
+def test_mesh_errors_name_the_field(config):
+    from difftx.errors import UserError
+    from difftx.parallel.mesh import check_divisible
+
+    with pytest.raises(UserError, match="do not multiply to the 8 devices"):
+        make_mesh(config(mesh__fsdp=3).mesh)
+    c = config(mesh__fsdp=2, mesh__tensor=4)
+    with pytest.raises(UserError, match=r"model.num_heads: 2 .* mesh.tensor = 4 .* such as 4"):
+        check_divisible(c, make_mesh(c.mesh))
+    c = config(mesh__fsdp=8, train__global_batch_tokens=128)
+    with pytest.raises(UserError, match=r"train\.global_batch_tokens: 4 rows"):
+        check_divisible(c, make_mesh(c.mesh))
