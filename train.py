@@ -36,14 +36,15 @@ def main() -> int:
 
     # Slow to import, so after the flags are known to be good.
     from difftx import evals
-    from difftx.report.cost import format_cost
+    from difftx.report.cost import format_cost, format_data
     from difftx.training.loop import train
     from difftx.training.run import Run
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save.
     evals.check_suites(config.eval.suites)
+    print(format_cost(config))
     run = Run.open(config, args.workdir or Path())
-    print(format_cost(run))
+    print(format_data(run), flush=True)
     return 0 if args.dry_run else train(run, evals.evaluate)
 
 

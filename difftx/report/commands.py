@@ -1,5 +1,6 @@
 """What eval.py's flags do."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def list_suites() -> int:
 def draw_curves(pattern: str, out: Path) -> int:
     """Draw the runs that match and print their table and the files."""
     rows, files = write_curves(pattern, out)
-    rich.console.Console().print(format_table(rows))
+    _console().print(format_table(rows))
     for file in files:
         print(file)
     return 0
@@ -51,7 +52,7 @@ def run_suites(
     run = Run.open(config, workdir)
     with jax.set_mesh(run.mesh):
         state, _ = checkpointer.restore(step, jax.eval_shape(lambda: init_state(config)), run.mesh)
-    console = rich.console.Console()
+    console = _console()
     for name, result in evals.evaluate(run, state.params, step, suites).items():
         shown = "  ".join(f"{key} {value:.4f}" for key, value in result.numbers.items())
         console.print(f"[bold]{workdir} step {step} {name}[/bold]  {shown}", highlight=False)
@@ -60,3 +61,8 @@ def run_suites(
             console.print(sample["completion"], markup=False, highlight=False)
             console.rule()
     return 0
+
+
+def _console() -> rich.console.Console:
+    """Return a console as wide as the terminal; in a file or a pipe, wide enough for the tables."""
+    return rich.console.Console(width=None if sys.stdout.isatty() else 120)

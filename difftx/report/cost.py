@@ -1,33 +1,48 @@
 """What a config costs, on paper: parameters, FLOPs, memory. Printed before training and by --dry_run."""
 
+from difftx.config import Config
 from difftx.model.flops import activation_bytes, count_parameters, flops_per_token, state_bytes
+from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 from difftx.training.run import Run
 
 
-def format_cost(run: Run) -> str:
-    """Return a few lines on the model, the data, the arithmetic and the memory of a device."""
-    config, mesh = run.config, run.mesh
+def format_cost(config: Config) -> str:
+    """Return a few lines on the model, the arithmetic and the memory of a device here; reads no data."""
+    mesh = make_mesh(config.mesh)
+    check_divisible(config, mesh)
     parameters = count_parameters(config.model)
-    length = config.data.sequence_length
+    length, steps, batch = (
+        config.data.sequence_length,
+        config.train.steps,
+        config.train.global_batch_tokens,
+    )
     full = flops_per_token(config.model, length, causal=False)
     halved = flops_per_token(config.model, length, causal=True)
-    tokens = config.train.steps * config.train.global_batch_tokens
-    state_shards = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    rows = run.microbatch_rows // (mesh.size // mesh.shape["tensor"])
-    state, activations = state_bytes(config.model) / state_shards, activation_bytes(config, rows)
+    rows = config.batch_rows // config.train.accumulation // batch_shards(mesh)
+    state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    return _lines(
+        model=f"{config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
+        training=f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}",
+        compute=f"{full:.3g} FLOPs a token (6 N + 12 L T d; {halved:.3g} with attention halved), "
+        f"{full * steps * batch:.3g} in all",
+        memory=f"{_size(state)} of train state and about {_size(activation_bytes(config, rows))} of activations a device"
+        f"; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
+    )
+
+
+def format_data(run: Run) -> str:
+    """Return a line on the run's data."""
+    train = len(run.corpus.train)
+    epochs = run.config.train.steps * run.config.train.global_batch_tokens / train
     valid = ", ".join(f"{len(store):,} {name}" for name, store in run.corpus.valid.items())
-    lines = {
-        "model": f"{config.model.architecture}, {parameters.total:,} parameters "
-        f"({parameters.embedding:,} of them embedding)",
-        "data": f"{len(run.corpus.train):,} training tokens, {valid}; {run.tokenizer.name} ({run.tokenizer.n_vocab:,})",
-        "training": f"{config.train.steps:,} steps of {config.train.global_batch_tokens:,} tokens = {tokens:,} "
-        f"({tokens / len(run.corpus.train):.2f} epochs)",
-        "compute": f"{full:.3g} FLOPs a token (6 N + 12 L T d; {halved:.3g} with attention halved), "
-        f"{full * tokens:.3g} in all",
-        "memory": f"{_size(state)} of train state and about {_size(activations)} of activations a device; "
-        f"mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
-    }
-    return "\n".join(f"{name:<9}{text}" for name, text in lines.items())
+    name = f"{run.tokenizer.name} ({run.tokenizer.n_vocab:,})"
+    return _lines(
+        data=f"{train:,} training tokens ({epochs:.2f} epochs), {valid}; tokenizer {name}"
+    )
+
+
+def _lines(**texts: str) -> str:
+    return "\n".join(f"{name:<9}{text}" for name, text in texts.items())
 
 
 def _size(count: float) -> str:

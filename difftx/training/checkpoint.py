@@ -96,7 +96,9 @@ class Checkpointer:
                 self._manager.item_metadata(step)["state"]
             )
         }
-        for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        leaves = jax.tree_util.tree_leaves_with_path(wanted)
+        # Parameters first: the user knows them, and their moments differ with them.
+        for path, leaf in sorted(leaves, key=lambda item: item[0][0].key != "params"):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if saved.pop(name, None) != (leaf.shape, leaf.dtype):
                 raise UserError(

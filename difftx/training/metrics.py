@@ -30,8 +30,11 @@ class MetricsWriter:
         self._tensorboard = None
         if config.tensorboard:
             # Steps from purge_step on are hidden: a resumed run draws no line twice.
+            # Event files are named by the second; the attempt keeps two of one second apart.
             self._tensorboard = tensorboardX.SummaryWriter(
-                str(workdir / "tensorboard"), purge_step=start_step + 1
+                str(workdir / "tensorboard"),
+                purge_step=start_step + 1,
+                filename_suffix=f".{self.attempt}",
             )
         self._wandb = _start_wandb(config.wandb_project, workdir) if config.wandb_project else None
 
@@ -157,7 +160,7 @@ def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _start_wandb(project: str, workdir: Path) -> Any:
     try:
-        import wandb
+        import wandb  # pyrefly: ignore[missing-import]  # An extra.
     except ImportError as error:
         raise UserError(
             f"logging.wandb_project={project!r}: wandb is not installed; pip install '.[wandb]', or set it to none"

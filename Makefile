@@ -1,0 +1,42 @@
+# make quickstart: train a differential and a plain transformer on this machine. make test: run the tests.
+
+RUNS ?= runs/quickstart
+STEPS ?= 600
+
+# The first Python of at least 3.12; .venv is made with it.
+PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v "$$p"; break; }; done)
+BIN := .venv/bin
+FLAGS = --config.train.steps=$(STEPS)
+
+.PHONY: quickstart test lint format
+
+quickstart: .venv/.installed
+	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
+	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
+	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=loss,sample
+	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=loss,sample
+	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -n auto
+
+lint: .venv/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: .venv/.installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/.installed: requirements.txt
+	@test -n "$(PYTHON)" || { echo "difftx needs Python 3.12 or newer, and found none: install it (https://www.python.org/downloads, or 'pyenv install 3.12') and run make again" >&2; exit 1; }
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/.installed-lint: .venv/.installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+	touch $@

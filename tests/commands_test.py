@@ -1,0 +1,171 @@
+"""train.py, eval.py and make, as a user calls them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY
+
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
+
+
+def run(*arguments, environment=ENVIRONMENT):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def train(*flags):
+    return run("train.py", "--config=configs/quickstart.py", *flags)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    flags = [*TINY_FLAGS, f"--config.data.path={text}", "--config.eval.loss_tokens=512"]
+    for architecture in ("diff", "transformer"):
+        result = run(
+            "train.py",
+            f"--config=configs/quickstart.py:{architecture}",
+            f"--workdir={folder / 'runs' / architecture}",
+            "--config.checkpoint.every_steps=3",
+            *flags,
+        )
+        assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workdir=x", "--config.model.num_head=3"], "model.num_head"),
+        (["--workdir=x", "--config.eval.suites=los"], "Did you mean 'loss'"),
+        (["--workdir=x", "--config.data.path=no/such/*.txt"], "data.path='no/such/*.txt'"),
+        (["--workdir=x", "--config.data.tokenizer=byte"], "Did you mean 'bytes'"),
+        (["--workdir=x", "--config.mesh.data=3"], "mesh.data=3"),
+        (["--workdir=x", "--config.model.vocab_size=200"], "use at least 384"),
+        (["--workdir=x", "--confg.model.num_heads=3"], "--config.path.to.field=value"),
+        ([], "--workdir is needed"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_its_reason(flags, message):
+    result = train(*flags)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (ROOT / "x").exists()
+
+
+def test_print_config_is_the_config():
+    result = train("--print_config", "--config.train.steps=77")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["train"]["steps"] == 77
+
+
+def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
+    result = train("--dry_run", f"--workdir={tmp_path / 'run'}")
+    assert result.returncode == 0, result.stderr
+    for part in ("819,712 parameters", "training tokens", "FLOPs a token", "of train state"):
+        assert part in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
+    result = run(
+        "train.py",
+        "--config=configs/scaling.py:diff-13.1b",
+        "--dry_run",
+        "--config.data.tokenizer=bytes",
+    )
+    assert result.returncode == 2
+    assert "diff, 13,096,012,800 parameters" in result.stdout
+    assert "data.path is not set" in result.stderr
+
+
+def test_eval_suites(trained):
+    workdir = trained / "runs" / "diff"
+    result = run("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
+    assert result.returncode == 0, result.stderr
+    assert "bits_per_byte" in result.stdout
+    newest = json.loads((workdir / "evals" / "loss" / "6.json").read_text())
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    in_loop = [row for row in rows if row["split"] == "valid" and row["step"] == 6]
+    assert newest["numbers"]["loss"] == in_loop[0]["loss"]  # The same code path, bit for bit.
+    result = run("eval.py", f"--workdir={workdir}", "--suite=loss", "--step=3")
+    assert result.returncode == 0, result.stderr
+    assert (workdir / "evals" / "loss" / "3.json").exists()
+
+
+def test_eval_curves(trained):
+    result = run("eval.py", f"--curves={trained}/runs/*", f"--out={trained / 'out'}")
+    assert result.returncode == 0, result.stderr
+    assert "transformer" in result.stdout
+    assert {p.name for p in (trained / "out").iterdir()} == {
+        "curves.png",
+        "curves.svg",
+        "curves.json",
+    }
+
+
+def test_eval_mistakes(trained, tmp_path):
+    workdir = trained / "runs" / "diff"
+    (tmp_path / "config.json").write_text("{")
+    cases = [
+        ([f"--workdir={workdir}", "--suite=los"], "Did you mean 'loss'"),
+        (
+            [f"--workdir={workdir}", "--suite=loss", "--step=5"],
+            "no such checkpoint; there are 3, 6",
+        ),
+        (
+            [f"--workdir={workdir}", "--suite=loss", "--eval.loss_token=5"],
+            "Did you mean 'loss_tokens'",
+        ),
+        (["--workdir=no/such", "--suite=loss"], "no config.json there"),
+        ([f"--workdir={tmp_path}", "--suite=loss"], "line 1 is not JSON"),
+        (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
+        ([], "--workdir and --suite"),
+    ]
+    for flags, message in cases:
+        result = run("eval.py", *flags)
+        assert result.returncode == 2, flags
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_eval_lists_its_suites():
+    result = run("eval.py", "--list")
+    assert result.returncode == 0
+    assert {line.split()[0] for line in result.stdout.splitlines()} == {"loss", "sample"}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_an_old_python_gets_one_line(tmp_path):
+    """A PATH with only an old python3: make says what to install."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("sh", "bash", "make", "test", "echo", "rm", "touch"):
+        if found := shutil.which(tool):
+            (tmp_path / "bin" / tool).symlink_to(found)
+    old = tmp_path / "bin" / "python3"
+    old.write_text(
+        "#!/bin/sh\nexit 1\n"
+    )  # What `sys.exit(sys.version_info < (3, 12))` comes to in 3.11.
+    old.chmod(0o755)
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copyfile(ROOT / name, clone / name)
+    environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    for target in ("test", "quickstart"):
+        result = subprocess.run(
+            ["make", target], cwd=clone, env=environment, capture_output=True, text=True
+        )
+        assert result.returncode == 2
+        assert "difftx needs Python 3.12 or newer" in result.stderr
+        assert not (clone / ".venv").exists()

@@ -1,0 +1,83 @@
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from difftx.data.corpora import DOCUMENT_BYTES, load_corpus, text_files
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+
+ENCODING = load_tokenizer("bytes")
+
+
+def corpus_of(config, path, **changes):
+    data = dataclasses.replace(config().data, path=None if path is None else str(path), **changes)
+    return load_corpus(data, ENCODING)
+
+
+def documents_of(store):
+    return [
+        bytes(store.tokens[int(a) : int(b) - 1].astype(np.uint8))
+        for a, b in itertools.pairwise(store.offsets)
+    ]
+
+
+def test_every_byte_is_in_exactly_one_split(config, text_file):
+    corpus = corpus_of(config, text_file, valid_fraction=0.3)
+    train, valid = documents_of(corpus.train), documents_of(corpus.valid["valid"])
+    text = text_file.read_bytes()
+    assert len(train) + len(valid) == -(-len(text) // DOCUMENT_BYTES)
+    assert sum(map(len, train + valid)) == len(text)
+    assert all(part in text for part in train + valid)
+    assert not set(train) & set(valid)
+    ends = corpus.train.tokens[corpus.train.offsets[1:].astype(int) - 1]
+    assert (ends == ENCODING.eot_token).all()
+
+
+def test_duplicates_count_once_and_file_order_does_not_matter(config, text_file, tmp_path):
+    alone = corpus_of(config, text_file)
+    (tmp_path / "a_copy.txt").write_bytes(text_file.read_bytes())
+    twice = corpus_of(config, tmp_path / "*.txt")
+    assert alone.sha256 == twice.sha256
+    np.testing.assert_array_equal(alone.train.tokens, twice.train.tokens)
+
+
+def test_a_long_line_stays_whole(config, tmp_path):
+    lines = ["a" * (DOCUMENT_BYTES + 5) + "\n", "b" * 900 + "\n", "c" * DOCUMENT_BYTES + "\n"]
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(lines))
+    corpus = corpus_of(config, path)
+    found = documents_of(corpus.train) + documents_of(corpus.valid["valid"])
+    assert sorted(found) == sorted(line.encode() for line in lines)
+
+
+def test_the_standard_library_is_real_text():
+    files = text_files("stdlib")
+    names = {f.name for f in files}
+    assert {"argparse.py", "dataclasses.py", "typing.py"} <= names
+    assert not any("site-packages" in f.parts or "test" in f.parts for f in files)
+    assert sum(f.stat().st_size for f in files) > 4e6
+
+
+def test_bad_input_is_named(config, tmp_path):
+    broken = tmp_path / "broken.txt"
+    broken.write_bytes(b"fine so far\n\xff\xfe")
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    small = tmp_path / "small.txt"
+    small.write_text("".join(f"{i:07d}\n" for i in range(9000)))
+    cases = [
+        (None, {}, "data.path is not set"),
+        (tmp_path / "none.txt", {}, "no such file"),
+        (broken, {}, r"broken\.txt: byte 12 is not UTF-8"),
+        (empty, {}, "0 document"),
+        (short, {}, "1 document"),
+        (small, {"sequence_length": 100_000}, "less than a row of data.sequence_length=100000"),
+    ]
+    for path, changes, message in cases:
+        with pytest.raises(UserError, match=message) as error:
+            corpus_of(config, path, **changes)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,86 @@
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from difftx import evals
+from difftx.errors import UserError
+from difftx.training.run import Run
+from difftx.training.state import graph, init_state
+
+
+def run_of(config, text_file, tmp_path, **changes):
+    return Run.open(config(data__path=text_file, **changes), tmp_path)
+
+
+def params_of(run):
+    with jax.set_mesh(run.mesh):
+        return jax.jit(lambda: init_state(run.config))().params
+
+
+def test_loss_and_bits_per_byte_by_brute_force(config, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+    run = run_of(config, text_file, tmp_path, eval__loss_tokens=9 * 32)
+    params = params_of(run)
+    result = evals.evaluate(run, params, 7, ["loss"])["loss"]
+    tokens = run.corpus.valid["valid"].tokens[: 9 * 32 + 1].astype(np.int32)
+    nats, text_bytes = 0.0, 0
+    with jax.set_mesh(run.mesh):
+        model = nnx.merge(graph(run.config), params)
+        for row in range(9):
+            piece = tokens[row * 32 : row * 32 + 33]
+            logits = np.asarray(model(piece[None, :-1])[0][0], np.float64)
+            for t, target in enumerate(piece[1:]):
+                nats += np.log(np.exp(logits[t]).sum()) - logits[t, target]
+                text_bytes += target != run.tokenizer.eot_token
+    assert result.details["sets"]["valid"]["tokens"] == 9 * 32
+    assert result.details["sets"]["valid"]["bytes"] == text_bytes
+    assert result.numbers["loss"] == pytest.approx(nats / (9 * 32), rel=1e-6)
+    assert result.numbers["perplexity"] == pytest.approx(math.exp(nats / (9 * 32)), rel=1e-6)
+    assert result.numbers["bits_per_byte"] == pytest.approx(
+        nats / math.log(2) / text_bytes, rel=1e-6
+    )
+    written = json.loads((tmp_path / "evals" / "loss" / "7.json").read_text())
+    assert written["step"] == 7
+    assert written["numbers"] == result.numbers
+
+
+def one_device(config):
+    from difftx.parallel.mesh import make_mesh
+
+    return make_mesh(dataclasses.replace(config, fsdp=1), jax.devices()[:1])
+
+
+def test_loss_does_not_depend_on_mesh_or_batch(config, text_file, tmp_path, monkeypatch):
+    eight = run_of(config, text_file, tmp_path / "a", mesh__fsdp=8)
+    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+    one = run_of(
+        config, text_file, tmp_path / "b", train__global_batch_tokens=96, eval__loss_tokens=20 * 32
+    )
+    eight = dataclasses.replace(
+        eight, config=dataclasses.replace(eight.config, eval=one.config.eval)
+    )
+    losses = [
+        evals.evaluate(r, params_of(r), 0, ["loss"])["loss"].numbers["loss"] for r in (eight, one)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_an_unknown_suite_suggests_one():
+    with pytest.raises(UserError, match=r"'los': no such suite\. Did you mean 'loss'"):
+        evals.check_suites(["loss", "los"])
+
+
+def test_samples_are_written(config, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+    run = run_of(config, text_file, tmp_path, eval__sample_tokens=5)
+    result = evals.evaluate(run, params_of(run), 3, ["sample"])["sample"]
+    samples = json.loads((tmp_path / "evals" / "sample" / "3.json").read_text())["details"][
+        "samples"
+    ]
+    assert samples == result.details["samples"]
+    assert all(sample["prompt"] in text_file.read_text() for sample in samples)

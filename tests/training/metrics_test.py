@@ -1,0 +1,96 @@
+import json
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from difftx.config import LoggingConfig
+from difftx.errors import UserError
+from difftx.training.metrics import MetricsWriter, Progress, read_metrics
+
+QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
+
+
+def write_steps(workdir, start, stop, config=QUIET):
+    writer = MetricsWriter(workdir, config, start)
+    for step in range(start + 1, stop + 1):
+        writer.write("train", step, {"loss": 1 / step, "lambda": [0.2, 0.3]})
+    writer.close()
+    return writer
+
+
+def test_a_later_attempt_rewrites_what_came_after_its_checkpoint(tmp_path):
+    write_steps(tmp_path, 0, 5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "train", "step": 6, "att')
+    writer = write_steps(tmp_path, 3, 7)
+    rows, skipped = read_metrics(tmp_path / "metrics.jsonl")
+    assert writer.attempt == 2
+    assert skipped == 0
+    assert [(row["step"], row["attempt"]) for row in rows] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+        (5, 2),
+        (6, 2),
+        (7, 2),
+    ]
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET, 0)
+    writer.write(
+        "train", 1, {"loss": float("nan"), "grad_norm": float("inf"), "lambda": [0.1, float("nan")]}
+    )
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (row["loss"], row["grad_norm"], row["lambda"]) == (None, None, [0.1, None])
+
+
+def test_lines_that_are_no_metrics_are_counted(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"split": "train", "step": 1, "attempt": 1}\nnot json\n[1]\n{"step": 3}\n\x00\n'
+    )
+    rows, skipped = read_metrics(path)
+    assert len(rows) == 1
+    assert skipped == 4
+
+
+def test_tensorboard_hides_the_overlap(tmp_path):
+    config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)
+    write_steps(tmp_path, 0, 5, config)
+    write_steps(tmp_path, 3, 4, config)
+    restarts, values = [], []
+    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        for event in events(path):
+            if event.HasField("session_log"):
+                restarts.append(event.step)
+            values += [(event.step, v.tag, round(v.simple_value, 4)) for v in event.summary.value]
+    assert 4 in restarts  # TensorBoard drops what it had from this step on.
+    assert (2, "train/loss", 0.5) in values
+    assert (1, "train/lambda/02", 0.3) in values
+
+
+def events(path):
+    """Read a TFRecord file: length, its checksum, the event, its checksum."""
+    data = path.read_bytes()
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        yield event_pb2.Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+
+
+def test_wandb_that_is_not_installed_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
+        MetricsWriter(
+            tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0
+        )
+
+
+def test_plain_progress_ends_with_the_last_step(capsys):
+    row = {"loss": 1.5, "grad_norm": 0.25, "tokens_per_second": 1234.5}
+    with Progress(3, 0) as progress:
+        for step in (1, 2, 3):
+            progress.update(step, row)
+    assert capsys.readouterr().out == "step 3/3  loss 1.5000  grad 0.25  1,234 tokens/s  0 s left\n"

@@ -1,0 +1,187 @@
+"""Real training processes: stopped by SIGTERM, started again, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+
+from difftx.training.metrics import read_metrics
+
+STEPS = 60
+
+
+def command(text_file, workdir, **changes):
+    overrides = TINY | {
+        "data.path": str(text_file),
+        "train.steps": str(STEPS),
+        "checkpoint.every_steps": "20",
+        "eval.every_steps": "25",
+        "eval.loss_tokens": "512",
+        "logging.tensorboard": "false",
+        "mesh.fsdp": "-1",
+    }
+    overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
+    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+    return [
+        sys.executable,
+        "train.py",
+        "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
+        *flags,
+    ]
+
+
+def environment(devices):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+def train(text_file, workdir, devices=1, **changes):
+    return subprocess.run(
+        command(text_file, workdir, **changes),
+        cwd=ROOT,
+        env=environment(devices),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def train_losses(workdir):
+    rows, skipped = read_metrics(workdir / "metrics.jsonl")
+    assert skipped == 0
+    train = [row for row in rows if row["split"] == "train"]
+    assert [row["step"] for row in train] == list(
+        range(1, len(train) + 1)
+    )  # None twice, none missing.
+    return [row["loss"] for row in train], rows
+
+
+def stop_at(step, text_file, workdir, devices=1):
+    """Train until `step` is in metrics.jsonl, then send SIGTERM; return the exit code."""
+    process = subprocess.Popen(
+        command(text_file, workdir), cwd=ROOT, env=environment(devices), stdout=subprocess.DEVNULL
+    )
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, "training ended before it could be stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    text = folder / "text.txt"
+    rng = np.random.default_rng(0)
+    words = ["attention", "noise", "signal", "head", "key", "value", "query", "map", "lambda"]
+    text.write_text("".join(" ".join(rng.choice(words, 12)) + ".\n" for _ in range(4000)))
+    result = train(text, folder / "run")
+    assert result.returncode == 0, result.stderr
+    return text, folder / "run"
+
+
+def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "stopped"
+    assert stop_at(30, text, workdir) == 75
+    saved = max(int(p.name) for p in (workdir / "checkpoints").iterdir())
+    assert 30 <= saved < STEPS
+    result = train(text, workdir)
+    assert result.returncode == 0, result.stderr
+    assert f"attempt 2, from step {saved}" in result.stdout
+    losses, rows = train_losses(workdir)
+    expected, _ = train_losses(whole)
+    assert losses == expected
+    assert len(losses) == STEPS
+    assert {row["attempt"] for row in rows if row["step"] <= saved} == {1}
+    assert {row["attempt"] for row in rows if row["step"] > saved} == {2}
+    valid = [
+        [r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, whole)
+    ]
+    assert valid[0] == valid[1]
+    assert len(valid[0]) == 3
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
+    """SIGKILL leaves metrics beyond the checkpoint and half a line; both are dropped."""
+    text, whole = uninterrupted
+    workdir = tmp_path / "killed"
+    assert stop_at(45, text, workdir) == 75
+    newest = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+    import shutil
+
+    shutil.rmtree(newest)  # As if the last checkpoint had never been written.
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "train", "st')
+    result = train(text, workdir)
+    assert "attempt 2, from step 40" in result.stdout, result.stderr
+    assert train_losses(workdir)[0] == train_losses(whole)[0]
+
+
+def test_eight_devices_continue_what_one_began(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "moved"
+    assert stop_at(30, text, workdir) == 75
+    result = train(text, workdir, devices=8)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(train_losses(workdir)[0], train_losses(whole)[0], rtol=1e-4)
+
+
+def test_a_finished_run_stays_finished(uninterrupted):
+    text, whole = uninterrupted
+    before = train_losses(whole)[0]
+    result = train(text, whole)
+    assert result.returncode == 0
+    assert train_losses(whole)[0] == before
+
+
+def test_run_directory_describes_the_run(uninterrupted):
+    _, workdir = uninterrupted
+    assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
+    manifest = json.loads((workdir / "manifest.json").read_text())
+    assert set(manifest) == {"commit", "python", "packages", "devices", "data"}
+    assert len(manifest["data"]["corpus"]) == 64
+    row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
+    wanted = {
+        "split",
+        "step",
+        "attempt",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "tokens_per_second",
+    }
+    assert wanted | {"step_seconds", "data_wait_seconds", "lambda"} == set(row)
+    assert row["tokens"] == 256
+    assert len(row["lambda"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__mlp_dim": 96}, "params/blocks/mlp/down_FD is not (2, 96, 32) float32 there"),
+        ({"data__seed": 5}, "made with seed = 0, this run has 5"),
+        ({"model__num_kv_heads": 1}, "params/blocks/attention/key_DKGd"),
+    ],
+)
+def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, changes, message):
+    import shutil
+
+    text, whole = uninterrupted
+    shutil.copytree(whole, tmp_path / "run")
+    result = train(text, tmp_path / "run", train__steps=90, **changes)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert "changed since the checkpoint: train.steps: 60 → 90" in result.stdout

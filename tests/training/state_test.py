@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from difftx.data.loader import Batch
+from difftx.parallel.layout import Layout
+from difftx.training.loss import token_nll
+from difftx.training.state import init_state, make_train_step, split_microbatches
+
+
+def ragged_batch(mesh, c, seed=0):
+    """Rows with very different numbers of counted tokens, one of them none."""
+    rng = np.random.default_rng(seed)
+    shape = (c.batch_rows, c.data.sequence_length)
+    counted = np.linspace(0, shape[1], shape[0]).astype(int)
+    mask = (np.arange(shape[1]) < counted[:, None]).astype(np.float32)
+    tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
+    put = [
+        jax.device_put(x, jax.NamedSharding(mesh, Layout().act_BT)) for x in (tokens, targets, mask)
+    ]
+    return Batch(tokens_BT=put[0], targets_BT=put[1], loss_mask_BT=put[2])
+
+
+def run_steps(c, mesh, count=2):
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda: init_state(c))()
+        step = jax.jit(make_train_step(c))
+        for seed in range(count):
+            state, metrics = step(state, ragged_batch(mesh, c, seed))
+    return jax.device_get(state), jax.device_get(metrics)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_accumulation_changes_nothing(config, mesh_of, architecture, sizes):
+    options = {"train__global_batch_tokens": 16 * 32, "optimizer__eps": 1e-4}
+    one, metrics_one = run_steps(
+        config(architecture, train__accumulation=1, **options), mesh_of(**sizes)
+    )
+    four, metrics_four = run_steps(
+        config(architecture, train__accumulation=4, **options), mesh_of(**sizes)
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    for name in metrics_one:
+        np.testing.assert_allclose(metrics_one[name], metrics_four[name], rtol=1e-5)
+
+
+def test_microbatches_keep_every_row_on_its_device(config, mesh_of):
+    mesh = mesh_of(fsdp=4)
+    c = config(train__global_batch_tokens=16 * 32, train__accumulation=2)
+    with jax.set_mesh(mesh):
+        batch = ragged_batch(mesh, c)
+        compiled = jax.jit(lambda b: split_microbatches(b, 2)).lower(batch).compile()
+        parts = compiled(batch)
+    assert "all-" not in compiled.as_text()
+    assert "collective" not in compiled.as_text()
+    rows = np.asarray(batch.tokens_BT)
+    np.testing.assert_array_equal(parts.tokens_BT, rows.reshape(8, 2, -1).transpose(1, 0, 2))
+
+
+def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
+    c, mesh = config(), mesh_of()
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda: init_state(c))()
+        batch = ragged_batch(mesh, c)
+        _, metrics = jax.jit(make_train_step(c))(state, batch)
+        from flax import nnx
+
+        from difftx.training.state import graph
+
+        logits = np.asarray(nnx.merge(graph(c), state.params)(batch.tokens_BT)[0], np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    rows, columns = np.nonzero(np.asarray(batch.loss_mask_BT))
+    expected = -np.mean(log_p[rows, columns, np.asarray(batch.targets_BT)[rows, columns]])
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+    assert metrics["lambda"].shape == (2,)
+
+
+def test_token_nll_of_large_logits_is_finite():
+    logits = jnp.asarray([[[1e4, -1e4, 0.0]]])
+    np.testing.assert_allclose(token_nll(logits, jnp.asarray([[1]])), 2e4)
+    np.testing.assert_allclose(token_nll(logits, jnp.asarray([[0]])), 0.0)
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture):
+    """One scanned layer: 24 layers make the same program as 2, but for the sizes in it."""
+    lines = {}
+    for layers in (2, 24):
+        c, mesh = config(architecture, model__num_layers=layers), mesh_of()
+        with jax.set_mesh(mesh):
+            state = jax.eval_shape(lambda: init_state(c))  # noqa: B023
+            lowered = jax.jit(make_train_step(c)).lower(state, ragged_batch(mesh, c))
+        lines[layers] = len(lowered.as_text().splitlines())
+    assert lines[24] <= 1.05 * lines[2]
