@@ -21,12 +21,13 @@ def format_cost(config: Config) -> str:
     rows = config.batch_rows // config.train.accumulation // batch_shards(mesh)
     state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     return _lines(
-        model=f"{config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
+        model=f"{config.model.architecture}, {parameters.total:,} parameters "
+        f"({parameters.embedding:,} of them embedding)",
         training=f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}",
         compute=f"{full:.3g} FLOPs a token (6 N + 12 L T d; {halved:.3g} with attention halved), "
         f"{full * steps * batch:.3g} in all",
-        memory=f"{_size(state)} of train state and about {_size(activation_bytes(config, rows))} of activations a device"
-        f"; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
+        memory=f"{_size(state)} of train state and about {_size(activation_bytes(config, rows))} of activations "
+        f"a device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     )
 
 
