@@ -9,7 +9,7 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by SIGTERM (run again), 1 anything else."""
+    """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument"

@@ -15,24 +15,29 @@ from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.metrics import MetricsWriter, Progress
 from difftx.training.run import Run, changed_fields
-from difftx.training.state import TrainState, init_state, make_train_step
+from difftx.training.state import Metrics, TrainState, init_state, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str]], Mapping[str, Any]]
 
 
 class Interrupt:
-    """Remembers a SIGTERM; the loop asks for it between steps."""
+    """Remembers a SIGTERM or Ctrl-C; the loop asks for it between steps. A second one acts at once."""
 
     def __init__(self):
         self.received = False
-        self._previous = signal.signal(signal.SIGTERM, self._receive)
+        self._previous = {
+            number: signal.signal(number, self._receive)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        self.close()
 
     def close(self) -> None:
-        """Put the earlier handler back."""
-        signal.signal(signal.SIGTERM, self._previous)
+        """Put the earlier handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 def train(run: Run, evaluate: Evaluate) -> int:
@@ -43,7 +48,7 @@ def train(run: Run, evaluate: Evaluate) -> int:
         evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
 
     Returns:
-        0, or 75 if a SIGTERM came: a checkpoint was saved and the same command continues.
+        0, or 75 if SIGTERM or Ctrl-C came: a checkpoint was saved and the same command continues.
     """
     interrupt = Interrupt()
     try:
@@ -73,30 +78,14 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
     run.write_description()
     writer = MetricsWriter(run.workdir, config.logging, start)
 
-    # ── Compile ──
     step_fn = jax.jit(make_train_step(config), donate_argnums=0)
-    meter = Meter(run)
 
-    # ── Steps: metrics of one are read after the next was dispatched ──
-    pending: tuple[int, Any, float] | None = None
     with Progress(steps, start) as progress:
         progress.note(f"{run.workdir}: attempt {writer.attempt}, from step {start} to {steps}")
-
-        def report() -> None:
-            nonlocal pending
-            if pending is None:
-                return
-            (step, metrics, data_wait), pending = pending, None
-            row = meter.row(step, jax.device_get(metrics), data_wait)
-            if step % config.logging.every_steps == 0 or step == steps:
-                writer.write("train", step, row)
-            progress.update(step, row)
-            if not math.isfinite(row["loss"]):
-                raise FloatingPointError(
-                    f"step {step}: the loss is {row['loss']}; metrics are in {writer.path}"
-                )
-
+        reporter = Reporter(run, writer, progress)
         step = start
+
+        # ── Steps ──
         while step < steps and not interrupt.received:
             waited = time.perf_counter()
             batch = next(loader)
@@ -104,32 +93,32 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
             # A value that slips from the host into the step, or back, would stall every device: make it an error.
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
-            report()
-            step, pending = step + 1, (step + 1, metrics, data_wait)
+            step += 1
+            reporter.push(step, metrics, data_wait)
 
             if step % config.eval.every_steps == 0 or step == steps:
-                report()
+                reporter.flush()
                 for suite, result in evaluate(run, state.params, step, config.eval.suites).items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
                     shown = "  ".join(
                         f"{name} {value:.4g}" for name, value in result.numbers.items()
                     )
                     progress.note(f"step {step}  {suite}: {shown}")
-                meter.restart()
+                reporter.restart_clock()
             if step % config.checkpoint.every_steps == 0:
-                report()
+                reporter.flush()  # Before the save: what a checkpoint has behind it is in metrics.jsonl.
                 checkpointer.save(state, loader.state(), config)
-                meter.restart()
+                reporter.restart_clock()
 
-        # ── End: the last step, or a SIGTERM ──
-        report()
+        # ── End: the last step, or a signal ──
+        reporter.flush()
         checkpointer.save(state, loader.state(), config)
 
     checkpointer.close()
     writer.close()
     if step < steps:
         print(
-            f"stopped by SIGTERM at step {step}, checkpoint saved; run the same command again to continue",
+            f"stopped by a signal at step {step}, checkpoint saved; run the same command again to continue",
             flush=True,
         )
         return EXIT_PREEMPTED
@@ -150,35 +139,58 @@ def _restore_or_init(
     return state, step
 
 
-class Meter:
-    """Turns a step's metrics into a row: adds time, throughput and MFU."""
+class Reporter:
+    """Reports each step one step late: metrics are fetched after the next step was dispatched, so nothing waits."""
 
-    def __init__(self, run: Run):
-        config = run.config
-        self._batch_tokens = config.train.global_batch_tokens
+    def __init__(self, run: Run, writer: MetricsWriter, progress: Progress):
+        self._config, self._writer, self._progress = run.config, writer, progress
+        model, length = run.config.model, run.config.data.sequence_length
         peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
-        self._flops_per_peak = {
-            name: flops_per_token(config.model, config.data.sequence_length, causal=causal)
-            / (peak * run.mesh.size)
+        self._mfu_per_rate = {
+            name: flops_per_token(model, length, causal=causal) / (peak * run.mesh.size)
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
         }
+        self._pending: tuple[int, Metrics, float] | None = None
         self._last = time.perf_counter()
 
-    def restart(self) -> None:
+    def push(self, step: int, metrics: Metrics, data_wait: float) -> None:
+        """Report the step before, and hold this one."""
+        self.flush()
+        self._pending = (step, metrics, data_wait)
+
+    def flush(self) -> None:
+        """Report the step that is held, when its metrics have arrived.
+
+        Raises:
+            FloatingPointError: its loss is not finite.
+        """
+        if self._pending is None:
+            return
+        (step, metrics, data_wait), self._pending = self._pending, None
+        row = self._row(step, jax.device_get(metrics), data_wait)
+        if step % self._config.logging.every_steps == 0 or step == self._config.train.steps:
+            self._writer.write("train", step, row)
+        self._progress.update(step, row)
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(
+                f"step {step}: the loss is {row['loss']}; metrics are in {self._writer.path}"
+            )
+
+    def restart_clock(self) -> None:
         """Leave the time since the last row out of the next one."""
         self._last = time.perf_counter()
 
-    def row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:
-        """Return the row of `step`, whose metrics have just arrived; `tokens` is cumulative."""
+    def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        tokens_per_second = self._batch_tokens / seconds
+        batch_tokens = self._config.train.global_batch_tokens
+        rate = batch_tokens / seconds
         return {
             **metrics,
-            "tokens": step * self._batch_tokens,
-            "tokens_per_second": tokens_per_second,
+            "tokens": step * batch_tokens,
+            "tokens_per_second": rate,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait,
-            **{name: flops * tokens_per_second for name, flops in self._flops_per_peak.items()},
+            **{name: factor * rate for name, factor in self._mfu_per_rate.items()},
         }
