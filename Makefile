@@ -9,7 +9,7 @@ PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python
 BIN := .venv/bin
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test lint format
+.PHONY: quickstart test test-compile lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -20,6 +20,10 @@ quickstart: .venv/.installed
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n auto
+
+# Compiles every kernel for TPUs and GPUs that are not here: libtpu and the CUDA plugin alone, without their heavy needs.
+test-compile: .venv/.installed-compile
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/compile
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .
@@ -37,6 +41,10 @@ format: .venv/.installed-lint
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.venv/.installed-lint: .venv/.installed pyproject.toml
+.venv/.installed-# Compiles every kernel for TPUs and GPUs that are not here: libtpu and the CUDA plugin alone, without their heavy needs.
+test-compile: .venv/.installed-compile
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/compile
+
+lint: .venv/.installed pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
 	touch $@

@@ -14,9 +14,7 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, help="directory of a run, with --suite")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", type=int, help="checkpoint to evaluate; the newest if not given")
-    parser.add_argument(
-        "--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'"
-    )
+    parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
     parser.add_argument("--out", type=Path, help="directory for the figures of --curves")
     parser.add_argument("--list", action="store_true", help="list the suites")
     parser.epilog = "--eval.field=value changes a field of the run's eval config"

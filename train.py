@@ -11,21 +11,11 @@ from difftx.errors import run_command
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument"
-    )
-    parser.add_argument(
-        "--workdir", type=Path, help="directory of the run; an existing run is continued"
-    )
-    parser.add_argument(
-        "--print_config", action="store_true", help="print the resolved config and stop"
-    )
-    parser.add_argument(
-        "--dry_run", action="store_true", help="check everything, print the cost, train nothing"
-    )
-    parser.epilog = (
-        "--config.path.to.field=value changes a field; configs/base.py describes them all"
-    )
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
+    parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
+    parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
+    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args()
     config = load_config(args.config, split_overrides(rest, "config"))
     if args.print_config:

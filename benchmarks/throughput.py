@@ -52,9 +52,7 @@ class Contestant:
             for _ in range(steps):
                 self.state, _ = self.step(self.state, self.batch)
             jax.block_until_ready(self.state)
-        self.rates.append(
-            self.config.train.global_batch_tokens * steps / (time.perf_counter() - start)
-        )
+        self.rates.append(self.config.train.global_batch_tokens * steps / (time.perf_counter() - start))
 
 
 def prepare(config: Config) -> Contestant:
@@ -83,17 +81,13 @@ def measure(spec: str, overrides: dict[str, str], rounds: int, steps: int) -> No
             contestant.run(steps)
     console = rich.console.Console(width=120)
     console.print(format_table(spec, contestants, f"medians of {rounds} rounds of {steps}"))
-    console.print(
-        "model FLOPs a token = 6 N + 12 L T d (causal: 6 L T d); MFU = model FLOP/s / (devices × peak)"
-    )
+    console.print("model FLOPs a token = 6 N + 12 L T d (causal: 6 L T d); MFU = model FLOP/s / (devices × peak)")
     for contestant in contestants:
         model = contestant.config.model
         seconds = []
         for layers in DEPTHS:
             deep = dataclasses.replace(model, num_layers=layers)
-            seconds.append(
-                prepare(dataclasses.replace(contestant.config, model=deep)).compile_seconds
-            )
+            seconds.append(prepare(dataclasses.replace(contestant.config, model=deep)).compile_seconds)
         console.print(
             f"{model.architecture}: compiles in {seconds[0]:.1f} s with {DEPTHS[0]} layers, "
             f"{seconds[1]:.1f} s with {DEPTHS[1]} ({seconds[1] / seconds[0]:.2f}×)"
@@ -118,10 +112,7 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
     for c in contestants:
         rate = statistics.median(c.rates)
         ratio = statistics.median(a / b for a, b in zip(c.rates, contestants[0].rates, strict=True))
-        flops = [
-            flops_per_token(c.config.model, c.config.data.sequence_length, causal=h) * rate
-            for h in (False, True)
-        ]
+        flops = [flops_per_token(c.config.model, c.config.data.sequence_length, causal=h) * rate for h in (False, True)]
         peak = PEAK_FLOPS.get(device)
         table.add_row(
             c.config.model.architecture,
@@ -137,9 +128,7 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
 
 def main() -> int:
     """Read the flags and measure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)

@@ -13,35 +13,23 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
 
     c.model = ConfigDict()
-    c.model.architecture = (
-        "diff"  # "diff": differential attention; "transformer": its matched softmax twin.
-    )
-    c.model.vocab_size = (
-        100_288  # Rows of the embedding; at least the tokenizer's size (cl100k_base: 100,277).
-    )
+    c.model.architecture = "diff"  # "diff": differential attention; "transformer": its matched softmax twin.
+    c.model.vocab_size = 100_288  # Rows of the embedding; at least the tokenizer's size (cl100k_base: 100,277).
     c.model.d_model = 2048  # Width of the residual stream.
     c.model.num_layers = 24
     # Heads. A diff head holds two query/key sub-heads, so the matched Transformer has twice as many (§3.1).
     c.model.num_heads = 8
-    c.model.num_kv_heads = placeholder(
-        int
-    )  # Grouped queries; None: one for each head. Counted like num_heads.
-    c.model.head_dim = placeholder(
-        int
-    )  # d of Eq. 1. None: d_model / (2 heads) for diff, d_model / heads else.
+    c.model.num_kv_heads = placeholder(int)  # Grouped queries; None: one for each head. Counted like num_heads.
+    c.model.head_dim = placeholder(int)  # d of Eq. 1. None: d_model / (2 heads) for diff, d_model / heads else.
     # Hidden width of SwiGLU, 8/3 d_model rounded down to an even number: with it, and one embedding, Table 10's
     # sizes come out to the digit. 5504, a multiple of 128, costs 1 % more and fills a TPU's lanes.
     c.model.mlp_dim = 5460
-    c.model.rope_theta = (
-        10_000.0  # Base of the rotary embedding. The paper gives only its value at 64K: 640,000.
-    )
+    c.model.rope_theta = 10_000.0  # Base of the rotary embedding. The paper gives only its value at 64K: 640,000.
     c.model.norm_eps = 1e-5  # Of the RMSNorms in front of each sub-layer and at the end.
     # RMSNorm over each head's output (2d wide): "none", "rms" (Eq. 3, Hugging Face), "rms_affine" (official code).
     c.model.head_norm = "rms_affine"
     c.model.head_norm_eps = 1e-5
-    c.model.lambda_init = placeholder(
-        float
-    )  # A constant; None: 0.8 - 0.6 exp(-0.3 (l - 1)), l = 1, 2, … (§2.1).
+    c.model.lambda_init = placeholder(float)  # A constant; None: 0.8 - 0.6 exp(-0.3 (l - 1)), l = 1, 2, … (§2.1).
     c.model.lambda_learned = True  # False: λ is λ_init itself, with no parameters.
     c.model.lambda_std = 0.1  # Standard deviation of λ_q1, λ_k1, λ_q2, λ_k2 at the start.
     c.model.post_scale = placeholder(float)  # Factor after the head norm; None: 1 - λ_init (Eq. 3).
@@ -49,56 +37,38 @@ def get_config() -> ConfigDict:
     # "normal": N(0, init_std).
     c.model.init = "fan_in"
     c.model.init_std = 0.02  # Standard deviation of init = "normal".
-    c.model.embedding_std = (
-        0.02  # Standard deviation of the embedding (the paper and its code are silent).
-    )
-    c.model.zero_init_output = (
-        False  # True: both residual branches start at zero (W_O and the MLP's last matrix).
-    )
+    c.model.embedding_std = 0.02  # Standard deviation of the embedding (the paper and its code are silent).
+    c.model.zero_init_output = False  # True: both residual branches start at zero (W_O and the MLP's last matrix).
     c.model.tie_embeddings = True  # One embedding in and out: Table 10's sizes need it.
-    c.model.compute_dtype = (
-        "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
-    )
+    c.model.compute_dtype = "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
     # What the backward pass keeps of a layer: "none": everything; "dots": matrix products; "full": its input.
     c.model.remat = "dots"
-    c.model.attention_implementation = (
-        "auto"  # Kernel, see difftx.kernels: "auto", "xla", "reference".
-    )
+    # Kernel: "auto"; "reference" or "xla" for both architectures; "pallas_tpu" for diff; "splash" (TPU) or "cudnn" for
+    # the transformer. See difftx/kernels/__init__.py.
+    c.model.attention_implementation = "auto"
 
     c.data = ConfigDict()
-    c.data.path = placeholder(
-        str
-    )  # "stdlib" (the running Python's library), a text file, or a glob of them.
+    c.data.path = placeholder(str)  # "stdlib" (the running Python's library), a text file, or a glob of them.
     c.data.tokenizer = "cl100k_base"  # "bytes", or the name of a tiktoken encoding.
     c.data.sequence_length = 2048  # Tokens a row.
-    c.data.valid_fraction = (
-        0.05  # Share of the documents held out, chosen by the hash of their text.
-    )
+    c.data.valid_fraction = 0.05  # Share of the documents held out, chosen by the hash of their text.
     c.data.seed = 0  # Order of the rows; below 2**32.
     c.data.prefetch_batches = 2  # Batches prepared ahead of the step.
 
-    c.optimizer = (
-        ConfigDict()
-    )  # AdamW. Decayed: projections and embeddings. Not: norm gains, λ vectors.
+    c.optimizer = ConfigDict()  # AdamW. Decayed: projections and embeddings. Not: norm gains, λ vectors.
     c.optimizer.learning_rate = 1.5e-4  # After the warm-up.
-    c.optimizer.final_learning_rate = (
-        0.0  # After the last step: linear decay from the end of the warm-up.
-    )
+    c.optimizer.final_learning_rate = 0.0  # After the last step: linear decay from the end of the warm-up.
     c.optimizer.warmup_steps = 375  # Linear, from zero.
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.98
     c.optimizer.eps = 1e-8
     c.optimizer.weight_decay = 0.05
-    c.optimizer.clip_norm = (
-        1.0  # Largest global norm of the gradient; None: no clipping. The paper is silent.
-    )
+    c.optimizer.clip_norm = 1.0  # Largest global norm of the gradient; None: no clipping. The paper is silent.
 
     c.train = ConfigDict()
     c.train.steps = 40_000  # Updates.
     c.train.global_batch_tokens = 262_144  # Tokens an update, over all devices and microbatches.
-    c.train.accumulation = (
-        1  # Microbatches an update; the gradient is the mean over all their tokens.
-    )
+    c.train.accumulation = 1  # Microbatches an update; the gradient is the mean over all their tokens.
     c.train.seed = 0  # Of the parameters.
 
     c.mesh = ConfigDict()  # Devices along each axis; -1, once: all that are left.
@@ -120,7 +90,5 @@ def get_config() -> ConfigDict:
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.
     c.logging.tensorboard = True  # Event files in <workdir>/tensorboard.
-    c.logging.wandb_project = placeholder(
-        str
-    )  # Also to Weights & Biases (extra "wandb"); None: not.
+    c.logging.wandb_project = placeholder(str)  # Also to Weights & Biases (extra "wandb"); None: not.
     return c

@@ -25,9 +25,7 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     """Return the config named `architecture-size`."""
     architecture, _, size = arg.partition("-")
     if size not in SIZES:
-        raise ValueError(
-            f"{arg!r} is no architecture-size; sizes: {', '.join(SIZES)} (such as 'diff-2.8b')"
-        )
+        raise ValueError(f"{arg!r} is no architecture-size; sizes: {', '.join(SIZES)} (such as 'diff-2.8b')")
     d_model, num_layers, diff_heads, learning_rate = SIZES[size]
     c = base.get_config()
     c.model.architecture = architecture
@@ -35,8 +33,6 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     c.model.num_layers = num_layers
     c.model.num_heads = diff_heads if architecture == "diff" else 2 * diff_heads
     c.model.head_norm = "rms_affine" if architecture == "diff" else "none"
-    c.model.mlp_dim = 2 * (
-        4 * d_model // 3
-    )  # 8/3 d_model rounded down to an even number, see base.py.
+    c.model.mlp_dim = 2 * (4 * d_model // 3)  # 8/3 d_model rounded down to an even number, see base.py.
     c.optimizer.learning_rate = learning_rate
     return c

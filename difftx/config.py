@@ -34,7 +34,7 @@ class ModelConfig:
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]
     remat: Literal["none", "dots", "full"]
-    attention_implementation: Literal["auto", "xla", "reference"]
+    attention_implementation: Literal["auto", "reference", "xla", "pallas_tpu", "splash", "cudnn"]
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):
@@ -51,9 +51,7 @@ class ModelConfig:
         if self.head_dim is not None:
             _require_positive("model", "head_dim", self.head_dim)
         if self.d_head % 2:
-            raise UserError(
-                f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim"
-            )
+            raise UserError(f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim")
         if self.num_kv_heads is not None:
             _require_positive("model", "num_kv_heads", self.num_kv_heads)
             if self.num_heads % self.num_kv_heads:
@@ -179,9 +177,7 @@ class EvalConfig:
         for name in ("every_steps", "loss_tokens", "sample_tokens"):
             _require_positive("eval", name, getattr(self, name))
         if self.sample_temperature < 0:
-            raise UserError(
-                f"eval.sample_temperature={self.sample_temperature} must not be negative"
-            )
+            raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,7 @@ def split_overrides(arguments: Sequence[str], group: str) -> dict[str, str]:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not name.startswith(f"--{group}.") or not equals:
-            raise UserError(
-                f"{argument!r} is not understood; overrides are written --{group}.path.to.field=value"
-            )
+            raise UserError(f"{argument!r} is not understood; overrides are written --{group}.path.to.field=value")
         overrides[name.removeprefix(f"--{group}.")] = value
     return overrides
 
@@ -54,9 +52,7 @@ def _run_config_file(spec: str) -> dict[str, Any]:
     path = Path(path_text)
     if not path.is_file():
         near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(
-            f"--config={spec}: no file {path_text!r}.{did_you_mean(path_text, near) if near else ''}"
-        )
+        raise UserError(f"--config={spec}: no file {path_text!r}.{did_you_mean(path_text, near) if near else ''}")
     module_spec = importlib.util.spec_from_file_location(f"difftx_config_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: {path_text!r} is not a Python file")
@@ -65,13 +61,9 @@ def _run_config_file(spec: str) -> dict[str, Any]:
         module_spec.loader.exec_module(module)
         config = module.get_config(arg) if arg else module.get_config()
         return config.to_dict()
-    except (
-        Exception
-    ) as error:  # Whatever a user's file raises is a mistake in that file: say where.
+    except Exception as error:  # Whatever a user's file raises is a mistake in that file: say where.
         lines = [
-            f.lineno
-            for f in traceback.extract_tb(error.__traceback__)
-            if Path(f.filename).resolve() == path.resolve()
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()
         ]
         at = f"{path_text}:{lines[-1]}" if lines else path_text
         text = str(error.args[0] if error.args else error).splitlines()
@@ -101,9 +93,7 @@ def _build(cls: type, raw: Any, path: str) -> Any:
     hints = get_type_hints(cls)
     for name in raw:
         if name not in hints:
-            raise UserError(
-                f"{prefix}{name}={raw[name]!r}: no such field.{did_you_mean(str(name), hints)}"
-            )
+            raise UserError(f"{prefix}{name}={raw[name]!r}: no such field.{did_you_mean(str(name), hints)}")
     missing = [name for name in hints if name not in raw]
     if missing:
         raise UserError(f"{prefix}{missing[0]}: missing; start the config from configs/base.py")
@@ -126,16 +116,12 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
         if get_origin(option) is Literal and value in get_args(option):
             return value
         if get_origin(option) is tuple and isinstance(value, (list, tuple)):
-            return tuple(
-                _checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value)
-            )
+            return tuple(_checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value))
         if option is float and type(value) in (int, float):
             return float(value)
         if isinstance(option, type) and type(value) is option:
             return value
-    raise UserError(
-        f"{path}={value!r}: expected {_describe(annotation)}{_suggestion(value, options)}"
-    )
+    raise UserError(f"{path}={value!r}: expected {_describe(annotation)}{_suggestion(value, options)}")
 
 
 def _parse(text: str, annotation: Any, key: str) -> Any:
@@ -174,9 +160,7 @@ def _describe(annotation: Any) -> str:
         elif get_origin(option) is tuple:
             names.append("a list of " + getattr(get_args(option)[0], "__name__", "values"))
         else:
-            names.append(
-                {int: "an integer", float: "a number", bool: "true or false", str: "text"}[option]
-            )
+            names.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[option])
     return " or ".join(names)
 
 

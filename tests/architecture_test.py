@@ -28,11 +28,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 def imported_packages(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "difftx"
-        ):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "difftx":
             parts = node.module.split(".")
             names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
     return names

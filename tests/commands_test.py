@@ -15,9 +15,7 @@ TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 def run(*arguments, environment=ENVIRONMENT):
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def train(*flags):
@@ -153,9 +151,7 @@ def test_an_old_python_gets_one_line(tmp_path):
         if found := shutil.which(tool):
             (tmp_path / "bin" / tool).symlink_to(found)
     old = tmp_path / "bin" / "python3"
-    old.write_text(
-        "#!/bin/sh\nexit 1\n"
-    )  # What `sys.exit(sys.version_info < (3, 12))` comes to in 3.11.
+    old.write_text("#!/bin/sh\nexit 1\n")  # What `sys.exit(sys.version_info < (3, 12))` comes to in 3.11.
     old.chmod(0o755)
     clone = tmp_path / "clone"
     clone.mkdir()
@@ -163,9 +159,7 @@ def test_an_old_python_gets_one_line(tmp_path):
         shutil.copyfile(ROOT / name, clone / name)
     environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
     for target in ("test", "quickstart"):
-        result = subprocess.run(
-            ["make", target], cwd=clone, env=environment, capture_output=True, text=True
-        )
+        result = subprocess.run(["make", target], cwd=clone, env=environment, capture_output=True, text=True)
         assert result.returncode == 2
         assert "difftx needs Python 3.12 or newer" in result.stderr
         assert not (clone / ".venv").exists()

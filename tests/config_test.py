@@ -19,11 +19,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         "diff_3b.py:diff",
         "diff_3b.py:transformer",
     ]
-    + [
-        f"scaling.py:{a}-{s}"
-        for a in ("diff", "transformer")
-        for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")
-    ],
+    + [f"scaling.py:{a}-{s}" for a in ("diff", "transformer") for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")],
 )
 def test_every_config_is_valid_and_survives_json(spec):
     config = load_config(str(ROOT / "configs" / spec), {})
@@ -35,9 +31,7 @@ def test_every_config_is_valid_and_survives_json(spec):
 def test_matched_models_have_equal_head_width():
     for size in ("830m", "13.1b"):
         path = ROOT / "configs" / "scaling.py"
-        diff, transformer = (
-            load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer")
-        )
+        diff, transformer = (load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer"))
         assert diff.d_head == transformer.d_head == {"830m": 96, "13.1b": 128}[size]
         assert transformer.num_heads == 2 * diff.num_heads
 
@@ -111,9 +105,7 @@ def test_values_are_read_by_the_type_of_their_field():
     assert isinstance(config.optimizer.learning_rate, float)
     assert config.model.kv_heads == 2
     assert config.train.steps == 1000
-    assert override(config, {"eval.loss_tokens": "7"}).eval == dataclasses.replace(
-        config.eval, loss_tokens=7
-    )
+    assert override(config, {"eval.loss_tokens": "7"}).eval == dataclasses.replace(config.eval, loss_tokens=7)
 
 
 def test_arguments_that_are_no_overrides_are_refused():

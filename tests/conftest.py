@@ -3,9 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import dataclasses
 from collections.abc import Callable
@@ -62,15 +60,11 @@ def mesh_of() -> Callable[..., jax.sharding.Mesh]:
 def text_file(tmp_path: Path) -> Path:
     """Some varied text, cut into several documents by its size."""
     path = tmp_path / "text.txt"
-    lines = (
-        f"line {i}: the square of {i} is {i * i}, and its cube is {i**3}.\n" for i in range(4000)
-    )
+    lines = (f"line {i}: the square of {i} is {i * i}, and its cube is {i**3}.\n" for i in range(4000))
     path.write_text("".join(lines))
     return path
 
 
 def replace(config: Config, group: str, **changes: object) -> Config:
     """Return the config with fields of one group replaced."""
-    return dataclasses.replace(
-        config, **{group: dataclasses.replace(getattr(config, group), **changes)}
-    )
+    return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})

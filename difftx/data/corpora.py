@@ -81,14 +81,10 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
 def text_files(path: str | None) -> list[Path]:
     """Return the files that `data.path` names: the running Python's library, a file, or a glob."""
     if path is None:
-        raise UserError(
-            "data.path is not set; give a text file or a glob, --config.data.path='corpus/*.txt'"
-        )
+        raise UserError("data.path is not set; give a text file or a glob, --config.data.path='corpus/*.txt'")
     if path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)
-        ]
+        files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
         # Build settings of one machine.
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
     files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
@@ -103,9 +99,7 @@ def _documents(path: str | None) -> Iterator[str]:
         try:
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out"
-            ) from error
+            raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from error
         yield from _cut(text)

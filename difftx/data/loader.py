@@ -25,9 +25,7 @@ class Batch:
     tokens_BT: Any  # int32
     targets_BT: Any  # int32: the token after each.
     loss_mask_BT: Any  # float32: 1 where the target counts.
-    segment_ids_BT: Any = (
-        None  # int32: document within the row; None: attention over the whole row.
-    )
+    segment_ids_BT: Any = None  # int32: document within the row; None: attention over the whole row.
     positions_BT: Any = None  # int32: position within the document; None: within the row.
 
 
@@ -38,9 +36,7 @@ class Rows:
         self.store, self.sequence_length = store, sequence_length
 
     def __len__(self) -> int:
-        return (
-            len(self.store) - 1
-        ) // self.sequence_length  # The last row needs one more token as a target.
+        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token as a target.
 
     def __getitem__(self, index: int) -> np.ndarray:
         start = index * self.sequence_length
@@ -139,17 +135,13 @@ class Loader:
         self._examples = state["examples"]
 
 
-def make_batch(
-    rows: np.ndarray, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None
-) -> Batch:
+def make_batch(rows: np.ndarray, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None) -> Batch:
     """Turn this process's `[rows, T + 1]` tokens into a global batch; `counted[i]` = False masks a filler row."""
     mask = np.ones(rows[:, 1:].shape, np.float32)
     if counted is not None:
         mask *= counted[:, None]
     arrays = [np.ascontiguousarray(a) for a in (rows[:, :-1], rows[:, 1:], mask)]
-    tokens_BT, targets_BT, mask_BT = (
-        jax.make_array_from_process_local_data(sharding, a) for a in arrays
-    )
+    tokens_BT, targets_BT, mask_BT = (jax.make_array_from_process_local_data(sharding, a) for a in arrays)
     return Batch(tokens_BT=tokens_BT, targets_BT=targets_BT, loss_mask_BT=mask_BT)
 
 
@@ -166,6 +158,4 @@ def ordered_batches(
     wanted = min(len(source), max(1, limit_tokens // sequence_length))
     for start in range(0, wanted, rows):
         indices = np.arange(start, start + rows)
-        yield make_batch(
-            np.stack([source[min(int(i), wanted - 1)] for i in indices]), sharding, indices < wanted
-        )
+        yield make_batch(np.stack([source[min(int(i), wanted - 1)] for i in indices]), sharding, indices < wanted)

@@ -22,9 +22,7 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
         return _byte_encoding()
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise UserError(
-            f"data.tokenizer={name!r}: no such encoding.{did_you_mean(name, [BYTES, *known])}"
-        )
+        raise UserError(f"data.tokenizer={name!r}: no such encoding.{did_you_mean(name, [BYTES, *known])}")
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # Of the cache, or of requests, whose errors are OSErrors.

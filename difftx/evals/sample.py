@@ -33,9 +33,7 @@ def evaluate(run: Run, params: Any) -> Result:
     samples = [
         {
             "prompt": run.tokenizer.decode(prompt),
-            "completion": run.tokenizer.decode(
-                tokens[: tokens.index(end)] if end in tokens else tokens
-            ),
+            "completion": run.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens),
         }
         for prompt, tokens in zip(prompts, completions, strict=True)
     ]

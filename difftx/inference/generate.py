@@ -61,9 +61,7 @@ def generate(
     length_B = jax.device_put(length_B, jax.NamedSharding(mesh, P(BATCH)))
     with jax.set_mesh(mesh):
         sample = _sampler(config, new_tokens, vocab_size)
-        tokens_BT = np.asarray(
-            sample(params, tokens_BT, length_B, jnp.float32(temperature), jax.random.key(seed))
-        )
+        tokens_BT = np.asarray(sample(params, tokens_BT, length_B, jnp.float32(temperature), jax.random.key(seed)))
     return [tokens_BT[i, len(p) : len(p) + new_tokens].tolist() for i, p in enumerate(prompts)]
 
 
@@ -87,9 +85,7 @@ def _sampler(config: Config, new_tokens: int, vocab_size: int):
             x_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1, mode="clip")
             logits_BV = jax.sharding.reshard(model.logits(x_B1D)[:, 0], P(BATCH, None))
             logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab_size, logits_BV, -jnp.inf)
-            noise_BV = jax.random.gumbel(
-                jax.random.fold_in(key, i), logits_BV.shape, out_sharding=P(BATCH, None)
-            )
+            noise_BV = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape, out_sharding=P(BATCH, None))
             chosen_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1).astype(jnp.int32)
             is_next_BT = jnp.arange(tokens_BT.shape[1]) == last_B1 + 1
             return jnp.where(is_next_BT, chosen_B[:, None], tokens_BT)

@@ -1,24 +1,38 @@
 """Attention kernels: the dispatch between backends.
 
-A backend that is named serves the call or raises; "auto" tries `AUTO_ORDER` and logs once what it took. Under a mesh
-with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the arrays' own types say.
+A backend that is named serves the call or says why it cannot; "auto" takes the first of the platform's list that can,
+and logs once which. Under a mesh with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the
+arrays' own types say. A Pallas backend that is named where there is no such device runs in its interpreter.
 """
 #   B = batch, T = query tokens, S = key tokens (= T), H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused, reference, xla
+from difftx.kernels import baseline, fused, pallas_tpu, reference, target, xla
 
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "splash", "cudnn"]
 
-BACKENDS = {"reference": reference, "xla": xla}
-AUTO_ORDER = ("xla",)  # The reference is an oracle, never a choice.
+# Backends with a backward pass of their own, of differential attention. The reference has JAX's.
+DIFF_BACKENDS = {"xla": xla, "pallas_tpu": pallas_tpu}
+SOFTMAX_BACKENDS = {
+    "reference": reference.attention,
+    "xla": baseline.xla_attention,
+    "splash": baseline.splash_attention,
+    "cudnn": baseline.cudnn_attention,
+}
+
+# Best first. The reference is an oracle, never a choice.
+AUTO = {
+    "diff_attention": {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)},
+    "attention": {"tpu": ("splash", "xla"), "gpu": ("cudnn", "xla"), "cpu": ("xla",)},
+}
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +66,14 @@ def diff_attention(
     """
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
-    backend = _choose("diff_attention", implementation)
-    if backend is reference:
+    names = ("reference", *DIFF_BACKENDS)
+    name = _choose(
+        "diff_attention",
+        implementation,
+        names,
+        lambda name: _diff_unsupported(name, q_BTHGD, k_BSKGD, v_BSKE, window),
+    )
+    if name == "reference":
         lam_BTH = fused.lam_per_token(lam, q_BTHGD)
         return fused.per_shard(
             functools.partial(reference.diff_attention, window=window),
@@ -63,9 +83,7 @@ def diff_attention(
             lam_BTH,
             segment_ids_BT,
         )
-    return fused.diff_attention(
-        backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window
-    )
+    return fused.diff_attention(DIFF_BACKENDS[name], q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window)
 
 
 def attention(
@@ -82,36 +100,68 @@ def attention(
     Returns:
         `[B, T, H, D]` in the values' dtype.
     """
-    if (
-        q_BTHD.ndim != 4
-        or k_BSKD.ndim != 4
-        or k_BSKD.shape != v_BSKD.shape
-        or q_BTHD.shape[3] != k_BSKD.shape[3]
-    ):
+    if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
         raise ValueError(
             f"attention wants q [B, T, H, D] and k, v [B, S, K, D]; got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
         )
     _check_common(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window)
-    backend = _choose("attention", implementation)
-    call = functools.partial(backend.attention, window=window)
-    return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT)
+    name = _choose(
+        "attention",
+        implementation,
+        tuple(SOFTMAX_BACKENDS),
+        lambda name: _softmax_unsupported(name, q_BTHD, segment_ids_BT),
+    )
+    call = functools.partial(SOFTMAX_BACKENDS[name], window=window)
+    return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, saves=False)
 
 
-def _choose(operation: str, implementation: str):
-    if implementation == "auto":
-        name = AUTO_ORDER[0]
-        _log_once(operation, name)
-        return BACKENDS[name]
-    if implementation not in BACKENDS:
-        raise ValueError(
-            f"{operation}: implementation={implementation!r} is none of auto, {', '.join(BACKENDS)}"
-        )
-    return BACKENDS[implementation]
+def _choose(
+    operation: str,
+    implementation: str,
+    names: tuple[str, ...],
+    unsupported: Callable[[str], str | None],
+) -> str:
+    if implementation != "auto":
+        if implementation not in names:
+            raise ValueError(f"{operation}: implementation={implementation!r} is none of auto, {', '.join(names)}")
+        if reason := unsupported(implementation):
+            raise ValueError(f"{operation}: {implementation} cannot serve this call: {reason}")
+        return implementation
+    reasons = {}
+    for name in AUTO[operation][target.platform()]:
+        reason = unsupported(name)
+        if reason is None:
+            _log_once(operation, name, target.device_kind(), tuple(reasons.items()))
+            return name
+        reasons[name] = reason
+    raise ValueError(
+        f"{operation}: no backend can serve this call: " + "; ".join(f"{n}: {r}" for n, r in reasons.items())
+    )
+
+
+def _diff_unsupported(name: str, q, k, v, window: int | None) -> str | None:
+    if name == "pallas_tpu":
+        return pallas_tpu.unsupported(q.shape, k.shape, v.shape, q.dtype, window=window)
+    return None
+
+
+def _softmax_unsupported(name: str, q, segment_ids_BT) -> str | None:
+    if name == "splash":
+        return baseline.splash_unsupported(q)
+    if name == "cudnn":
+        return baseline.cudnn_unsupported(q, segment_ids_BT)
+    return None
 
 
 @functools.cache
-def _log_once(operation: str, name: str) -> None:
-    log.info("%s: implementation='auto' takes %r on %s", operation, name, jax.default_backend())
+def _log_once(operation: str, name: str, device: str, passed_over: tuple[tuple[str, str], ...]) -> None:
+    log.info(
+        "%s: implementation='auto' takes %r on %s%s",
+        operation,
+        name,
+        device,
+        f", not {passed_over}" * bool(passed_over),
+    )
 
 
 def _check_diff_shapes(q, k, v, lam) -> None:
@@ -122,33 +172,23 @@ def _check_diff_shapes(q, k, v, lam) -> None:
     if q.shape[3] != 2 or k.shape[3] != 2 or q.shape[4] != k.shape[4]:
         raise ValueError(f"{wanted}{got}: the head needs two groups of one width")
     if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"{wanted}{got}: values must be twice as wide as a query sub-head, keys as many as values"
-        )
+        raise ValueError(f"{wanted}{got}: values must be twice as wide as a query sub-head, keys as many as values")
     if lam.shape not in ((), q.shape[:3]):
-        raise ValueError(
-            f"diff_attention wants lam as a scalar or [B, T, H] = {q.shape[:3]}; got {lam.shape}"
-        )
+        raise ValueError(f"diff_attention wants lam as a scalar or [B, T, H] = {q.shape[:3]}; got {lam.shape}")
 
 
 def _check_common(q, k, v, segment_ids_BT, window) -> None:
     if k.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"queries and keys must cover the same tokens; got {q.shape[:2]} and {k.shape[:2]}"
-        )
+        raise ValueError(f"queries and keys must cover the same tokens; got {q.shape[:2]} and {k.shape[:2]}")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: not a multiple"
-        )
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: not a multiple")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (
         jnp.float32,
         jnp.bfloat16,
         jnp.float16,
         jnp.float64,
     ):
-        raise ValueError(
-            f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
+        raise ValueError(f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
     if segment_ids_BT is not None and segment_ids_BT.shape != q.shape[:2]:
         raise ValueError(f"segment_ids must be [B, T] = {q.shape[:2]}; got {segment_ids_BT.shape}")
     if window is not None and window < 1:

@@ -26,9 +26,7 @@ def diff_attention(
     window: int | None,
 ) -> jax.Array:
     """Run `backend.forward` and, for the gradient, `backend.backward`; arguments as in `difftx.kernels`."""
-    return _attend(
-        backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT
-    )
+    return _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
@@ -46,12 +44,13 @@ def _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
 def _forward(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
     inputs = (q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)
     out_BTHE, saved = per_shard(functools.partial(backend.forward, window=window), *inputs)
-    return out_BTHE, (*inputs, saved)
+    return out_BTHE, (*inputs, out_BTHE, saved)
 
 
 def _backward(backend, window, residuals, dout_BTHE):
     segment_ids_BT = residuals[4]
-    grads = per_shard(functools.partial(backend.backward, window=window), *residuals, dout_BTHE)
+    call = functools.partial(backend.backward, window=window)
+    grads = per_shard(call, *residuals, dout_BTHE, saves=False)
     # Integers have no gradient; JAX wants that said with its own empty dtype.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
     return *grads, no_grad
@@ -60,37 +59,46 @@ def _backward(backend, window, residuals, dout_BTHE):
 _attend.defvjp(_forward, _backward)
 
 
+def deltas(
+    out_BTHE: jax.Array, out2_BHTE: jax.Array, lam_BTH: jax.Array, dout_BTHE: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, from O = O1 - λ O2 and O2."""
+    dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
+    delta2_BTH = jnp.sum(dout_BTHE * jnp.moveaxis(out2_BHTE, 1, 2).astype(jnp.float32), axis=-1)
+    return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
+
+
 def is_explicit_mesh() -> bool:
     """Whether the current mesh puts shardings into the arrays' types."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.are_all_axes_explicit
 
 
-def per_shard(call: Callable[..., Any], *operands: Any) -> Any:
+def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True) -> Any:
     """Run `call` on each device's batch rows and heads; attention needs no communication between them.
 
-    Operands and results are `[B, T or S, H or K, …]`, or `[B, T]`, or None, or tuples of such.
+    Operands are `[B, T or S, H or K, …]`, or `[B, T]`, or None; those in a tuple are what a forward pass saved,
+    `[B, H, …]`. Results are alike: with `saves`, an output and such a tuple, else a tuple of gradients.
     """
     if not is_explicit_mesh():
         return call(*operands)
     batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
     if tokens is not None:
-        raise ValueError(
-            f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}"
-        )
+        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
+    by_token, by_head, row = P(batch, None, heads), P(batch, heads), P(batch, None)
 
-    def spec(x: Any) -> P:
-        return P(batch, None) if x.ndim == 2 else P(batch, None, heads)
+    def spec(operand: Any) -> Any:
+        if isinstance(operand, tuple):
+            return jax.tree.map(lambda _: by_head, operand)
+        return None if operand is None else row if operand.ndim == 2 else by_token
 
     # Ids and λ are small: wherever they come from, they follow the queries. Larger operands must be there already.
-    operands = tuple(
-        jax.sharding.reshard(x, spec(x)) if x is not None and x.ndim <= 3 else x for x in operands
-    )
+    operands = tuple(jax.sharding.reshard(x, spec(x)) if getattr(x, "ndim", 9) <= 3 else x for x in operands)
     # check_vma off: it wants the zeros that a backend accumulates into marked as varying, one by one.
     sharded = jax.shard_map(
         call,
-        in_specs=jax.tree.map(spec, operands),
-        out_specs=P(batch, None, heads),
+        in_specs=tuple(map(spec, operands)),
+        out_specs=(by_token, by_head) if saves else by_token,
         check_vma=False,
     )
     return sharded(*operands)

@@ -30,9 +30,7 @@ def attention(
     window: int | None,
 ) -> jax.Array:
     """Softmax attention; arguments as in `difftx.kernels.attention`."""
-    map_BHTS = attention_maps(q[:, :, :, None], k[:, :, :, None], segment_ids_BT, window=window)[
-        :, :, 0
-    ]
+    map_BHTS = attention_maps(q[:, :, :, None], k[:, :, :, None], segment_ids_BT, window=window)[:, :, 0]
     v_BSHD = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
     return jnp.einsum("BHTS,BSHD->BTHD", map_BHTS, v_BSHD).astype(v.dtype)
 
@@ -47,9 +45,7 @@ def attention_maps(
     """Return softmax(Q Kᵀ / √D) of each group, `[B, H, G, T, S]`, float32 (float64 for float64 inputs)."""
     dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)
     k_BSHGD = jnp.repeat(k_BSKGD, q_BTHGD.shape[2] // k_BSKGD.shape[2], axis=2).astype(dtype)
-    logits_BHGTS = (
-        jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
-    )
+    logits_BHGTS = jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
     seen_BTS = visible(q_BTHGD.shape[1], segment_ids_BT, window=window)
     return jax.nn.softmax(jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf), axis=-1)
 

@@ -1,8 +1,8 @@
-"""Attention in XLA's own operations: any device.
+"""Differential attention in XLA's own operations: any device.
 
-Differential attention in memory linear in the length of a row: queries are taken in chunks, and the backward pass makes
-each chunk's maps again from the saved log-sum-exps. The maps are subtracted before the product with V, P = P1 - λ P2 in
-float32, so that there is one such product instead of two.
+Memory is linear in the length of a row: queries are taken in chunks, and the backward pass makes each chunk's maps
+again from the saved log-sum-exps. The maps are subtracted before the product with V, P = P1 - λ P2 in float32, so that
+there is one such product instead of two.
 """
 #   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = heads,
 #   K = key/value heads, R = H / K query heads a key/value head, G = 2 groups (A1, A2),
@@ -14,12 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-CHUNK_MAP_ELEMENTS = (
-    2**20
-)  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
-MASKED = (
-    -1e30
-)  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
+CHUNK_MAP_ELEMENTS = 2**20  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
+MASKED = -1e30  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -32,8 +28,8 @@ def forward(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[B, T, H, E]` and the log-sum-exps of the scaled logits, float32 `[B, T, H, G]`."""
+) -> tuple[jax.Array, tuple[jax.Array]]:
+    """Return the output `[B, T, H, E]` and, to be saved, the log-sum-exps of the logits, float32 `[B, H, T, G]`."""
     B, T, H = lam_BTH.shape
     K = k_BSKGD.shape[2]
 
@@ -46,7 +42,8 @@ def forward(
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
 
     out, lse = jax.lax.map(chunk, _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH))
-    return _joined(out, T).reshape(B, T, H, -1), _joined(lse, T).reshape(B, T, H, 2)
+    lse_BTHG = _joined(lse, T).reshape(B, T, H, 2)
+    return _joined(out, T).reshape(B, T, H, -1), (jnp.moveaxis(lse_BTHG, 1, 2),)
 
 
 def backward(
@@ -55,7 +52,8 @@ def backward(
     v_BSKE: jax.Array,
     lam_BTH: jax.Array,
     segment_ids_BT: jax.Array | None,
-    lse_BTHG: jax.Array,
+    out_BTHE: jax.Array,
+    saved: tuple[jax.Array],
     dout_BTHE: jax.Array,
     *,
     window: int | None,
@@ -63,8 +61,9 @@ def backward(
     """Return the gradients of q, k and v in their dtypes and of λ, float32 `[B, T, H]`.
 
     dP = dO Vᵀ and dV = (P1 - λ P2)ᵀ dO serve both maps; with D_m = rowsum(P_m ∘ dP), dS1 = P1 ∘ (dP - D1),
-    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2.
+    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. A chunk has all of its rows' keys, so D_m needs no saved output.
     """
+    del out_BTHE
     B, T, H, G, D = q_BTHGD.shape
     K, E = v_BSKE.shape[2:]
     dtype = q_BTHGD.dtype
@@ -89,38 +88,13 @@ def backward(
         return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=lse_BTHG, dout=dout_BTHE)
+    rows = _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=jnp.moveaxis(saved[0], 1, 2), dout=dout_BTHE)
     (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
     dq_BTHGD, dlam_BTH = _joined(dq, T).reshape(q_BTHGD.shape), _joined(dlam, T).reshape(B, T, H)
     return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
 
 
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    *,
-    window: int | None,
-) -> jax.Array:
-    """Softmax attention by `jax.nn.dot_product_attention`; arguments as in `difftx.kernels.attention`."""
-    mask_B1TS = None
-    if segment_ids_BT is not None:
-        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask_B1TS,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="xla",
-    )
-
-
-def _logits(
-    rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
-):
+def _logits(rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None):
     """Return a chunk's scaled and masked logits, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
     q_BCKRGD = rows["q"].reshape(B, -1, K, rows["q"].shape[2] // K, G, D)

@@ -24,9 +24,7 @@ class Depth(NamedTuple):
     """What depends on the layer alone, float32; the decoder scans over it, `[L]` each."""
 
     lambda_init: jax.Array
-    post_scale: (
-        jax.Array
-    )  # A field of its own: with λ_init = 1 the paper's factor 1 - λ_init would zero the output.
+    post_scale: jax.Array  # A field of its own: with λ_init = 1 the paper's factor 1 - λ_init would zero the output.
 
 
 def depth_schedule(config: ModelConfig) -> Depth:
@@ -35,11 +33,7 @@ def depth_schedule(config: ModelConfig) -> Depth:
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
-    post_scale_L = (
-        1 - lambda_init_L
-        if config.post_scale is None
-        else jnp.full_like(layer_L, config.post_scale)
-    )
+    post_scale_L = 1 - lambda_init_L if config.post_scale is None else jnp.full_like(layer_L, config.post_scale)
     return Depth(lambda_init_L, post_scale_L)
 
 
@@ -57,17 +51,11 @@ class DiffAttention(nnx.Module):
         self.query_DHGd = projection(config, (D, H, 2, d), 1, layout.query_DHGd, rngs=rngs)
         self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
         self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
-        self.output_HED = projection(
-            config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True
-        )
+        self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
         if config.lambda_learned:
             init = jax.nn.initializers.normal(config.lambda_std)
-            self.lambda_query_Gd = nnx.Param(
-                init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector)
-            )
-            self.lambda_key_Gd = nnx.Param(
-                init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector)
-            )
+            self.lambda_query_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_key_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
         self.head_norm = HeadNorm(config, 2 * d, layout)
 
     def __call__(
@@ -90,15 +78,9 @@ class DiffAttention(nnx.Module):
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
         layout, dtype = self.layout, x_BTD.dtype
-        q_BTHGd = jnp.einsum(
-            "BTD,DHGd->BTHGd", x_BTD, self.query_DHGd.astype(dtype), out_sharding=layout.act_BTHGd
-        )
-        k_BTKGd = jnp.einsum(
-            "BTD,DKGd->BTKGd", x_BTD, self.key_DKGd.astype(dtype), out_sharding=layout.act_BTHGd
-        )
-        v_BTKE = jnp.einsum(
-            "BTD,DKE->BTKE", x_BTD, self.value_DKE.astype(dtype), out_sharding=layout.act_BTHE
-        )
+        q_BTHGd = jnp.einsum("BTD,DHGd->BTHGd", x_BTD, self.query_DHGd.astype(dtype), out_sharding=layout.act_BTHGd)
+        k_BTKGd = jnp.einsum("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd.astype(dtype), out_sharding=layout.act_BTHGd)
+        v_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.value_DKE.astype(dtype), out_sharding=layout.act_BTHE)
         return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
@@ -118,9 +100,7 @@ class Attention(nnx.Module):
         self.query_DHd = projection(config, (D, H, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
-        self.output_HdD = projection(
-            config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True
-        )
+        self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)
         self.head_norm = HeadNorm(config, d, layout)
 
     def __call__(
@@ -164,11 +144,7 @@ class HeadNorm(nnx.Module):
         if self.kind == "none":
             return heads_BTHE
         normed_BTHE = rms_normalize(heads_BTHE, self.eps)
-        return (
-            normed_BTHE * self.scale[...].astype(normed_BTHE.dtype)
-            if self.kind == "rms_affine"
-            else normed_BTHE
-        )
+        return normed_BTHE * self.scale[...].astype(normed_BTHE.dtype) if self.kind == "rms_affine" else normed_BTHE
 
 
 def _merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:

@@ -34,9 +34,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the layer's output `[B, T, D]` and the attention's statistics."""
         with jax.named_scope("attention"):
-            update_BTD, stats = self.attention(
-                self.attention_norm(x_BTD), angles, depth, segment_ids_BT
-            )
+            update_BTD, stats = self.attention(self.attention_norm(x_BTD), angles, depth, segment_ids_BT)
             x_BTD = x_BTD + update_BTD
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm(x_BTD)), stats
@@ -50,18 +48,12 @@ class Decoder(nnx.Module):
         self.layout = layout = layout or Layout()
         init = jax.nn.initializers.normal(config.embedding_std)
         shape = (config.vocab_size, config.d_model)
-        self.embedding_VD = nnx.Param(
-            init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD)
-        )
+        self.embedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
         # One stacked block: every weight has a leading layer axis, so compile time does not grow with depth.
-        self.blocks = jax.vmap(lambda r: Block(config, layout, rngs=r))(
-            rngs.split(config.num_layers)
-        )
+        self.blocks = jax.vmap(lambda r: Block(config, layout, rngs=r))(rngs.split(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         if not config.tie_embeddings:
-            self.unembedding_VD = nnx.Param(
-                init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD)
-            )
+            self.unembedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
 
     def __call__(
         self,
@@ -77,9 +69,7 @@ class Decoder(nnx.Module):
             positions_BT: int32 positions for the rotary embedding; None: 0, 1, 2, … in each row.
             segment_ids_BT: int32; a token attends only inside its segment. None: one segment a row.
         """
-        x_BTD, stats = self.hidden(
-            tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT
-        )
+        x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
         return self.logits(x_BTD), stats
 
     def hidden(
@@ -95,9 +85,7 @@ class Decoder(nnx.Module):
         angles = rotary_angles(positions, config.d_head, config.rope_theta)
         x_BTD = self.embedding_VD.astype(dtype).at[tokens_BT].get(out_sharding=self.layout.act_BTD)
 
-        def layer(
-            x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
             block, depth = block_and_depth
             return block(x_BTD, angles, depth, segment_ids_BT)
 

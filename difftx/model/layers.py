@@ -43,16 +43,10 @@ class SwiGLU(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Return `[B, T, D]` in the dtype of `x_BTD`."""
         layout, dtype = self.layout, x_BTD.dtype
-        gate_BTF = jnp.einsum(
-            "BTD,DF->BTF", x_BTD, self.gate_DF.astype(dtype), out_sharding=layout.act_BTF
-        )
-        up_BTF = jnp.einsum(
-            "BTD,DF->BTF", x_BTD, self.up_DF.astype(dtype), out_sharding=layout.act_BTF
-        )
+        gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF.astype(dtype), out_sharding=layout.act_BTF)
+        up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(dtype), out_sharding=layout.act_BTF)
         hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
-        return jnp.einsum(
-            "BTF,FD->BTD", hidden_BTF, self.down_FD.astype(dtype), out_sharding=layout.act_BTD
-        )
+        return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down_FD.astype(dtype), out_sharding=layout.act_BTD)
 
 
 def projection(
@@ -70,9 +64,7 @@ def projection(
         init = jax.nn.initializers.zeros
     elif config.init == "fan_in":
         # torch's Linear default, U(±1/√fan_in): what the official code trains from.
-        init = jax.nn.initializers.variance_scaling(
-            1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis
-        )
+        init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
     else:
         init = jax.nn.initializers.normal(config.init_std)
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec))
@@ -96,6 +88,4 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     head_axes = tuple(range(2, x.ndim - 1))
     cos, sin = (jnp.expand_dims(a, head_axes) for a in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

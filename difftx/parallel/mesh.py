@@ -24,14 +24,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         sizes[sizes.index(-1)] = len(devices) // fixed
     if math.prod(sizes) != len(devices):
         asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
-        raise UserError(
-            f"{asked}: they do not multiply to the {len(devices)} devices here; set one of them to -1"
-        )
+        raise UserError(f"{asked}: they do not multiply to the {len(devices)} devices here; set one of them to -1")
     # Explicit: every array's type carries its sharding, so Adam's moments are born where the parameters are, and a
     # mismatch is an error while tracing rather than a silent all-gather.
-    return jax.make_mesh(
-        tuple(sizes), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES), devices=devices
-    )
+    return jax.make_mesh(tuple(sizes), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES), devices=devices)
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

@@ -32,22 +32,16 @@ def draw_curves(pattern: str, out: Path) -> int:
     return 0
 
 
-def run_suites(
-    workdir: Path, suites: Sequence[str], step: int | None, overrides: Mapping[str, str]
-) -> int:
+def run_suites(workdir: Path, suites: Sequence[str], step: int | None, overrides: Mapping[str, str]) -> int:
     """Evaluate one checkpoint of a run and print the numbers."""
     evals.check_suites(suites)
-    config = override(
-        read_config(workdir), {f"eval.{name}": text for name, text in overrides.items()}
-    )
+    config = override(read_config(workdir), {f"eval.{name}": text for name, text in overrides.items()})
     checkpointer = Checkpointer(workdir)
     steps = checkpointer.steps()
     if not steps:
         raise UserError(f"--workdir={workdir}: no checkpoint there yet")
     if step is not None and step not in steps:
-        raise UserError(
-            f"--step={step}: no such checkpoint; there are {', '.join(map(str, steps))}"
-        )
+        raise UserError(f"--step={step}: no such checkpoint; there are {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
     run = Run.open(config, workdir)
     with jax.set_mesh(run.mesh):

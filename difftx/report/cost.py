@@ -37,9 +37,7 @@ def format_data(run: Run) -> str:
     epochs = run.config.train.steps * run.config.train.global_batch_tokens / train
     valid = ", ".join(f"{len(store):,} {name}" for name, store in run.corpus.valid.items())
     name = f"{run.tokenizer.name} ({run.tokenizer.n_vocab:,})"
-    return _lines(
-        data=f"{train:,} training tokens ({epochs:.2f} epochs), {valid}; tokenizer {name}"
-    )
+    return _lines(data=f"{train:,} training tokens ({epochs:.2f} epochs), {valid}; tokenizer {name}")
 
 
 def _lines(**texts: str) -> str:

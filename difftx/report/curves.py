@@ -34,15 +34,9 @@ def write_curves(pattern: str, out: Path) -> tuple[list[dict[str, Any]], list[Pa
     Raises:
         UserError: no run matches.
     """
-    workdirs = [
-        Path(name)
-        for name in sorted(glob.glob(pattern))
-        if (Path(name) / "metrics.jsonl").is_file()
-    ]
+    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]
     if not workdirs:
-        raise UserError(
-            f"--curves={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'"
-        )
+        raise UserError(f"--curves={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
     runs = {_name(workdir, workdirs): _read_run(workdir) for workdir in workdirs}
     table = [{"run": name, **_summary(run)} for name, run in runs.items()]
     out.mkdir(parents=True, exist_ok=True)
@@ -90,9 +84,7 @@ def _summary(run: dict[str, Any]) -> dict[str, Any]:
         "architecture": config.model.architecture,
         "tokens": train[-1]["tokens"],
         **{name: last.get(name) for name in ("loss", "perplexity", "bits_per_byte")},
-        "tokens_per_second": speeds[
-            len(speeds) // 2
-        ],  # The median: compilation and pauses do not count.
+        "tokens_per_second": speeds[len(speeds) // 2],  # The median: compilation and pauses do not count.
         "seconds": sum(row["step_seconds"] for row in train) * config.logging.every_steps,
     }
 
@@ -117,9 +109,7 @@ def _draw(runs: dict[str, Any]) -> matplotlib.figure.Figure:
         right.plot(tokens, losses, color=colour, alpha=0.25, linewidth=0.8)
         right.plot(tokens, _smoothed(losses), color=colour, label=name)
     left.set(xlabel="training tokens", ylabel="bits per byte", title="validation")
-    right.set(
-        xlabel="training tokens", ylabel="loss (nats per token)", title="training, raw and smoothed"
-    )
+    right.set(xlabel="training tokens", ylabel="loss (nats per token)", title="training, raw and smoothed")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

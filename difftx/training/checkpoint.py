@@ -58,9 +58,7 @@ class Checkpointer:
         """Return the newest step, or None."""
         return max(self.steps(), default=None)
 
-    def restore(
-        self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, in the shards of `abstract` on `mesh`, and the loader's state.
 
         Raises:
@@ -70,17 +68,13 @@ class Checkpointer:
         self._check_shapes(step, wanted)
         restored = self._manager.restore(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore()
-            ),
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore()),
         )
         return TrainState(**restored["state"]), restored["loader"]
 
     def config(self, step: int) -> Config:
         """Return the config that the checkpoint was trained with."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(config=ocp.args.JsonRestore())
-        )
+        restored = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         return config_from_dict(restored["config"])
 
     def close(self) -> None:
@@ -92,9 +86,7 @@ class Checkpointer:
         """Compare with the metadata first: orbax's own error for a mismatch names no array, and dtypes it casts."""
         saved = {
             jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(leaf.shape), leaf.dtype)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(
-                self._manager.item_metadata(step)["state"]
-            )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self._manager.item_metadata(step)["state"])
         }
         leaves = jax.tree_util.tree_leaves_with_path(wanted)
         # Parameters first: the user knows them, and their moments differ with them.
@@ -106,9 +98,7 @@ class Checkpointer:
                     "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
                 )
         if saved:
-            raise UserError(
-                f"{self.folder / str(step)}: {next(iter(saved))} has no place in this config's train state"
-            )
+            raise UserError(f"{self.folder / str(step)}: {next(iter(saved))} has no place in this config's train state")
 
 
 def _as_tree(state: TrainState) -> dict[str, Any]:

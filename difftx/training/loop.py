@@ -25,10 +25,7 @@ class Interrupt:
 
     def __init__(self):
         self.received = False
-        self._previous = {
-            number: signal.signal(number, self._receive)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
@@ -100,9 +97,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
                 reporter.flush()
                 for suite, result in evaluate(run, state.params, step, config.eval.suites).items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
-                    shown = "  ".join(
-                        f"{name} {value:.4g}" for name, value in result.numbers.items()
-                    )
+                    shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())
                     progress.note(f"step {step}  {suite}: {shown}")
                 reporter.restart_clock()
             if step % config.checkpoint.every_steps == 0:
@@ -125,9 +120,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
     return 0
 
 
-def _restore_or_init(
-    run: Run, checkpointer: Checkpointer, loader: Loader
-) -> tuple[TrainState, int]:
+def _restore_or_init(run: Run, checkpointer: Checkpointer, loader: Loader) -> tuple[TrainState, int]:
     step = checkpointer.newest()
     if step is None:
         return jax.jit(lambda: init_state(run.config))(), 0
@@ -173,9 +166,7 @@ class Reporter:
             self._writer.write("train", step, row)
         self._progress.update(step, row)
         if not math.isfinite(row["loss"]):
-            raise FloatingPointError(
-                f"step {step}: the loss is {row['loss']}; metrics are in {self._writer.path}"
-            )
+            raise FloatingPointError(f"step {step}: the loss is {row['loss']}; metrics are in {self._writer.path}")
 
     def restart_clock(self) -> None:
         """Leave the time since the last row out of the next one."""

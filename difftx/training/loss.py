@@ -21,7 +21,5 @@ def token_nll(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the summed nll of the counted targets, nats, and the model's per-layer statistics."""
-    logits_BTV, stats = model(
-        batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT
-    )
+    logits_BTV, stats = model(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     return jnp.sum(token_nll(logits_BTV, batch.targets_BT) * batch.loss_mask_BT), stats

@@ -48,9 +48,7 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        scalars = {
-            f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")
-        }
+        scalars = {f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")}
         if self._tensorboard:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)

@@ -13,15 +13,11 @@ NOT_DECAYED = ("scale", "lambda_query_Gd", "lambda_key_Gd")  # Norm gains and λ
 def learning_rate(config: Config) -> optax.Schedule:
     """Return update number, from 0, → learning rate: peak after the warm-up, `final_learning_rate` after the end."""
     c = config.optimizer
-    decay = optax.linear_schedule(
-        c.learning_rate, c.final_learning_rate, config.train.steps - c.warmup_steps
-    )
+    decay = optax.linear_schedule(c.learning_rate, c.final_learning_rate, config.train.steps - c.warmup_steps)
     if c.warmup_steps == 0:
         return decay
     # lr (n + 1) / warmup_steps: update 0 learns already.
-    warmup = optax.linear_schedule(
-        c.learning_rate / c.warmup_steps, c.learning_rate, c.warmup_steps - 1
-    )
+    warmup = optax.linear_schedule(c.learning_rate / c.warmup_steps, c.learning_rate, c.warmup_steps - 1)
     return optax.join_schedules([warmup, decay], [c.warmup_steps])
 
 
@@ -45,6 +41,4 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
         weight_decay=c.weight_decay,
         mask=decay_mask,
     )
-    return (
-        adamw if c.clip_norm is None else optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
-    )
+    return adamw if c.clip_norm is None else optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)

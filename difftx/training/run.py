@@ -128,9 +128,7 @@ def _git_commit() -> str | None:
     """Return the commit of this source tree, with "+" for uncommitted changes; None outside of git."""
     here = Path(__file__).parent
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        )
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
         status = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no"],
             cwd=here,

@@ -51,9 +51,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
     def loss_and_grad(params: Any, batch: Batch):
-        return jax.value_and_grad(lambda p: batch_nll(nnx.merge(graphdef, p), batch), has_aux=True)(
-            params
-        )
+        return jax.value_and_grad(lambda p: batch_nll(nnx.merge(graphdef, p), batch), has_aux=True)(params)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if config.train.accumulation == 1:
@@ -65,9 +63,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
                 return jax.tree.map(jnp.add, total, (nll, grads)), stats
 
             zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-            (nll, grads), stats = jax.lax.scan(
-                add, zero, split_microbatches(batch, config.train.accumulation)
-            )
+            (nll, grads), stats = jax.lax.scan(add, zero, split_microbatches(batch, config.train.accumulation))
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
@@ -78,9 +74,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             "learning_rate": schedule(state.step),
             **stats,
         }
-        return TrainState(
-            state.step + 1, optax.apply_updates(state.params, updates), opt_state
-        ), metrics
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 
     return step
 

@@ -17,10 +17,7 @@ def corpus_of(config, path, **changes):
 
 
 def documents_of(store):
-    return [
-        bytes(store.tokens[int(a) : int(b) - 1].astype(np.uint8))
-        for a, b in itertools.pairwise(store.offsets)
-    ]
+    return [bytes(store.tokens[int(a) : int(b) - 1].astype(np.uint8)) for a, b in itertools.pairwise(store.offsets)]
 
 
 def test_every_byte_is_in_exactly_one_split(config, text_file):

@@ -8,9 +8,7 @@ from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 
 LENGTH, ROWS = 8, 8
-STORE = TokenStore(
-    np.arange(50 * LENGTH + 3, dtype=np.uint16), np.array([0, 50 * LENGTH + 3], np.uint64)
-)
+STORE = TokenStore(np.arange(50 * LENGTH + 3, dtype=np.uint16), np.array([0, 50 * LENGTH + 3], np.uint64))
 
 
 def loader_on(mesh, seed=1, rows=ROWS, signature=None):
@@ -35,9 +33,7 @@ def test_an_epoch_has_every_row_once_and_targets_are_one_later(mesh_of):
     np.testing.assert_array_equal(batch.targets_BT, np.asarray(batch.tokens_BT) + 1)
     assert np.asarray(batch.loss_mask_BT).all()
     assert batch.tokens_BT.sharding.spec == Layout().act_BT
-    rows = (
-        np.concatenate([np.asarray(batch.tokens_BT), *take(loader, 12)])[:, 0] // LENGTH
-    )  # 104 of 2 × 50 rows.
+    rows = np.concatenate([np.asarray(batch.tokens_BT), *take(loader, 12)])[:, 0] // LENGTH  # 104 of 2 × 50 rows.
     assert sorted(rows[:50]) == list(range(50))
     assert sorted(rows[50:100]) == list(range(50))
     assert list(rows[:50]) != list(rows[50:100])  # Another order in each epoch.

@@ -23,9 +23,7 @@ def test_bytes_are_tokens():
     assert token_bytes(encoding) == [bytes([i]) for i in range(256)] + [b""]
 
 
-@pytest.mark.skipif(
-    not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken"
-)
+@pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
 @pytest.mark.parametrize(("name", "size"), [("cl100k_base", 100_277), ("gpt2", 50_257)])
 def test_vocabularies_by_name(tmp_path: Path, monkeypatch, name, size):
     shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)

@@ -41,9 +41,7 @@ def test_loss_and_bits_per_byte_by_brute_force(config, text_file, tmp_path, monk
     assert result.details["sets"]["valid"]["bytes"] == text_bytes
     assert result.numbers["loss"] == pytest.approx(nats / (9 * 32), rel=1e-6)
     assert result.numbers["perplexity"] == pytest.approx(math.exp(nats / (9 * 32)), rel=1e-6)
-    assert result.numbers["bits_per_byte"] == pytest.approx(
-        nats / math.log(2) / text_bytes, rel=1e-6
-    )
+    assert result.numbers["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
     written = json.loads((tmp_path / "evals" / "loss" / "7.json").read_text())
     assert written["step"] == 7
     assert written["numbers"] == result.numbers
@@ -58,15 +56,9 @@ def one_device(config):
 def test_loss_does_not_depend_on_mesh_or_batch(config, text_file, tmp_path, monkeypatch):
     eight = run_of(config, text_file, tmp_path / "a", mesh__fsdp=8)
     monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
-    one = run_of(
-        config, text_file, tmp_path / "b", train__global_batch_tokens=96, eval__loss_tokens=20 * 32
-    )
-    eight = dataclasses.replace(
-        eight, config=dataclasses.replace(eight.config, eval=one.config.eval)
-    )
-    losses = [
-        evals.evaluate(r, params_of(r), 0, ["loss"])["loss"].numbers["loss"] for r in (eight, one)
-    ]
+    one = run_of(config, text_file, tmp_path / "b", train__global_batch_tokens=96, eval__loss_tokens=20 * 32)
+    eight = dataclasses.replace(eight, config=dataclasses.replace(eight.config, eval=one.config.eval))
+    losses = [evals.evaluate(r, params_of(r), 0, ["loss"])["loss"].numbers["loss"] for r in (eight, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -79,8 +71,6 @@ def test_samples_are_written(config, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
     run = run_of(config, text_file, tmp_path, eval__sample_tokens=5)
     result = evals.evaluate(run, params_of(run), 3, ["sample"])["sample"]
-    samples = json.loads((tmp_path / "evals" / "sample" / "3.json").read_text())["details"][
-        "samples"
-    ]
+    samples = json.loads((tmp_path / "evals" / "sample" / "3.json").read_text())["details"]["samples"]
     assert samples == result.details["samples"]
     assert all(sample["prompt"] in text_file.read_text() for sample in samples)

@@ -50,6 +50,4 @@ def test_prompts_must_fit(config, mesh_of):
     c, params = setup(config, mesh, "diff")
     for prompt in ([], [1] * 30):
         with pytest.raises(UserError, match=f"a prompt of {len(prompt)} tokens and 8 new ones"):
-            generate(
-                c, mesh, params, [prompt], new_tokens=8, temperature=0.0, seed=0, vocab_size=257
-            )
+            generate(c, mesh, params, [prompt], new_tokens=8, temperature=0.0, seed=0, vocab_size=257)

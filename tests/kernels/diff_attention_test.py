@@ -9,7 +9,8 @@ from difftx import kernels
 from difftx.kernels import xla
 from kernels import oracle
 
-BACKENDS = ["reference", "xla"]
+BACKENDS = ["reference", "xla", "pallas_tpu"]
+SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
 # Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
 LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
@@ -20,8 +21,7 @@ NAMES = ("out", "dq", "dk", "dv", "dlam")
 def inputs(B=2, T=33, H=4, K=4, D=8, dtype="float32", lam=0.4, segments=False, scale=1.0, seed=0):
     rng = np.random.default_rng(seed)
     q, k, v = (
-        rng.normal(size=s) * m
-        for s, m in [((B, T, H, 2, D), scale), ((B, T, K, 2, D), scale), ((B, T, K, 2 * D), 1)]
+        rng.normal(size=s) * m for s, m in [((B, T, H, 2, D), scale), ((B, T, K, 2, D), scale), ((B, T, K, 2 * D), 1)]
     )
     lam = rng.normal(size=(B, T, H)) if lam == "per token" else lam
     ids = np.sort(rng.integers(0, 4, (B, T))).astype(np.int32) if segments else None
@@ -38,12 +38,11 @@ def output_and_gradients(backend, q, k, v, lam, ids, window):
     weights = jax.random.normal(jax.random.key(9), (*v.shape[:2], q.shape[2], v.shape[3]))
 
     def loss(q, k, v, lam):
-        out = kernels.diff_attention(
-            q, k, v, lam, segment_ids_BT=ids, window=window, implementation=backend
-        )
+        out = kernels.diff_attention(q, k, v, lam, segment_ids_BT=ids, window=window, implementation=backend)
         return jnp.sum(out.astype(jnp.float32) * weights), out
 
-    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, lam)
+    lam_BTH = jnp.broadcast_to(lam, q.shape[:3])  # Each token's own gradient: their sum may cancel.
+    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, lam_BTH)
     return out, *grads
 
 
@@ -89,9 +88,7 @@ def test_output_and_gradients(backend, case, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeated_keys_and_a_sink(backend):
     q, k, v, lam, _ = inputs(T=48)
-    k = (
-        k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)
-    )  # Token 0 draws all attention, the rest are alike.
+    k = k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)  # Token 0 draws all attention, the rest are alike.
     actual = output_and_gradients(backend, q, k, v, lam, None, None)
     expected = output_and_gradients("reference", q, k, v, lam, None, None)
     assert relative_error(actual[0], oracle.diff_attention(q, k, v, lam)) < TOLERANCE["float32"]
@@ -105,6 +102,18 @@ def test_running_twice_gives_the_same_bits(backend):
     first, second = (output_and_gradients(backend, *arguments) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_a_scalar_lambda_gets_the_sum_of_its_tokens_gradients(backend):
+    q, k, v, lam, _ = inputs()
+
+    def loss(lam):
+        return jnp.sum(kernels.diff_attention(q, k, v, lam, implementation=backend) ** 2)
+
+    scalar, each = (jax.grad(loss)(x) for x in (lam, jnp.full(q.shape[:3], lam)))
+    assert scalar.shape == ()
+    assert float(scalar) == pytest.approx(float(jnp.sum(each)), rel=1e-5)
 
 
 @pytest.mark.parametrize("elements", [40, 33 * 33 - 1])
@@ -131,7 +140,7 @@ def test_a_long_row_holds_no_map():
     assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one float32 map.
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SOFTMAX_BACKENDS)
 @pytest.mark.parametrize("case", [{}, {"segments": True, "window": 6, "K": 2}])
 def test_softmax_attention_is_the_first_map(backend, case):
     """At λ = 0 differential attention is softmax attention, on each half of V."""
@@ -167,9 +176,31 @@ def test_bad_calls_say_what_is_wrong():
         ((q, k, v, lam), {"window": 0}, "window=0"),
         ((q, k, v, lam), {"segment_ids_BT": jnp.zeros((2, 3), jnp.int32)}, "segment_ids"),
         ((q, k, v, lam), {"implementation": "cuda"}, "'cuda' is none of"),
+        ((q[..., :4], k[..., :4], v[..., :8], lam), {"implementation": "pallas_tpu"}, "multiple of 8 up to 128; got 4"),
     ]
     for arguments, options, message in bad:
         with pytest.raises(ValueError, match=message):
             kernels.diff_attention(*arguments, **options)
     with pytest.raises(ValueError, match=r"\[B, S, K, D\]"):
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v)
+    with pytest.raises(ValueError, match=r"cudnn cannot serve this call: cuDNN runs on NVIDIA GPUs; this is cpu"):
+        kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v[..., :8], implementation="cudnn")
+
+
+def test_auto_that_finds_nothing_gives_all_reasons(monkeypatch):
+    q, k, v, lam, _ = inputs(D=4)
+    monkeypatch.setitem(kernels.AUTO["diff_attention"], "cpu", ("pallas_tpu",))
+    with pytest.raises(ValueError, match=r"no backend can serve this call: pallas_tpu: .* got 4"):
+        kernels.diff_attention(q, k, v, lam)
+
+
+def test_auto_says_what_it_took(monkeypatch, caplog):
+    q, k, v, lam, _ = inputs(D=4)
+    monkeypatch.setitem(kernels.AUTO["diff_attention"], "cpu", ("pallas_tpu", "xla"))
+    kernels._log_once.cache_clear()
+    with caplog.at_level("INFO", logger="difftx.kernels"):
+        for _ in range(2):
+            kernels.diff_attention(q, k, v, lam)
+    assert len(caplog.messages) == 1
+    assert "takes 'xla' on cpu" in caplog.messages[0]
+    assert "pallas_tpu" in caplog.messages[0]

@@ -24,8 +24,6 @@ def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
                     if (segment_ids is None or segment_ids[b, s] == segment_ids[b, t])
                     and (window is None or t - s < window)
                 ]
-                row1, row2 = (
-                    softmax_row(k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D)) for g in (0, 1)
-                )
+                row1, row2 = (softmax_row(k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D)) for g in (0, 1))
                 out[b, t, n] = (row1 - lam[b, t, n] * row2) @ v[b, keys, kv]
     return out

@@ -34,9 +34,7 @@ def call(module, model, x_BTD, layer=0, segment_ids=None):
 
 
 def some_input(model, batch=2, seed=3):
-    return jnp.asarray(
-        np.random.default_rng(seed).normal(size=(batch, TOKENS, model.d_model)), jnp.float32
-    )
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, TOKENS, model.d_model)), jnp.float32)
 
 
 def turned(x_Td: np.ndarray, theta: float) -> np.ndarray:
@@ -50,11 +48,7 @@ def turned(x_Td: np.ndarray, theta: float) -> np.ndarray:
 
 def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> np.ndarray:
     """Eq. 1, 2 and 3 of arXiv 2410.05258 for one row, head by head, float64."""
-    weight = {
-        name: np.asarray(p[...], np.float64)
-        for name, p in vars(module).items()
-        if isinstance(p, nnx.Param)
-    }
+    weight = {name: np.asarray(p[...], np.float64) for name, p in vars(module).items() if isinstance(p, nnx.Param)}
     lambda_q, lambda_k = weight["lambda_query_Gd"], weight["lambda_key_Gd"]
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * layer)  # Layer l = layer + 1.
     lam = np.exp(lambda_q[0] @ lambda_k[0]) - np.exp(lambda_q[1] @ lambda_k[1]) + lambda_init
@@ -80,21 +74,15 @@ def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> n
 @pytest.mark.parametrize("kv_heads", ["none", "2", "1"])
 @pytest.mark.parametrize("head_norm", ["rms", "rms_affine"])
 def test_layer_equals_the_paper(config, kv_heads, head_norm):
-    model = config(
-        model__num_heads=4, model__num_kv_heads=kv_heads, model__head_norm=head_norm
-    ).model
+    model = config(model__num_heads=4, model__num_kv_heads=kv_heads, model__head_norm=head_norm).model
     module = build(model)
     if head_norm == "rms_affine":
-        module.head_norm.scale[...] = jax.random.normal(
-            jax.random.key(1), module.head_norm.scale.shape
-        )
+        module.head_norm.scale[...] = jax.random.normal(jax.random.key(1), module.head_norm.scale.shape)
     x_BTD = some_input(model)
     for layer in (0, 1):
         actual, _ = call(module, model, x_BTD, layer)
         for b in range(2):
-            np.testing.assert_allclose(
-                actual[b], paper_layer(module, model, x_BTD[b], layer), atol=2e-6
-            )
+            np.testing.assert_allclose(actual[b], paper_layer(module, model, x_BTD[b], layer), atol=2e-6)
 
 
 def test_lambda_init_values(config):
@@ -116,9 +104,7 @@ def test_lambda_init_values(config):
     ],
 )
 def test_parameter_counts_of_the_official_example(config, architecture, heads, kv_heads, expected):
-    model = config(
-        architecture, model__d_model=1024, model__num_heads=heads, model__num_kv_heads=kv_heads
-    ).model
+    model = config(architecture, model__d_model=1024, model__num_heads=heads, model__num_kv_heads=kv_heads).model
     parameters = nnx.state(nnx.eval_shape(lambda: build(model)))
     assert sum(np.prod(p.shape) for p in jax.tree.leaves(parameters)) == expected
 
@@ -127,9 +113,7 @@ def test_parameter_counts_of_the_official_example(config, architecture, heads, k
 def test_causality_by_gradient(config, architecture):
     model = config(architecture).model
     module, x_BTD = build(model), some_input(config().model, batch=1)
-    jacobian = jax.jacobian(lambda x: call(module, model, x)[0].sum(axis=-1))(
-        x_BTD
-    )  # [1, T, 1, T, D]
+    jacobian = jax.jacobian(lambda x: call(module, model, x)[0].sum(axis=-1))(x_BTD)  # [1, T, 1, T, D]
     seen_TT = np.abs(jacobian[0, :, 0]).max(axis=-1) > 0
     np.testing.assert_array_equal(seen_TT, np.tril(np.ones((TOKENS, TOKENS), bool)))
 
@@ -172,9 +156,7 @@ def test_fixed_lambda_one_keeps_its_output(config):
 def test_lambda_stays_float32_in_bfloat16(config):
     model = config(model__compute_dtype="bfloat16").model
     module = build(model)
-    exponents = np.sum(
-        np.float64(module.lambda_query_Gd[...]) * np.float64(module.lambda_key_Gd[...]), axis=-1
-    )
+    exponents = np.sum(np.float64(module.lambda_query_Gd[...]) * np.float64(module.lambda_key_Gd[...]), axis=-1)
     expected = np.exp(exponents[0]) - np.exp(exponents[1]) + 0.2
     out, stats = call(module, model, some_input(model).astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16

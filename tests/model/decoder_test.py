@@ -41,9 +41,7 @@ def test_loss_and_gradient_agree_on_every_mesh(config, mesh_of, architecture):
             graphdef = graph(c)
             loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
             loss, grads = jax.jit(jax.value_and_grad(loss_of))(parameters_of(c), batch_on(mesh, c))
-        results.append(
-            (float(loss), float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))))
-        )
+        results.append((float(loss), float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))))))
     for loss, norm in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-5)
         assert norm == pytest.approx(results[0][1], rel=1e-5)
@@ -66,9 +64,7 @@ def test_nothing_large_is_replicated(config, mesh_of, architecture, sizes):
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if leaf.nbytes >= 2**20:
             large += 1
-            assert leaf.addressable_shards[0].data.nbytes * 4 <= leaf.nbytes, jax.tree_util.keystr(
-                path
-            )
+            assert leaf.addressable_shards[0].data.nbytes * 4 <= leaf.nbytes, jax.tree_util.keystr(path)
     assert large >= 24  # Eight matrices and their two moments.
 
 
@@ -103,9 +99,7 @@ def test_parameters_are_counted_to_the_last_one(config, mesh_of, architecture, c
     c = config(architecture, **changes)
     with jax.set_mesh(mesh_of()):
         model = nnx.eval_shape(lambda: Decoder(c.model, rngs=nnx.Rngs(0)))
-    assert count_parameters(c.model).total == sum(
-        int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(model))
-    )
+    assert count_parameters(c.model).total == sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(model)))
 
 
 def test_both_architectures_are_charged_the_same_flops():
@@ -129,9 +123,7 @@ def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
             graphdef = graph(c)
             loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
             results[policy] = jax.jit(jax.grad(loss_of))(parameters_of(c), batch_on(mesh, c))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), results["none"], results[remat]
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), results["none"], results[remat])
 
 
 def test_positions_and_segments_reach_attention(config, mesh_of):

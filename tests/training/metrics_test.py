@@ -39,18 +39,14 @@ def test_a_later_attempt_rewrites_what_came_after_its_checkpoint(tmp_path):
 
 def test_what_is_not_finite_is_null(tmp_path):
     writer = MetricsWriter(tmp_path, QUIET, 0)
-    writer.write(
-        "train", 1, {"loss": float("nan"), "grad_norm": float("inf"), "lambda": [0.1, float("nan")]}
-    )
+    writer.write("train", 1, {"loss": float("nan"), "grad_norm": float("inf"), "lambda": [0.1, float("nan")]})
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (row["loss"], row["grad_norm"], row["lambda"]) == (None, None, [0.1, None])
 
 
 def test_lines_that_are_no_metrics_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"split": "train", "step": 1, "attempt": 1}\nnot json\n[1]\n{"step": 3}\n\x00\n'
-    )
+    path.write_text('{"split": "train", "step": 1, "attempt": 1}\nnot json\n[1]\n{"step": 3}\n\x00\n')
     rows, skipped = read_metrics(path)
     assert len(rows) == 1
     assert skipped == 4
@@ -83,9 +79,7 @@ def events(path):
 def test_wandb_that_is_not_installed_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
-        MetricsWriter(
-            tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0
-        )
+        MetricsWriter(tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0)
 
 
 def test_plain_progress_ends_with_the_last_step(capsys):

@@ -15,9 +15,7 @@ def test_schedule_is_linear_up_and_down(config):
         optimizer__final_learning_rate=1e-3,
     )
     schedule = learning_rate(c)
-    assert float(schedule(0)) == pytest.approx(
-        1e-3
-    )  # A tenth of the peak: the first update moves too.
+    assert float(schedule(0)) == pytest.approx(1e-3)  # A tenth of the peak: the first update moves too.
     assert float(schedule(9)) == pytest.approx(1e-2)
     assert float(schedule(10)) == pytest.approx(1e-2)
     assert float(schedule(55)) == pytest.approx((1e-2 + 1e-3) / 2)
@@ -30,23 +28,17 @@ def test_decayed_are_the_matrices(config, mesh_of, architecture):
     with jax.set_mesh(mesh_of()):
         params = jax.eval_shape(lambda: init_state(config(architecture))).params
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(params))
-    names = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): decayed for path, decayed in mask
-    }
+    names = {jax.tree_util.keystr(path, simple=True, separator="/"): decayed for path, decayed in mask}
     kept = {name for name, decayed in names.items() if not decayed}
     expected = {"blocks/attention_norm/scale", "blocks/mlp_norm/scale", "final_norm/scale"}
     if architecture == "diff":
-        expected |= {
-            f"blocks/attention/{n}" for n in ("head_norm/scale", "lambda_query_Gd", "lambda_key_Gd")
-        }
+        expected |= {f"blocks/attention/{n}" for n in ("head_norm/scale", "lambda_query_Gd", "lambda_key_Gd")}
     assert kept == expected
 
 
 def test_update_equals_adamw_by_hand(config):
     """Algorithm 2 of arXiv 1711.05101 with clipping, float64, three updates."""
-    c = config(
-        optimizer__weight_decay=0.3, optimizer__b1=0.8, optimizer__b2=0.9, optimizer__clip_norm=0.5
-    )
+    c = config(optimizer__weight_decay=0.3, optimizer__b1=0.8, optimizer__b2=0.9, optimizer__clip_norm=0.5)
     optimizer = make_optimizer(c)
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "scale": jnp.ones(2)}
@@ -54,9 +46,7 @@ def test_update_equals_adamw_by_hand(config):
     moments = {name: (0.0, 0.0) for name in params}
     state = optimizer.init(params)
     for n in range(3):
-        grads = {
-            name: jnp.asarray(rng.normal(size=p.shape), jnp.float32) for name, p in params.items()
-        }
+        grads = {name: jnp.asarray(rng.normal(size=p.shape), jnp.float32) for name, p in params.items()}
         updates, state = optimizer.update(grads, state, params)
         params = {name: params[name] + updates[name] for name in params}
         norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads.values()))

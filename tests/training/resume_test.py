@@ -57,9 +57,7 @@ def train_losses(workdir):
     rows, skipped = read_metrics(workdir / "metrics.jsonl")
     assert skipped == 0
     train = [row for row in rows if row["split"] == "train"]
-    assert [row["step"] for row in train] == list(
-        range(1, len(train) + 1)
-    )  # None twice, none missing.
+    assert [row["step"] for row in train] == list(range(1, len(train) + 1))  # None twice, none missing.
     return [row["loss"] for row in train], rows
 
 
@@ -105,9 +103,7 @@ def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_pa
     assert len(losses) == STEPS
     assert {row["attempt"] for row in rows if row["step"] <= saved} == {1}
     assert {row["attempt"] for row in rows if row["step"] > saved} == {2}
-    valid = [
-        [r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, whole)
-    ]
+    valid = [[r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, whole)]
     assert valid[0] == valid[1]
     assert len(valid[0]) == 3
 

@@ -16,9 +16,7 @@ def ragged_batch(mesh, c, seed=0):
     counted = np.linspace(0, shape[1], shape[0]).astype(int)
     mask = (np.arange(shape[1]) < counted[:, None]).astype(np.float32)
     tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
-    put = [
-        jax.device_put(x, jax.NamedSharding(mesh, Layout().act_BT)) for x in (tokens, targets, mask)
-    ]
+    put = [jax.device_put(x, jax.NamedSharding(mesh, Layout().act_BT)) for x in (tokens, targets, mask)]
     return Batch(tokens_BT=put[0], targets_BT=put[1], loss_mask_BT=put[2])
 
 
@@ -35,12 +33,8 @@ def run_steps(c, mesh, count=2):
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
 def test_accumulation_changes_nothing(config, mesh_of, architecture, sizes):
     options = {"train__global_batch_tokens": 16 * 32, "optimizer__eps": 1e-4}
-    one, metrics_one = run_steps(
-        config(architecture, train__accumulation=1, **options), mesh_of(**sizes)
-    )
-    four, metrics_four = run_steps(
-        config(architecture, train__accumulation=4, **options), mesh_of(**sizes)
-    )
+    one, metrics_one = run_steps(config(architecture, train__accumulation=1, **options), mesh_of(**sizes))
+    four, metrics_four = run_steps(config(architecture, train__accumulation=4, **options), mesh_of(**sizes))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     for name in metrics_one:

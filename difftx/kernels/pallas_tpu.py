@@ -1,0 +1,342 @@
+"""Fused differential attention for TPU: Mosaic kernels for the forward and the backward pass.
+
+    O = (A1 - lam * A2) V,    A_m = softmax(Q_m K_m^T / sqrt(D)),    causal    (arXiv:2410.05258)
+
+Beside O the backward pass needs only O2 = A2 V and the two log-sum-exps L_m. With P_m =
+exp(S_m - L_m), dP = dO V^T and delta_m = rowsum(dO * O_m):
+
+    dS1 = P1 * (dP - delta1)        dQ_m = dS_m K_m        dV = (P1 - lam * P2)^T dO
+    dS2 = lam * P2 * (delta2 - dP)  dK_m = dS_m^T Q_m
+
+so dP and dV are one product each for both maps, where two flash-attention calls make two of each.
+
+Two decisions shape the grids:
+
+* They do not walk the T x T square. `list_visits` lists on the host the tiles that causality and
+  the window leave, and the kernels read that list from scalar memory: no step is spent on a hidden
+  tile, and only the tiles that the list marks pay for a mask.
+* dQ needs a sum over keys where dK and dV need one over queries. While one key head's dQ fits in
+  VMEM it is kept there in float32 and one kernel makes all three gradients (20 units of T*T*D*H
+  matmul work instead of 28); longer rows take two kernels. Either way each sum has one fixed order,
+  so results repeat bit for bit.
+
+Under a mesh, call these inside `jax.shard_map(..., check_vma=False)` over batch and heads.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from difftx.kernels import pallas_tpu_kernels as kernels
+from difftx.kernels import target
+from difftx.kernels.fused import deltas
+
+# Shapes:  B batch, T tokens (queries and keys), H query heads, K key/value heads, N = H / K query
+#          heads that share one key/value head, G = 2 attention maps, D sub-head width, E = 2D value
+#          width, R rows of per-query numbers, X = T padded to whole tiles.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tile sides in tokens (multiples of 128), and VMEM in MiB."""
+
+    forward: int
+    backward: int
+    vmem_mib: int  # what a kernel may use in all
+    dq_mib: int  # what dQ may take of it before the backward pass splits in two kernels
+
+
+# Keyed by (device kind, D), from the static schedules of benchmarks/tpu_schedule.py. VMEM is 64 MiB
+# on v5p and 7x, 128 MiB on v5e and v6e; an eighth is left to XLA.
+_DEFAULT_TILES = Tiles(forward=512, backward=512, vmem_mib=16, dq_mib=0)
+_TILES = {
+    **{("TPU v5", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
+    **{("TPU v5 lite", d): Tiles(512, 512, vmem_mib=112, dq_mib=72) for d in (64, 96, 128)},
+    **{("TPU v6 lite", d): Tiles(512, 512, vmem_mib=112, dq_mib=72) for d in (64, 96, 128)},
+    **{("TPU7x", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
+}
+_SMEM_WORDS = 2**17  # half of the 1 MiB of scalar memory, for the visits and the segment bounds
+
+
+def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None) -> str | None:
+    """Returns why this call cannot be served, or None if it can."""
+    shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+    if len(q_shape) != 5 or len(k_shape) != 5 or len(v_shape) != 4:
+        return f"needs q [B, T, H, 2, D], k [B, S, K, 2, D], v [B, S, K, 2D]; got {shapes}"
+    b, t, h, g, d = q_shape
+    kv_heads = k_shape[2]
+    if g != 2 or tuple(k_shape) != (b, t, kv_heads, 2, d):
+        return f"q and k must agree in batch, length, 2 maps and width; got {shapes}"
+    if tuple(v_shape) != (b, t, kv_heads, 2 * d):
+        return f"v must be [B, S, K, 2D] = {(b, t, kv_heads, 2 * d)}; got {shapes}"
+    if kv_heads == 0 or h % kv_heads:
+        return f"{h} query heads do not divide into {kv_heads} key/value heads; got {shapes}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"the TPU's matrix units take bfloat16 or float32, not {jnp.dtype(dtype)}"
+    if d % 8 or not 8 <= d <= 128:
+        return f"sub-head width must be a multiple of 8 up to 128; got {d}"
+    if b < 1 or t < 1 or (window is not None and window < 1):
+        return f"batch, length and window must be at least 1; got {b}, {t} and {window}"
+    side = min(_tiles(d).forward, _tiles(d).backward)
+    words = len(kernels.list_visits(pl.cdiv(t, side), side, window, keys_outer=False))
+    words += 2 * b * pl.cdiv(t, side)
+    if words > _SMEM_WORDS:
+        return f"batch {b} of {t} tokens needs {words} words of scalar memory, over {_SMEM_WORDS}"
+    return None
+
+
+def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interpret=None, block=None):
+    """Differential attention.
+
+    Args:
+        q_BTHGD, k_BTKGD, v_BTKE: bfloat16 or float32; query head n reads key head n // (H // K).
+        lam_BTH: float32.
+        segment_ids_BT: int32 or None; a query sees only keys of its own segment.
+        window: None, or how many keys a query sees, itself included.
+        interpret: False, True or a `pltpu.InterpretParams`; None: unless the target is a TPU.
+        block: tile side in tokens, a multiple of 128; None takes the table's.
+
+    Returns:
+        out_BTHE in q's dtype and what `backward` needs beside it: out2_BHTE = A2 V in q's dtype, and
+        lse_BHGT, the float32 natural log-sum-exps of the scaled logits.
+    """
+    t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
+    side = block or _tiles(d).forward
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, side, keys_outer=False)
+    spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
+    heads, e, block = call.kv_heads * call.group, 2 * d, call.block
+    out_spec = spec((block, e), of="query", axis=0)
+    out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.x, e), call.dtype)
+    lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.x), jnp.float32)
+    out_BHXE, out2_BHXE, lse_BHGX = _run(
+        call,
+        kernels.forward_kernel,
+        "diff_attention_forward",
+        inner_grid=(call.group, len(call.visits)),
+        in_specs=[*_qkv_specs(call, spec), spec((1, block), of="query", axis=1)],
+        operands=[
+            *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
+            _pad(call, lam_BTH.transpose(0, 2, 1)[:, :, None], axis=3),
+        ],
+        segment_ids_BT=segment_ids_BT,
+        spec=spec,
+        out_specs=[out_spec, out_spec, spec((2, block), of="query", axis=1)],
+        out_shape=[out_shape, out_shape, lse_shape],
+        scratch_shapes=[
+            pltpu.VMEM((2, block), jnp.float32),
+            pltpu.VMEM((2, block), jnp.float32),
+            pltpu.VMEM((2, e, block), jnp.float32),
+        ],
+        interpret=interpret,
+    )
+    return _tokens_first(out_BHXE, t), (out2_BHXE[:, :, :t], lse_BHGX[..., :t])
+
+
+def backward(
+    q_BTHGD,
+    k_BTKGD,
+    v_BTKE,
+    lam_BTH,
+    segment_ids_BT,
+    out_BTHE,
+    saved,
+    dout_BTHE,
+    *,
+    window,
+    interpret=None,
+    block=None,
+):
+    """Gradients of `forward`'s output.
+
+    Args:
+        q_BTHGD ... segment_ids_BT, window, interpret, block: as in `forward`.
+        out_BTHE, saved: from `forward`.
+        dout_BTHE: the cotangent, in q's dtype.
+
+    Returns:
+        dq_BTHGD, dk_BTKGD, dv_BTKE in the dtype of q, and dlam_BTH, float32.
+    """
+    out2_BHTE, lse_BHGT = saved
+    delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BHTE, lam_BTH, dout_BTHE)
+    t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
+    tiles = _tiles(d)
+    side = block or tiles.backward
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, side, keys_outer=True)
+    per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
+    rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
+    operands = [
+        *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
+        _heads_first(call, dout_BTHE),
+        _pad(call, rows_BHRT, axis=3),
+    ]
+    with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
+    dk_BKGXD, dv_BKXE, dq_BHGXD = _dkv(call, operands, segment_ids_BT, interpret, with_dq)
+    if not with_dq:
+        dq_BHGXD = _dq(call.with_queries_outer(), operands, segment_ids_BT, interpret)
+    grads = (_tokens_first(x, t) for x in (dq_BHGXD, dk_BKGXD, dv_BKXE))
+    return *grads, -delta2_BTH
+
+
+def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
+    """Returns dK, dV and, from the same kernel if `with_dq`, dQ (else None)."""
+    block, group, d = call.block, call.group, call.d
+    spec = functools.partial(_spec, call, lambda b, kv, step, n: (b, kv, n, step))
+    q_BHGXD, k_BKGXD, v_BKXE, *_ = operands
+    dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.x, d), call.dtype)
+    dk, dv, dq = _run(
+        call,
+        kernels.dkv_kernel,
+        "diff_attention_dqkv" if with_dq else "diff_attention_dkv",
+        inner_grid=(len(call.visits), group),
+        in_specs=_backward_specs(call, spec),
+        operands=operands,
+        segment_ids_BT=segment_ids_BT,
+        spec=spec,
+        out_specs=[
+            spec((2, block, d), of="key", axis=1),
+            spec((block, 2 * d), of="key", axis=0),
+            # The last key tile that a query tile sees is its own: dQ's block moves along with dK's.
+            spec((group, 2, block, d), of="key", axis=2) if with_dq else None,
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct(k_BKGXD.shape, call.dtype),
+            jax.ShapeDtypeStruct(v_BKXE.shape, call.dtype),
+            dq_shape if with_dq else None,
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((2, block, d), jnp.float32),
+            pltpu.VMEM((block, 2 * d), jnp.float32),
+            pltpu.VMEM((group, 2, call.x, d), jnp.float32) if with_dq else None,
+        ],
+        interpret=interpret,
+    )
+    return dk, dv, dq.reshape(q_BHGXD.shape) if with_dq else None
+
+
+def _dq(call, operands, segment_ids_BT, interpret):
+    spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
+    block_shape = (2, call.block, call.d)
+    return _run(
+        call,
+        kernels.dq_kernel,
+        "diff_attention_dq",
+        inner_grid=(call.group, len(call.visits)),
+        in_specs=_backward_specs(call, spec),
+        operands=operands,
+        segment_ids_BT=segment_ids_BT,
+        spec=spec,
+        out_specs=spec(block_shape, of="query", axis=1),
+        out_shape=jax.ShapeDtypeStruct(operands[0].shape, call.dtype),
+        scratch_shapes=[pltpu.VMEM(block_shape, jnp.float32)],
+        interpret=interpret,
+    )
+
+
+def _run(
+    call,
+    kernel,
+    name,
+    *,
+    inner_grid,
+    in_specs,
+    operands,
+    segment_ids_BT,
+    spec,
+    interpret,
+    **outputs,
+):
+    """Runs a kernel over (B, K, *inner_grid); segment ids (or None) follow its operands."""
+    lows = highs = segments_B1X = None
+    if call.segmented:
+        segments_BX = _pad(call, segment_ids_BT, axis=1, mode="edge")
+        segments_B1X = segments_BX[:, None]
+        by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
+        lows, highs = by_tile.min(axis=1), by_tile.max(axis=1)
+    segment_specs = [
+        spec((1, call.block), of=of, axis=1, has_heads=False) if call.segmented else None for of in ("query", "key")
+    ]
+    return pl.pallas_call(
+        functools.partial(kernel, call=call),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(call.batch, call.kv_heads, *inner_grid),
+            in_specs=[*in_specs, *segment_specs],
+            out_specs=outputs["out_specs"],
+            scratch_shapes=outputs["scratch_shapes"],
+        ),
+        out_shape=outputs["out_shape"],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=_tiles(call.d).vmem_mib * 2**20,
+        ),
+        interpret=target.platform() != "tpu" if interpret is None else interpret,
+        name=name,
+    )(jnp.asarray(call.visits), lows, highs, *operands, segments_B1X, segments_B1X)
+
+
+def _spec(call, grid_order, shape, *, of, axis, has_heads=True):
+    """Block of `shape`, whose `axis` steps through the tokens of the visit's query or key tile."""
+
+    def index(*grid_and_scalars):
+        *grid, visits_ref, _, _ = grid_and_scalars
+        b, kv, n, step = grid_order(*grid)
+        visit = visits_ref[step]
+        head = kv * call.group + n if of == "query" else kv
+        tile = kernels.query_tile(visit) if of == "query" else kernels.key_tile(visit)
+        lead = (b, head) if has_heads else (b,)
+        return (*lead, *(tile if a == axis else 0 for a in range(len(shape))))
+
+    return pl.BlockSpec((None,) * (2 if has_heads else 1) + shape, index)
+
+
+def _qkv_specs(call, spec):
+    q_shape = (2, call.block, call.d)
+    return [
+        spec(q_shape, of="query", axis=1),
+        spec(q_shape, of="key", axis=1),
+        spec((call.block, 2 * call.d), of="key", axis=0),
+    ]
+
+
+def _backward_specs(call, spec):
+    return [
+        *_qkv_specs(call, spec),
+        spec((call.block, 2 * call.d), of="query", axis=0),
+        spec((5, call.block), of="query", axis=1),
+    ]
+
+
+def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
+    """Head-major, padded operands; q carries log2(e) / sqrt(D)."""
+    q_BTHGD = q_BTHGD.astype(jnp.float32) * (call.scale * kernels.LOG2_E)
+    return [_heads_first(call, x) for x in (q_BTHGD.astype(call.dtype), k_BTKGD, v_BTKE)]
+
+
+def _heads_first(call, x):
+    """[B, T, H, ..., W] to [B, H, ..., X, W]: a change of layout that XLA gives to the producer."""
+    return _pad(call, jnp.moveaxis(x, 1, -2), axis=x.ndim - 2)
+
+
+def _tokens_first(x, t):
+    return jnp.moveaxis(x[..., :t, :], -2, 1)
+
+
+def _pad(call, x, *, axis, mode="constant"):
+    # Padded queries have no dO, and causality hides padded keys from the real queries.
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, call.x - x.shape[axis])
+    return jnp.pad(x, widths, mode=mode)
+
+
+def _dq_bytes(call):
+    """VMEM of one key head's float32 dQ and its two output buffers."""
+    width = pl.cdiv(call.d, kernels.LANES) * kernels.LANES
+    return call.group * 2 * width * (call.x * 4 + 2 * call.block * call.dtype.itemsize)
+
+
+def _tiles(d):
+    return _TILES.get((target.device_kind(), d), _DEFAULT_TILES)

@@ -1,0 +1,121 @@
+"""Compiles the Pallas TPU kernels with libtpu, for TPUs that are not there.
+
+jax 0.12.0.1 pins libtpu 0.0.50.*, jax 0.11.2 pins 0.0.48.*. Without libtpu every test here skips.
+"""
+
+import os
+import re
+
+os.environ.update(  # read when libtpu loads; without the last one a second process would abort
+    JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import PartitionSpec
+
+from difftx.kernels import pallas_tpu
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
+
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+COLLECTIVE = re.compile(r"all-gather|all-reduce|reduce-scatter|collective-|all-to-all")
+HBM_BYTES = 32 * 2**30  # v6e, the smaller of the two
+
+
+def attention(q, k, v, lam, segment_ids, dout, *, window=None):
+    """Forward and backward pass of one call."""
+    out, saved = pallas_tpu.forward(q, k, v, lam, segment_ids, window=window)
+    return out, pallas_tpu.backward(q, k, v, lam, segment_ids, out, saved, dout, window=window)
+
+
+def shapes(b, t, h, kv_heads, d, dtype=jnp.bfloat16, *, segments=False, sharding=None):
+    def array(shape, dtype, heads=True):
+        spec = None
+        if sharding is not None:
+            axes = ("data", None, "heads") if heads else ("data",)
+            spec = (
+                jax.NamedSharding(sharding, PartitionSpec(*axes))
+                if isinstance(sharding, jax.sharding.Mesh)
+                else sharding
+            )
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=spec)
+
+    return (
+        array((b, t, h, 2, d), dtype),
+        array((b, t, kv_heads, 2, d), dtype),
+        array((b, t, kv_heads, 2 * d), dtype),
+        array((b, t, h), jnp.float32),
+        array((b, t), jnp.int32, heads=False) if segments else None,
+        array((b, t, h, 2 * d), dtype),
+    )
+
+
+def compile_for(chip, function, arguments):
+    """Compiles for one device of `chip`; `arguments` takes the sharding."""
+    device = topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[0]
+    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(lambda *xs: function(*xs)).lower(*arguments(jax.sharding.SingleDeviceSharding(device)))
+    return lowered.compile()
+
+
+def kernels_in(compiled):
+    return set(re.findall(r"diff_attention_\w+?(?=[.\" /)])", compiled.as_text()))
+
+
+@pytest.fixture(params=["v5p", "v6e"])
+def chip(request):
+    return request.param
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_forward_and_backward_compile(chip, d, dtype):
+    compiled = compile_for(chip, attention, lambda s: shapes(1, 1000, 2, 2, d, dtype, sharding=s))
+    assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_two_kernel_backward_compiles(chip, d, monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "_tiles", lambda d: pallas_tpu.Tiles(512, 512, vmem_mib=16, dq_mib=0))
+    compiled = compile_for(chip, attention, lambda s: shapes(1, 1024, 2, 2, d, sharding=s))
+    names = {"diff_attention_forward", "diff_attention_dkv", "diff_attention_dq"}
+    assert kernels_in(compiled) == names
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_segments_window_and_groups_compile(chip, d):
+    compiled = compile_for(
+        chip,
+        lambda *xs: attention(*xs, window=700),
+        lambda s: shapes(2, 2048, 8, 2, d, segments=True, sharding=s),
+    )
+    assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}
+
+
+def test_64k_tokens_compile_without_a_square(chip):
+    compiled = compile_for(chip, attention, lambda s: shapes(1, 65536, 4, 1, 128, segments=True, sharding=s))
+    assert "diff_attention_forward" in kernels_in(compiled)
+    assert compiled.memory_analysis().temp_size_in_bytes < HBM_BYTES / 8
+
+
+def test_sharded_over_batch_and_heads_without_collectives(chip):
+    devices = topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("data", "heads"))
+    by_head, by_row = PartitionSpec("data", None, "heads"), PartitionSpec("data")
+    sharded = jax.shard_map(
+        attention,
+        mesh=mesh,
+        in_specs=(by_head, by_head, by_head, by_head, by_row, by_head),
+        out_specs=by_head,
+        check_vma=False,
+    )
+    arguments = shapes(4, 1024, 8, 4, 128, segments=True, sharding=mesh)
+    compiled = jax.jit(sharded).lower(*arguments).compile()
+    assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}
+    assert COLLECTIVE.findall(compiled.as_text()) == []
