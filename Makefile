@@ -3,10 +3,11 @@
 RUNS ?= runs/quickstart
 STEPS ?= 600
 
-# The first Python of at least 3.12; .venv is made with it.
+# The first Python of at least 3.12; the virtual environments are made with it.
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v "$$p"; break; }; done)
 BIN := .venv/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 FLAGS = --config.train.steps=$(STEPS)
 
 .PHONY: quickstart test test-compile lint format
@@ -19,11 +20,11 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist=worksteal
 
 # Compiles every kernel for TPUs and GPUs that are not here: libtpu and the CUDA plugin alone, without their heavy needs.
-test-compile: .venv/.installed-compile
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/compile
+test-compile: .venv-compile/.installed
+	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .
@@ -38,13 +39,18 @@ format: .venv/.installed-lint
 	@test -n "$(PYTHON)" || { echo "difftx needs Python 3.12 or newer, and found none: install it (https://www.python.org/downloads, or 'pyenv install 3.12') and run make again" >&2; exit 1; }
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python $(PIP_INSTALL) -r requirements.txt
 	touch $@
 
-.venv/.installed-# Compiles every kernel for TPUs and GPUs that are not here: libtpu and the CUDA plugin alone, without their heavy needs.
-test-compile: .venv/.installed-compile
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/compile
+.venv/.installed-lint: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+	touch $@
 
-lint: .venv/.installed pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+# An environment of its own: where an accelerator's plugin is merely installed, JAX tries it on every start.
+.venv-compile/.installed: requirements.txt
+	@test -n "$(PYTHON)" || { echo "difftx needs Python 3.12 or newer" >&2; exit 1; }
+	rm -rf .venv-compile
+	$(PYTHON) -m venv .venv-compile
+	.venv-compile/bin/python $(PIP_INSTALL) -r requirements.txt "jax[tpu]>=0.11.1,<0.13"
+	.venv-compile/bin/python $(PIP_INSTALL) --no-deps $$(.venv-compile/bin/python -c "import jaxlib; print(*(f'jax-cuda13-{part}=={jaxlib.__version__}' for part in ('plugin', 'pjrt')))")
 	touch $@

@@ -1,0 +1,155 @@
+"""Differential attention kernels beside each other and beside the matched Transformer's, against the floor.
+
+python benchmarks/kernels.py [--batch=4] [--heads=12] [--widths=128] [--lengths=4096] [--rounds=9]
+
+For each shape: the floor (matrix FLOPs at the device's peak, bytes at its bandwidth), then forward, backward and both,
+medians over interleaved rounds in one process, with executed TFLOP/s and the ratio to the floor and to the Transformer.
+A kernel that cannot run here is listed with its reason.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from difftx import kernels
+
+# Dense bf16 FLOP/s reached by large products, and bytes/s of the memory, as measured on such a device.
+DEVICES = {"NVIDIA H200": (790e12, 4.3e12), "TPU v5": (459e12, 2.77e12), "TPU v6 lite": (918e12, 1.64e12)}
+
+# Matrix products of width D over T² / 2 pairs, for one differential head, 2 FLOPs each: forward, backward.
+FLOOR_UNITS = (6, 10)
+EXECUTED_UNITS = {
+    "pallas_tpu": (6, 10),
+    "xla": (4, 10),
+    "four calls": (8, 20),
+    "transformer": (4, 10),
+}
+
+
+def four_calls(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
+    """FlashDiffAttn_2 of the official code: each map attends to each half of V."""
+    halves = jnp.split(v_BTHE, 2, axis=-1)
+    one, two = (
+        jnp.concatenate([kernels.attention(q_BTHGD[:, :, :, g], k_BTHGD[:, :, :, g], v) for v in halves], axis=-1)
+        for g in (0, 1)
+    )
+    return (one - lam * two).astype(v_BTHE.dtype)
+
+
+def softmax_twin(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
+    """The matched Transformer's attention: 2H heads of width D, the same numbers of everything."""
+    del lam
+    B, T, H, G, D = q_BTHGD.shape
+    q, k, v = (x.reshape(B, T, G * H, D) for x in (q_BTHGD, k_BTHGD, v_BTHE))
+    return kernels.attention(q, k, v).reshape(B, T, H, G * D)
+
+
+def contestants() -> dict[str, Callable[..., jax.Array]]:
+    """Return every way to compute it, by name; a way raises ValueError where it cannot."""
+    named = {
+        name: functools.partial(kernels.diff_attention, implementation=name)  # pyrefly: ignore[bad-argument-type]
+        for name in kernels.DIFF_BACKENDS
+        if not name.startswith("pallas") or name.endswith(kernels.target.platform())  # Not the interpreter.
+    }
+    return named | {"four calls": four_calls, "transformer": softmax_twin}
+
+
+def timed(call: Callable[..., object], *arguments: jax.Array) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    jax.block_until_ready(call(*arguments))
+    return time.perf_counter() - start
+
+
+def compiled(way: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Callable[..., object]]:
+    """Return forward, and forward with backward, compiled."""
+
+    def with_gradient(*arguments: jax.Array):
+        out, pull = jax.vjp(way, *arguments)
+        return pull(jnp.ones_like(out))
+
+    return {name: jax.jit(f).lower(*arguments).compile() for name, f in (("forward", way), ("both", with_gradient))}
+
+
+def measure(batch: int, heads: int, width: int, length: int, rounds: int, console: rich.console.Console) -> None:
+    """Measure one shape and print its table."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(batch, length, heads, 2, width)] * 2 + [(batch, length, heads, 2 * width)]
+    q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    arguments = (q, k, v, jnp.float32(0.5))
+    ways, refused = {}, {}
+    for name, way in contestants().items():
+        try:
+            ways[name] = compiled(way, arguments)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            refused[name] = str(error).splitlines()[0]
+    seconds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in ways}
+    for round_ in range(rounds + 1):
+        for name, calls in ways.items():
+            for part, call in calls.items():
+                elapsed = timed(call, *arguments)
+                if round_:  # The first one warms up.
+                    seconds[name][part].append(elapsed)
+    unit = 2 * batch * heads * width * length**2 / 2
+    device = jax.devices()[0].device_kind
+    title = f"{device}: B={batch} T={length} H={heads} d={width}, causal, bf16, medians of {rounds}"
+    table = rich.table.Table(title=title)
+    for column in ("kernel", "forward ms", "backward ms", "both ms", "TFLOP/s fwd", "bwd", "× floor", "× transformer"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    floor = None
+    if device in DEVICES:
+        peak, bandwidth = DEVICES[device]
+        tensor = batch * length * heads * 2 * width * 2  # Bytes of q, k, v or o.
+        parts = [max(n * unit / peak, b * tensor / bandwidth) for n, b in zip(FLOOR_UNITS, (5, 8), strict=True)]
+        floor = sum(parts)
+        table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*parts, floor)), "", "", "1.00", "")
+    medians = {n: {p: statistics.median(t) for p, t in parts.items()} for n, parts in seconds.items()}
+    for name, parts in medians.items():
+        forward, both = parts["forward"], parts["both"]
+        backward = both - forward
+        rates = [f"{n * unit / s / 1e12:.1f}" for n, s in zip(EXECUTED_UNITS[name], (forward, backward), strict=True)]
+        twin = statistics.median(
+            a / b for a, b in zip(seconds[name]["both"], seconds["transformer"]["both"], strict=True)
+        )
+        table.add_row(
+            name,
+            *(f"{1e3 * s:.3f}" for s in (forward, backward, both)),
+            *rates,
+            f"{both / floor:.2f}" if floor else "-",
+            f"{twin:.2f}",
+        )
+    console.print(table)
+    for name, reason in refused.items():
+        console.print(f"{name}: not here: {reason}", markup=False, highlight=False)
+
+
+def main() -> None:
+    """Read the flags and measure every shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=4, help="rows, at the first length; longer rows take fewer")
+    parser.add_argument("--heads", type=int, default=12, help="differential heads")
+    parser.add_argument("--widths", default="128", help="widths d, such as 64,96,128")
+    parser.add_argument("--lengths", default="4096", help="tokens a row, such as 1024,4096,65536")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    console = rich.console.Console(width=120)
+    lengths = [int(x) for x in args.lengths.split(",")]
+    for width in map(int, args.widths.split(",")):
+        for length in lengths:
+            batch = max(1, args.batch * lengths[0] // length)
+            measure(batch, args.heads, width, length, args.rounds, console)
+
+
+if __name__ == "__main__":
+    main()
