@@ -70,7 +70,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": nll / tokens,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": schedule(state.step),
             **stats,
         }

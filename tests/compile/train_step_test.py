@@ -1,0 +1,51 @@
+"""The whole train step, compiled for four TPUs that are not there: it must hold the kernel that "auto" promises."""
+
+import os
+
+os.environ.update(  # read when libtpu loads; without the last one a second process would abort
+    JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+)
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from difftx.data.loader import Batch
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import make_mesh
+from difftx.training.state import init_state, make_train_step
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
+
+KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_auto_takes_the_fused_kernel(config, architecture, topology):
+    c = config(
+        architecture,
+        model__d_model=512,
+        model__num_heads=2 if architecture == "diff" else 4,
+        model__compute_dtype="bfloat16",
+        model__remat="dots",
+        data__sequence_length=1024,
+        train__global_batch_tokens=4096,
+        mesh__fsdp=2,
+        mesh__tensor=2,
+    )
+    mesh = make_mesh(c.mesh, topologies.get_topology_desc(topology, "tpu").devices)
+
+    def placed(x):
+        spec = x.sharding.spec if x.sharding is not None else jax.P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(placed, jax.eval_shape(lambda: init_state(c)))
+        sharding = jax.NamedSharding(mesh, Layout().act_BT)
+        tokens, mask = (jax.ShapeDtypeStruct((4, 1024), t, sharding=sharding) for t in (jnp.int32, jnp.float32))
+        batch = Batch(tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask)
+        text = jax.jit(make_train_step(c), donate_argnums=0).lower(state, batch).compile().as_text()
+    for kernel in KERNELS[architecture]:
+        assert kernel in text
