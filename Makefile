@@ -20,11 +20,12 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n auto --dist=worksteal
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter"
 
-# Compiles every kernel for TPUs and GPUs that are not here: libtpu and the CUDA plugin alone, without their heavy needs.
+# Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
+# and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.
 test-compile: .venv-compile/.installed
-	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile
+	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile tests/kernels/pallas_*_test.py
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .

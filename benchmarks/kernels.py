@@ -31,6 +31,9 @@ DEVICES = {"NVIDIA H200": (790e12, 4.3e12), "TPU v5": (459e12, 2.77e12), "TPU v6
 FLOOR_UNITS = (6, 10)
 EXECUTED_UNITS = {
     "pallas_tpu": (6, 10),
+    "pallas_gpu": (6, 14),  # The backward pass is split in two kernels.
+    "cudnn_wide": (6, 14),
+    "cudnn": (8, 20),
     "xla": (4, 10),
     "four calls": (8, 20),
     "transformer": (4, 10),
@@ -59,7 +62,7 @@ def contestants() -> dict[str, Callable[..., jax.Array]]:
     """Return every way to compute it, by name; a way raises ValueError where it cannot."""
     named = {
         name: functools.partial(kernels.diff_attention, implementation=name)  # pyrefly: ignore[bad-argument-type]
-        for name in kernels.DIFF_BACKENDS
+        for name in (*kernels.FUSED_BACKENDS, "cudnn_wide", "cudnn")
         if not name.startswith("pallas") or name.endswith(kernels.target.platform())  # Not the interpreter.
     }
     return named | {"four calls": four_calls, "transformer": softmax_twin}

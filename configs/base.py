@@ -43,8 +43,8 @@ def get_config() -> ConfigDict:
     c.model.compute_dtype = "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
     # What the backward pass keeps of a layer: "none": everything; "dots": matrix products; "full": its input.
     c.model.remat = "dots"
-    # Kernel: "auto"; "reference" or "xla" for both architectures; "pallas_tpu" for diff; "splash" (TPU) or "cudnn" for
-    # the transformer. See difftx/kernels/__init__.py.
+    # Kernel: "auto"; "reference", "xla" or "cudnn" for both architectures; "pallas_tpu", "pallas_gpu" or "cudnn_wide"
+    # for diff; "splash" (TPU) for the transformer. See difftx/kernels/__init__.py.
     c.model.attention_implementation = "auto"
 
     c.data = ConfigDict()

@@ -34,7 +34,9 @@ class ModelConfig:
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]
     remat: Literal["none", "dots", "full"]
-    attention_implementation: Literal["auto", "reference", "xla", "pallas_tpu", "splash", "cudnn"]
+    attention_implementation: Literal[
+        "auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"
+    ]
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):

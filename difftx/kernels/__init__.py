@@ -15,12 +15,17 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import baseline, fused, pallas_tpu, reference, target, xla
+from difftx.kernels import baseline, cudnn, fused, pallas_gpu, pallas_tpu, reference, target, xla
 
-Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "splash", "cudnn"]
+Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
 
-# Backends with a backward pass of their own, of differential attention. The reference has JAX's.
-DIFF_BACKENDS = {"xla": xla, "pallas_tpu": pallas_tpu}
+# Differential attention: backends with a backward pass of their own, and functions that JAX differentiates.
+FUSED_BACKENDS = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
+DIFF_FUNCTIONS = {
+    "reference": reference.diff_attention,
+    "cudnn": cudnn.diff_attention,
+    "cudnn_wide": cudnn.diff_attention_wide_values,
+}
 SOFTMAX_BACKENDS = {
     "reference": reference.attention,
     "xla": baseline.xla_attention,
@@ -30,11 +35,18 @@ SOFTMAX_BACKENDS = {
 
 # Best first. The reference is an oracle, never a choice.
 AUTO = {
-    "diff_attention": {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)},
+    "diff_attention": {
+        "tpu": ("pallas_tpu", "xla"),
+        "gpu": ("pallas_gpu", "cudnn_wide", "cudnn", "xla"),
+        "cpu": ("xla",),
+    },
     "attention": {"tpu": ("splash", "xla"), "gpu": ("cudnn", "xla"), "cpu": ("xla",)},
 }
 
 log = logging.getLogger(__name__)
+
+distrusted: dict[str, str] = {}  # Backends that gave wrong gradients when the program started, and how wrong.
+GRADIENT_TOLERANCE = 0.05  # Of `check_gradients`, relative; bfloat16 costs 0.01, a wrong kernel all of it.
 
 
 def diff_attention(
@@ -66,24 +78,18 @@ def diff_attention(
     """
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
-    names = ("reference", *DIFF_BACKENDS)
     name = _choose(
         "diff_attention",
         implementation,
-        names,
-        lambda name: _diff_unsupported(name, q_BTHGD, k_BSKGD, v_BSKE, window),
+        (*DIFF_FUNCTIONS, *FUSED_BACKENDS),
+        lambda name: _diff_unsupported(name, q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window),
     )
-    if name == "reference":
-        lam_BTH = fused.lam_per_token(lam, q_BTHGD)
-        return fused.per_shard(
-            functools.partial(reference.diff_attention, window=window),
-            q_BTHGD,
-            k_BSKGD,
-            v_BSKE,
-            lam_BTH,
-            segment_ids_BT,
-        )
-    return fused.diff_attention(DIFF_BACKENDS[name], q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window)
+    if name in FUSED_BACKENDS:
+        backend = FUSED_BACKENDS[name]
+        return fused.diff_attention(backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window)
+    call = functools.partial(DIFF_FUNCTIONS[name], window=window)
+    lam_BTH = fused.lam_per_token(lam, q_BTHGD)
+    return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, saves=False)
 
 
 def attention(
@@ -115,6 +121,41 @@ def attention(
     return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, saves=False)
 
 
+def check_gradients(head_dim: int) -> dict[str, str]:
+    """Compare what "auto" may take on this device with the reference; return those that it shall not, and why.
+
+    Compilers and libraries have given wrong gradients with right outputs (TransformerEngine 3216, cudnn-frontend 160).
+    Call it before a mesh is set.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
+    q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    names = [name for name in AUTO["diff_attention"][target.platform()] if name != "xla"]  # It needs no check.
+    names = [name for name in names if _diff_unsupported(name, q, k, v, None, None) is None]
+    if not names:
+        return distrusted
+
+    def gradients(name: str, dtype: jnp.dtype) -> list[jax.Array]:
+        def loss(q, k, v, lam):
+            out = diff_attention(q, k, v, lam, implementation=name)  # pyrefly: ignore[bad-argument-type]
+            return jnp.sum(out.astype(jnp.float32) * weights)
+
+        inputs = (*(x.astype(dtype) for x in (q, k, v)), jnp.float32(0.5))
+        return jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*inputs))
+
+    expected = gradients("reference", jnp.dtype("float32"))
+    for name in names:
+        actual = gradients(name, q.dtype)
+        errors = [
+            float(jnp.linalg.norm(a.astype(jnp.float32) - e) / jnp.linalg.norm(e))
+            for a, e in zip(actual, expected, strict=True)
+        ]
+        if not max(errors) < GRADIENT_TOLERANCE:
+            distrusted[name] = f"its gradients were off by {max(errors):.1%} when the program started"
+            log.warning("%s on %s: %s", name, target.device_kind(), distrusted[name])
+    return distrusted
+
+
 def _choose(
     operation: str,
     implementation: str,
@@ -129,7 +170,7 @@ def _choose(
         return implementation
     reasons = {}
     for name in AUTO[operation][target.platform()]:
-        reason = unsupported(name)
+        reason = distrusted.get(name) or unsupported(name)
         if reason is None:
             _log_once(operation, name, target.device_kind(), tuple(reasons.items()))
             return name
@@ -139,9 +180,16 @@ def _choose(
     )
 
 
-def _diff_unsupported(name: str, q, k, v, window: int | None) -> str | None:
+def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None) -> str | None:
+    shapes = (q.shape, k.shape, v.shape, q.dtype)
     if name == "pallas_tpu":
-        return pallas_tpu.unsupported(q.shape, k.shape, v.shape, q.dtype, window=window)
+        return pallas_tpu.unsupported(*shapes, window=window)
+    if name == "pallas_gpu":
+        return pallas_gpu.unsupported(*shapes)
+    if name == "cudnn":
+        return cudnn.unsupported(*shapes, segment_ids=segment_ids_BT)
+    if name == "cudnn_wide":
+        return cudnn.wide_values_unsupported(*shapes, segment_ids=segment_ids_BT)
     return None
 
 

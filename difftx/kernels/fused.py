@@ -7,12 +7,19 @@ It stands outside of `shard_map`: inside, JAX would sum over devices what each o
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+
+
+class Saved(NamedTuple):
+    """What a forward pass keeps for its backward pass: arrays `[B, T, H, …]`, and arrays `[B, H, …]`."""
+
+    by_token: Any = ()  # Tuples of arrays; in `per_shard`, one PartitionSpec for each.
+    by_head: Any = ()
 
 
 def diff_attention(
@@ -60,11 +67,11 @@ _attend.defvjp(_forward, _backward)
 
 
 def deltas(
-    out_BTHE: jax.Array, out2_BHTE: jax.Array, lam_BTH: jax.Array, dout_BTHE: jax.Array
+    out_BTHE: jax.Array, out2_BTHE: jax.Array, lam_BTH: jax.Array, dout_BTHE: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, from O = O1 - λ O2 and O2."""
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
-    delta2_BTH = jnp.sum(dout_BTHE * jnp.moveaxis(out2_BHTE, 1, 2).astype(jnp.float32), axis=-1)
+    delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
     return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
 
 
@@ -77,19 +84,20 @@ def is_explicit_mesh() -> bool:
 def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True) -> Any:
     """Run `call` on each device's batch rows and heads; attention needs no communication between them.
 
-    Operands are `[B, T or S, H or K, …]`, or `[B, T]`, or None; those in a tuple are what a forward pass saved,
-    `[B, H, …]`. Results are alike: with `saves`, an output and such a tuple, else a tuple of gradients.
+    Operands are `[B, T or S, H or K, …]`, or `[B, T]`, or None, or a `Saved`. Results: with `saves` an output and a
+    `Saved`, else arrays like the operands.
     """
     if not is_explicit_mesh():
         return call(*operands)
     batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
     if tokens is not None:
         raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
-    by_token, by_head, row = P(batch, None, heads), P(batch, heads), P(batch, None)
+    by_token, row = P(batch, None, heads), P(batch, None)
+    saved: Any = Saved(by_token, P(batch, heads))  # Each stands for all arrays of its kind.
 
     def spec(operand: Any) -> Any:
-        if isinstance(operand, tuple):
-            return jax.tree.map(lambda _: by_head, operand)
+        if isinstance(operand, Saved):
+            return saved
         return None if operand is None else row if operand.ndim == 2 else by_token
 
     # Ids and λ are small: wherever they come from, they follow the queries. Larger operands must be there already.
@@ -98,7 +106,7 @@ def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True) -> A
     sharded = jax.shard_map(
         call,
         in_specs=tuple(map(spec, operands)),
-        out_specs=(by_token, by_head) if saves else by_token,
+        out_specs=(by_token, saved) if saves else by_token,
         check_vma=False,
     )
     return sharded(*operands)

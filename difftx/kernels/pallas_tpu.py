@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
-from difftx.kernels.fused import deltas
+from difftx.kernels.fused import Saved, deltas
 
 # Shapes:  B batch, T tokens (queries and keys), H query heads, K key/value heads, N = H / K query
 #          heads that share one key/value head, G = 2 attention maps, D sub-head width, E = 2D value
@@ -133,7 +133,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interp
         ],
         interpret=interpret,
     )
-    return _tokens_first(out_BHXE, t), (out2_BHXE[:, :, :t], lse_BHGX[..., :t])
+    return _tokens_first(out_BHXE, t), Saved(by_head=(out2_BHXE[:, :, :t], lse_BHGX[..., :t]))
 
 
 def backward(
@@ -160,8 +160,8 @@ def backward(
     Returns:
         dq_BTHGD, dk_BTKGD, dv_BTKE in the dtype of q, and dlam_BTH, float32.
     """
-    out2_BHTE, lse_BHGT = saved
-    delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BHTE, lam_BTH, dout_BTHE)
+    out2_BHTE, lse_BHGT = saved.by_head
+    delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     tiles = _tiles(d)
     side = block or tiles.backward

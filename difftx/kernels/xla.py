@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from difftx.kernels.fused import Saved
+
 CHUNK_MAP_ELEMENTS = 2**20  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
 MASKED = -1e30  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
 
@@ -28,8 +30,8 @@ def forward(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-) -> tuple[jax.Array, tuple[jax.Array]]:
-    """Return the output `[B, T, H, E]` and, to be saved, the log-sum-exps of the logits, float32 `[B, H, T, G]`."""
+) -> tuple[jax.Array, Saved]:
+    """Return the output `[B, T, H, E]` and, to be saved, the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
     B, T, H = lam_BTH.shape
     K = k_BSKGD.shape[2]
 
@@ -43,7 +45,7 @@ def forward(
 
     out, lse = jax.lax.map(chunk, _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH))
     lse_BTHG = _joined(lse, T).reshape(B, T, H, 2)
-    return _joined(out, T).reshape(B, T, H, -1), (jnp.moveaxis(lse_BTHG, 1, 2),)
+    return _joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
 
 
 def backward(
@@ -53,7 +55,7 @@ def backward(
     lam_BTH: jax.Array,
     segment_ids_BT: jax.Array | None,
     out_BTHE: jax.Array,
-    saved: tuple[jax.Array],
+    saved: Saved,
     dout_BTHE: jax.Array,
     *,
     window: int | None,
@@ -88,7 +90,7 @@ def backward(
         return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=jnp.moveaxis(saved[0], 1, 2), dout=dout_BTHE)
+    rows = _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
     (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
     dq_BTHGD, dlam_BTH = _joined(dq, T).reshape(q_BTHGD.shape), _joined(dlam, T).reshape(B, T, H)
     return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from difftx import kernels
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
@@ -49,6 +50,8 @@ def train(run: Run, evaluate: Evaluate) -> int:
     """
     interrupt = Interrupt()
     try:
+        if run.config.model.architecture == "diff":
+            kernels.check_gradients(run.config.model.d_head)
         with jax.set_mesh(run.mesh):
             return _train(run, evaluate, interrupt)
     finally:

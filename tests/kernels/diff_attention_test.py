@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from difftx import kernels
-from difftx.kernels import xla
+from difftx.kernels import pallas_tpu, xla
 from kernels import oracle
 
 BACKENDS = ["reference", "xla", "pallas_tpu"]
@@ -204,3 +204,22 @@ def test_auto_says_what_it_took(monkeypatch, caplog):
     assert len(caplog.messages) == 1
     assert "takes 'xla' on cpu" in caplog.messages[0]
     assert "pallas_tpu" in caplog.messages[0]
+
+
+def test_wrong_gradients_at_the_start_are_distrusted(monkeypatch):
+    """A backend whose dK is wrong is passed over by "auto"; a right one, of the same call, is taken."""
+    monkeypatch.setattr(kernels, "distrusted", {})
+    monkeypatch.setitem(kernels.AUTO["diff_attention"], "cpu", ("pallas_tpu", "xla"))
+    assert kernels.check_gradients(64) == {}
+    right = pallas_tpu.backward
+
+    def wrong(*args, **options):
+        dq, dk, dv, dlam = right(*args, **options)
+        return dq, -dk, dv, dlam
+
+    monkeypatch.setattr(pallas_tpu, "backward", wrong)
+    assert "off by 200" in kernels.check_gradients(64)["pallas_tpu"]
+    kernels._log_once.cache_clear()
+    q, k, v, lam, _ = inputs()
+    text = str(jax.make_jaxpr(lambda *x: kernels.diff_attention(*x))(q, k, v, lam))
+    assert "pallas_call" not in text

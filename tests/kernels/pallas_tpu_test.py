@@ -13,6 +13,8 @@ from difftx.kernels import pallas_tpu
 
 # Shapes: as in difftx/kernels/pallas_tpu.py.
 
+pytestmark = pytest.mark.interpreter
+
 BLOCK = 128
 # Relative errors in the Frobenius norm. float32: rounding of sums of 300 terms; bfloat16: 8 bits of
 # probabilities and results.
@@ -166,9 +168,9 @@ def run(case, inputs, *, block=BLOCK):
 
     @jax.jit
     def both(q, k, v, lam, segment_ids, dout):
-        out, (out2_BHTE, lse) = pallas_tpu.forward(q, k, v, lam, segment_ids, **options)
-        saved = (out2_BHTE, lse)
+        out, saved = pallas_tpu.forward(q, k, v, lam, segment_ids, **options)
         grads = pallas_tpu.backward(q, k, v, lam, segment_ids, out, saved, dout, **options)
+        out2_BHTE, lse = saved.by_head
         return (out, jnp.moveaxis(out2_BHTE, 1, 2), lse), grads
 
     results = jax.block_until_ready(both(*inputs))

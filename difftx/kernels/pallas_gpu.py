@@ -1,0 +1,279 @@
+"""Fused differential attention in Pallas Mosaic GPU, for Hopper: interface and forward pass.
+
+O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D), causal (arXiv:2410.05258, Eq. 1). A map's
+accumulator P_m·V is 64 x 2D in float32, 128 registers a thread at D = 128, so one warpgroup cannot
+hold both: each map gets a warpgroup, the two read the same V tiles, and at the end O2 = A2·V goes
+once through shared memory. Not yet run on a GPU: checked in the interpreter and by ptxas.
+"""
+
+#   B = batch, T = query length, S = key length = T, H = query heads
+#   K = key/value heads (query head h uses h // (H // K)), G = 2 maps
+#   D = query/key width, E = 2·D value width, N = tiles in T, X: see pallas_gpu_backward
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from difftx.kernels import target
+from difftx.kernels.fused import Saved, deltas
+from difftx.kernels.pallas_gpu_backward import dkv_call, dq_call
+from difftx.kernels.pallas_gpu_tiles import (
+    HEAD_WIDTHS,
+    LOG2_E,
+    LOWEST,
+    MAPS,
+    MASKED,
+    MATRIX,
+    PRODUCER,
+    REGISTERS,
+    ROWS,
+    STAGES,
+    TILE,
+    WARPGROUPS,
+    across,
+    arrive_if,
+    at_least_one,
+    interpret_params,
+    marks,
+    pad_rows,
+    product,
+    rows_of,
+    set_registers,
+    smem,
+    tile_ranges,
+    visible,
+)
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+def unsupported(q_shape, k_shape, v_shape, dtype):
+    """Why this backend cannot serve the call, or None. Where the target is no GPU, the interpreter serves.
+
+    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D], v_shape [B, S, K, E].
+    """
+    length, heads, maps, width = q_shape[1:]
+    if maps != MAPS or k_shape[-2] != MAPS:
+        return f"q and k need {MAPS} maps in their second last axis, got {q_shape} and {k_shape}"
+    if k_shape[1] != length or v_shape[1] != length:
+        return f"queries and keys differ in length: {length}, {k_shape[1]} and {v_shape[1]}"
+    if width not in HEAD_WIDTHS:
+        return f"head width {width} is not one of {HEAD_WIDTHS}"
+    if v_shape[-1] != 2 * width:
+        return f"values are {v_shape[-1]} wide, not twice the head width {width}"
+    if k_shape[2] != v_shape[2] or heads % k_shape[2] != 0:
+        return f"{heads} query heads do not divide over {k_shape[2]} key and {v_shape[2]} value heads"
+    if target.platform() != "gpu":
+        return None
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        # wgmma would round float32 to tf32, and such tiles exceed shared memory at D = 128.
+        return f"the compiled kernels take bfloat16, not {jnp.dtype(dtype).name}"
+    if not any(kind in target.device_kind() for kind in HOPPER):
+        return f"is written for wgmma of Hopper ({', '.join(HOPPER)}), found {target.device_kind()}"
+    return None
+
+
+def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
+    """O [B, T, H, E] in q's dtype, and what `backward` needs beside it: O2 = A2·V and the log-sum-exps.
+
+    lam_BTH is float32, segment_ids_BT int32 or None; a query sees itself and the window - 1 keys before it, all of
+    them if window is None. `interpret`: False, True or InterpretGPUParams; None: unless the target is a GPU.
+    """
+    length = q_BTHGD.shape[1]
+    pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
+    out_BTHE, out2_BTHE, lse_BHGT = _forward_call(
+        pad(q_BTHGD),
+        pad(k_BSKGD),
+        pad(v_BSKE),
+        pad(jnp.moveaxis(lam_BTH, 1, 2), axis=2),
+        marks_BXT,
+        keys_BN2,
+        window=window,
+        interpret=interpret_params(interpret),
+    )
+    return out_BTHE[:, :length], Saved((out2_BTHE[:, :length],), (lse_BHGT[..., :length],))
+
+
+def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
+    """Gradients of `forward`'s output: of q, k and v in their dtypes, summed in float32, and of λ, float32.
+
+    out_BTHE and saved are `forward`'s, dout_BTHE the cotangent.
+    """
+    (out2_BTHE,), (lse_BHGT,) = saved
+    delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
+    length = q_BTHGD.shape[1]
+    pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
+    lam_BHT = jnp.moveaxis(lam_BTH, 1, 2)
+    weight_BHGT = jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2)
+    delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
+    scale = q_BTHGD.shape[-1] ** -0.5
+    stats_BHXGT = jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2)
+    # Padded queries add exact zeros (dO = 0, weight = 0); padded keys follow every real query.
+    arrays = (
+        pad(q_BTHGD),
+        pad(k_BSKGD),
+        pad(v_BSKE),
+        pad(dout_BTHE),
+        pad(stats_BHXGT, axis=4),
+        pad(weight_BHGT, axis=3),
+        marks_BXT,
+    )
+    static = {"window": window, "interpret": interpret_params(interpret)}
+    dk_BSKGD, dv_BSKE = dkv_call(*arrays, queries_BN2, **static)
+    dq_BTHGD = dq_call(*arrays, keys_BN2, **static)
+    return dq_BTHGD[:, :length], dk_BSKGD[:, :length], dv_BSKE[:, :length], -delta2_BTH
+
+
+def _whole_tiles(q_shape, segment_ids_BT, *, window):
+    """How to pad arrays to whole tiles, and the marks, key and query ranges of that length."""
+    batch, length = q_shape[:2]
+    tiles = math.ceil(length / TILE)
+    if segment_ids_BT is not None:
+        segment_ids_BT = pad_rows(segment_ids_BT, axis=1, tiles=tiles, mode="edge")
+    marks_BXT = marks(segment_ids_BT, batch=batch, length=tiles * TILE)
+    ranges = tile_ranges(segment_ids_BT, batch=batch, tiles=tiles, window=window)
+    return functools.partial(pad_rows, axis=1, tiles=tiles), marks_BXT, *ranges
+
+
+def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
+    """`forward` on whole tiles: one CTA a (sequence, head, query tile)."""
+    batch, length, heads, _, width = q_BTHGD.shape
+    value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
+    tiles, group = length // TILE, heads // k_BSKGD.shape[2]
+    logit_scale = width**-0.5 * LOG2_E  # logits in base 2, for exp2
+    registers = REGISTERS["H200", "forward"]
+    staged = bool(interpret)  # the interpreter knows no wgmma operand in registers
+
+    def kernel(
+        q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem,
+        out_gmem, out2_gmem, lse_gmem,
+        q_smem, k_or_out2_smem, v_smem, lse_smem, p_smem,
+        q_ready, k_ready, v_ready, k_free, v_free, maps_done, out2_ready,
+    ):  # fmt: skip
+        k_smem, weighted_out2_smem = k_or_out2_smem
+        warpgroup = lax.axis_index("warpgroup")
+        sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
+        kv_head = lax.div(head, group)
+        q_tile = tiles - 1 - lax.axis_index("tile")  # the longest rows first: a short tail
+        queries = rows_of(q_tile)
+        first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
+        seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=True)
+        steps = at_least_one(q_tile + 1 - first)
+
+        @pl.when(warpgroup < MAPS)
+        def map_warpgroup():
+            set_registers(registers.maps)
+            plgpu.copy_gmem_to_smem(
+                q_gmem.at[sequence, queries, head, warpgroup],
+                q_smem.at[warpgroup],
+                q_ready.at[warpgroup],
+            )
+            plgpu.barrier_wait(q_ready.at[warpgroup])
+
+            def step(i, carry):
+                out, maximum, total = carry
+                k_tile, slot = first + i, lax.rem(i, STAGES)
+                plgpu.barrier_wait(k_ready.at[slot])
+                logits = product(q_smem.at[warpgroup], k_smem.at[slot, warpgroup].T)
+                arrive_if(i + STAGES < steps, k_free.at[slot])
+
+                def mask(logits):
+                    return jnp.where(seen(q_tile, k_tile), logits, MASKED)
+
+                logits = lax.cond((k_tile < full) | (k_tile == q_tile), mask, lambda logits: logits, logits)
+                new_maximum = jnp.maximum(maximum, logits.max(axis=1) * logit_scale)
+                rescale = jnp.exp2(maximum - new_maximum)
+                p = jnp.exp2(logits * logit_scale - across(new_maximum, logits))
+                out = out * across(rescale, out)
+                total = total * rescale + p.sum(axis=1)
+                p = p.astype(dtype)
+                plgpu.barrier_wait(v_ready.at[slot])
+                if staged:
+                    p_smem[warpgroup] = p
+                    plgpu.commit_smem()
+                    out = out + product(p_smem.at[warpgroup], v_smem.at[slot])
+                else:
+                    out = pl.run_state(lambda acc: plgpu.wgmma(acc, p, v_smem.at[slot]))(plgpu.ACC.init(out))
+                arrive_if(i + STAGES < steps, v_free.at[slot])
+                return out, new_maximum, total
+
+            start = (
+                plgpu.layout_cast(jnp.zeros((TILE, value_width), jnp.float32), MATRIX),
+                plgpu.layout_cast(jnp.full((TILE,), LOWEST, jnp.float32), ROWS),
+                plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
+            )
+            out, maximum, total = lax.fori_loop(0, steps, step, start)
+            lse_smem[warpgroup] = maximum / LOG2_E + jnp.log(total)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
+            out = out * across(1.0 / total, out)
+            # Both maps have left K and V: from here their buffers carry the results.
+            plgpu.barrier_arrive(maps_done)
+            plgpu.barrier_wait(maps_done)
+
+            @pl.when(warpgroup == 1)
+            def second_map():
+                lam = plgpu.load(lam_gmem.at[sequence, head, queries], layout=ROWS, optimized=False)
+                weighted_out2_smem[...] = out * across(lam, out)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(out2_ready)
+                v_smem[1] = out.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(v_smem.at[1], out2_gmem.at[sequence, queries, head])
+
+            @pl.when(warpgroup == 0)
+            def first_map():
+                plgpu.barrier_wait(out2_ready)
+                weighted_out2 = plgpu.load(weighted_out2_smem, layout=MATRIX)
+                v_smem[0] = (out - weighted_out2).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(v_smem.at[0], out_gmem.at[sequence, queries, head])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == PRODUCER)
+        def producer_warpgroup():
+            set_registers(registers.producer)
+
+            @pl.loop(0, steps)
+            def _(i):
+                slot, keys = lax.rem(i, STAGES), rows_of(first + i)
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(k_free.at[slot]))
+                for m in range(MAPS):
+                    plgpu.copy_gmem_to_smem(k_gmem.at[sequence, keys, kv_head, m], k_smem.at[slot, m], k_ready.at[slot])
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(v_free.at[slot]))
+                plgpu.copy_gmem_to_smem(v_gmem.at[sequence, keys, kv_head], v_smem.at[slot], v_ready.at[slot])
+
+    scratch = [
+        smem((MAPS, TILE, width), dtype),
+        plgpu.RefUnion(smem((STAGES, MAPS, TILE, width), dtype), smem((TILE, value_width), jnp.float32)),
+        smem((STAGES, TILE, value_width), dtype),
+        plgpu.SMEM((MAPS, TILE), jnp.float32),
+        smem((MAPS, TILE, TILE), dtype) if staged else None,
+        plgpu.Barrier(num_barriers=MAPS),  # q_ready, one a map
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # k_ready: the two copies
+        plgpu.Barrier(num_barriers=STAGES),  # v_ready
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # k_free
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # v_free
+        plgpu.Barrier(num_arrivals=MAPS),  # maps_done
+        plgpu.Barrier(),  # out2_ready
+    ]
+    out = jax.ShapeDtypeStruct((batch, length, heads, value_width), dtype)
+    lse = jax.ShapeDtypeStruct((batch, heads, MAPS, length), jnp.float32)
+    return plgpu.kernel(
+        kernel,
+        out_type=(out, out, lse),
+        grid=(batch, heads, tiles),
+        grid_names=("sequence", "head", "tile"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name="difftx_forward",
+    )(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2)

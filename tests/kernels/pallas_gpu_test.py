@@ -1,0 +1,241 @@
+"""The Mosaic GPU kernels in Pallas's interpreter, with race detection, against independent references.
+
+The interpreter runs wgmma synchronously and takes its operands from shared memory only, so it does not see a race
+against a matrix product in flight, nor the register operands of the compiled kernels.
+"""
+
+#   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 maps, D = width, E = 2·D
+
+import dataclasses
+import os
+
+# Three warpgroups block on each other in callbacks on XLA's CPU pool, one thread a core: two cores deadlock. Read
+# when JAX makes its CPU client, so it must stand in the environment before any test touches a device.
+os.environ.setdefault("NPROC", "16")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from difftx.kernels import pallas_gpu, pallas_gpu_tiles
+
+pytestmark = pytest.mark.interpreter
+
+# Relative error of a whole tensor, ‖a - b‖ / ‖b‖. bfloat16 rounds P, dS and the results, 2^-9 each.
+TOLERANCE = {"bfloat16": 6e-3, "float32": 2e-6}
+# With values of 30 and sharp maps dP - delta cancels, and delta comes from an O rounded to bfloat16. The same case
+# in float32 is held to TOLERANCE.
+TOLERANCE_CANCELLING = {"bfloat16": 1.2e-2, "float32": 2e-6}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    length: int
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    width: int = 32
+    segments: str | None = None
+    window: int | None = None
+    lam: float | None = None  # None: per token and head, both signs, some zero
+    structured: bool = False
+    dtype: str = "bfloat16"
+
+
+CASES = {
+    "one_token": Case(length=1, batch=2),
+    "under_a_tile": Case(length=63, batch=2, heads=2),
+    "one_tile_d64": Case(length=64, width=64),
+    "three_tiles_d96": Case(length=130, width=96),
+    "two_tiles_d128": Case(length=70, width=128),
+    "grouped_queries": Case(length=130, heads=4, kv_heads=2),
+    "packed_segments": Case(length=200, batch=2, segments="packed"),
+    "unordered_segments": Case(length=130, heads=2, segments="unordered"),
+    "window_in_a_tile": Case(length=130, window=5),
+    "window_of_one": Case(length=65, window=1),
+    "window_over_tiles": Case(length=260, window=70),
+    "everything": Case(length=200, batch=2, heads=2, segments="packed", window=50, width=64),
+    "lambda_zero": Case(length=65, lam=0.0),
+    "lambda_one": Case(length=65, lam=1.0),
+    "lambda_negative": Case(length=65, lam=-0.7),
+    "large_norms": Case(length=130, batch=2, structured=True),
+    "large_norms_float32": Case(length=130, structured=True, dtype="float32"),
+    "float32": Case(length=130, heads=2, segments="packed", dtype="float32"),
+    "float32_window": Case(length=130, batch=2, window=70, dtype="float32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    q_BTHGD: jax.Array
+    k_BSKGD: jax.Array
+    v_BSKE: jax.Array
+    lam_BTH: jax.Array
+    segment_ids_BT: jax.Array | None
+    dout_BTHE: jax.Array
+
+    def attention(self):
+        return self.q_BTHGD, self.k_BSKGD, self.v_BSKE, self.lam_BTH, self.segment_ids_BT
+
+
+def make_inputs(case):
+    rng = np.random.default_rng(0)
+    b, t, h, k, d = case.batch, case.length, case.heads, case.kv_heads, case.width
+    q_BTHGD, k_BSKGD = rng.normal(size=(b, t, h, 2, d)), rng.normal(size=(b, t, k, 2, d))
+    v_BSKE, dout_BTHE = rng.normal(size=(b, t, k, 2 * d)), rng.normal(size=(b, t, h, 2 * d))
+    if case.structured:
+        # Logits of tens, a sink on the first key, and a key that repeats: rows of A from one-hot to ties.
+        q_BTHGD, k_BSKGD = 4 * q_BTHGD, 2 * k_BSKGD
+        k_BSKGD[:, 0] = 3 * q_BTHGD.mean(axis=(1, 2), keepdims=False)[:, None]
+        k_BSKGD[:, 5::7] = k_BSKGD[:, 5:6]
+        v_BSKE[:, :10] *= 30
+    lam_BTH = rng.normal(size=(b, t, h)) * (rng.random((b, t, h)) > 0.2)
+    if case.lam is not None:
+        lam_BTH = np.full((b, t, h), case.lam)
+    ids_BT = {
+        None: lambda: None,
+        "packed": lambda: jnp.asarray(np.sort(rng.integers(0, 4, (b, t)), axis=1), jnp.int32),
+        "unordered": lambda: jnp.asarray(rng.integers(-1, 2, (b, t)), jnp.int32),
+    }[case.segments]()
+    q, k_, v, dout = (jnp.asarray(x, case.dtype) for x in (q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE))
+    return Inputs(q, k_, v, jnp.asarray(lam_BTH, jnp.float32), ids_BT, dout)
+
+
+def visible_keys(case, segment_ids_BT):
+    i, j = np.arange(case.length)[:, None], np.arange(case.length)[None, :]
+    seen = (j <= i) & (i - j < (case.window or case.length))
+    if segment_ids_BT is None:
+        return np.broadcast_to(seen, (case.batch, *seen.shape))
+    ids = np.asarray(segment_ids_BT)
+    return seen & (ids[:, :, None] == ids[:, None, :])
+
+
+def oracle_forward(case, x):
+    """O, O2 and the log-sum-exp in float64 numpy."""
+    q, k, v, lam = (np.asarray(a, np.float64) for a in x.attention()[:4])
+    k, v = (np.repeat(a, case.heads // case.kv_heads, axis=2) for a in (k, v))
+    logits = np.einsum("bthgd,bshgd->bhgts", q, k) / np.sqrt(case.width)
+    logits = np.where(visible_keys(case, x.segment_ids_BT)[:, None, None], logits, -np.inf)
+    top = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - top)
+    total = weights.sum(-1, keepdims=True)
+    out_G = np.einsum("bhgts,bshe->gbthe", weights / total, v)
+    return out_G[0] - lam[..., None] * out_G[1], out_G[1], (top + np.log(total))[..., 0]
+
+
+def naive_attention(case, segment_ids_BT, q, k, v, lam):
+    """The definition in float32, for autodiff."""
+    k, v = (jnp.repeat(a, case.heads // case.kv_heads, axis=2) for a in (k, v))
+    logits = jnp.einsum("bthgd,bshgd->bhgts", q, k, precision="highest") / np.sqrt(case.width)
+    seen = jnp.asarray(visible_keys(case, segment_ids_BT))[:, None, None]
+    p = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    out = jnp.einsum("bhgts,bshe->gbthe", p, v, precision="highest")
+    return out[0] - lam[..., None] * out[1]
+
+
+def run_kernels(case, x):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    static = {"window": case.window, "interpret": interpret}
+    out, saved = pallas_gpu.forward(*x.attention(), **static)
+    gradients = pallas_gpu.backward(*x.attention(), out, saved, x.dout_BTHE, **static)
+    return (out, *saved.by_token, *saved.by_head), gradients
+
+
+def assert_close(name, actual, expected, tolerance, scale):
+    """The relative error; where the expected tensor is all but zero, the error relative to `scale`."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, name
+    assert np.isfinite(actual).all(), name
+    norm = np.linalg.norm(expected)
+    error = np.linalg.norm(actual - expected) / (norm if norm > 1e-5 * scale else scale)
+    assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward(name, capfd):
+    case = CASES[name]
+    x = make_inputs(case)
+    outputs, gradients = run_kernels(case, x)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+    tolerance = TOLERANCE[case.dtype]
+    out, out2, lse = oracle_forward(case, x)
+    assert_close("out", outputs[0], out, tolerance, scale=1.0)
+    assert_close("out2", outputs[1], out2, tolerance, scale=1.0)
+    assert_close("lse", outputs[2], lse, TOLERANCE["float32"], scale=1.0)
+
+    def loss(q, k, v, lam):
+        out = naive_attention(case, x.segment_ids_BT, q, k, v, lam)
+        return jnp.vdot(out, x.dout_BTHE.astype(jnp.float32))
+
+    if case.structured:
+        tolerance = TOLERANCE_CANCELLING[case.dtype]
+    as_float32 = (a.astype(jnp.float32) for a in x.attention()[:4])
+    expected = jax.grad(loss, argnums=(0, 1, 2, 3))(*as_float32)
+    for which, actual, reference in zip(("dq", "dk", "dv", "dlam"), gradients, expected, strict=True):
+        # One visible key: dq and dk are zero, but for the rounding of O that delta comes from.
+        assert_close(which, actual, reference, tolerance, scale=jnp.linalg.norm(x.dout_BTHE))
+    for gradient, argument in zip(gradients, x.attention(), strict=False):
+        assert gradient.dtype == argument.dtype
+
+
+def test_two_runs_agree_bit_for_bit():
+    case = CASES["packed_segments"]
+    x = make_inputs(case)
+    first, second = (jax.tree.leaves(run_kernels(case, x)) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("segments", [None, "packed", "unordered"])
+@pytest.mark.parametrize("window", [None, 1, 2, 63, 64, 65, 66, 128, 129, 130, 1000])
+def test_tile_ranges_cover_exactly_what_is_visible(segments, window):
+    tile = pallas_gpu_tiles.TILE
+    case = Case(length=6 * tile, batch=3, segments=segments, window=window)
+    ids_BT = make_inputs(case).segment_ids_BT
+    keys_BN2, queries_BN2 = map(np.asarray, pallas_gpu_tiles.tile_ranges(ids_BT, batch=3, tiles=6, window=window))
+    tiles_BNPNS = visible_keys(case, ids_BT).reshape(3, 6, tile, 6, tile)
+    some_BNN, all_BNN = tiles_BNPNS.any((2, 4)), tiles_BNPNS.all((2, 4))
+    for b, i, j in np.ndindex(3, 6, 6):
+        (first, q_full), (k_full, end) = keys_BN2[b, i], queries_BN2[b, j]
+        if some_BNN[b, i, j]:
+            assert first <= j <= i
+            assert j <= i < end
+        if q_full <= j < i:
+            assert all_BNN[b, i, j]
+        if j < i < k_full:
+            assert all_BNN[b, i, j]
+        if segments is None and first <= j < i:  # and no tile is masked or visited in vain
+            assert some_BNN[b, i, j]
+            assert (j >= q_full) == (i < k_full) == all_BNN[b, i, j]
+
+
+SHAPES = {"q_shape": (1, 64, 2, 2, 64), "k_shape": (1, 64, 2, 2, 64), "v_shape": (1, 64, 2, 128)}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": jnp.float32}, "bfloat16, not float32"),
+        ({"q_shape": (1, 64, 2, 2, 80)}, "head width 80"),
+        ({"q_shape": (1, 64, 2, 3, 64)}, "2 maps"),
+        ({"q_shape": (1, 128, 2, 2, 64)}, "differ in length"),
+        ({"q_shape": (1, 64, 3, 2, 64)}, "do not divide"),
+        ({"v_shape": (1, 64, 2, 64)}, "not twice the head width"),
+    ],
+)
+def test_unsupported_names_the_reason(change, reason, monkeypatch):
+    monkeypatch.setattr(pallas_gpu.target, "platform", lambda: "gpu")
+    monkeypatch.setattr(pallas_gpu.target, "device_kind", lambda: "NVIDIA H200")
+    call = SHAPES | {"dtype": jnp.bfloat16}
+    assert pallas_gpu.unsupported(**call) is None
+    assert reason in pallas_gpu.unsupported(**call | change)
+
+
+def test_unsupported_on_other_gpus_and_in_the_interpreter(monkeypatch):
+    assert pallas_gpu.unsupported(**SHAPES, dtype=jnp.float32) is None
+    monkeypatch.setattr(pallas_gpu.target, "platform", lambda: "gpu")
+    monkeypatch.setattr(pallas_gpu.target, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
+    assert "found NVIDIA A100" in pallas_gpu.unsupported(**SHAPES, dtype=jnp.bfloat16)
