@@ -1,7 +1,7 @@
 # make quickstart: train a differential and a plain transformer on this machine. make test: run the tests.
 
 RUNS ?= runs/quickstart
-STEPS ?= 600
+STEPS ?= 500
 
 # The first Python of at least 3.12; the virtual environments are made with it.
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
@@ -15,8 +15,8 @@ FLAGS = --config.train.steps=$(STEPS)
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
 	$(BIN)/python train.py --config=configs/quickstart.py:transformer --workdir=$(RUNS)/transformer $(FLAGS)
-	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=loss,sample
-	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=loss,sample
+	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample
+	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 
 test: .venv/.installed

@@ -6,10 +6,8 @@ pip install jax-cuda13-plugin==<jax's version>   # no nvidia-* wheels needed; pt
 #   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 maps, D = width, E = 2·D
 
 import dataclasses
-import importlib.util
 import os
 import re
-import shutil
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugin only compiles: it has no CUDA to start
 
@@ -22,13 +20,7 @@ from difftx.kernels import cudnn, pallas_gpu
 from difftx.kernels.fused import Saved
 from difftx.kernels.pallas_gpu_tiles import HEAD_WIDTHS
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_plugins.xla_cuda13") is None if importlib.util.find_spec("jax_plugins") else True,
-        reason="jax-cuda13-plugin is not installed",
-    ),
-    pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not on the PATH"),
-]
+pytestmark = h200.needs_plugin
 
 # wgmma serialised: C7507 over a call, C7510 over control flow or a mix-up of registers, C7512 for want of registers.
 SERIALISED = re.compile(r"C7507|C7510|C7512|wgmma\.mma_async instructions are serialized")

@@ -1,7 +1,11 @@
 """Compiling for H200 GPUs on a machine that has none."""
 
+import importlib.util
+import shutil
+
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 
 # An xla.GpuTargetConfigProto; the numbers are an H200's device properties under CUDA 13.
@@ -32,6 +36,18 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
 SHARED_MEMORY_BYTES = 232448
+
+
+def _has_plugin() -> bool:
+    return importlib.util.find_spec("jax_plugins") is not None and (
+        importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    )
+
+
+needs_plugin = pytest.mark.skipif(
+    not _has_plugin() or shutil.which("ptxas") is None,
+    reason="jax-cuda13-plugin is not installed, or ptxas is not on the PATH: nothing can be compiled for Hopper",
+)
 
 
 def mesh(devices, axis_names):
