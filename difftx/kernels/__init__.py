@@ -15,7 +15,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import baseline, cudnn, fused, pallas_gpu, pallas_tpu, reference, target, xla
+from difftx.kernels import baseline, cudnn, fused, pallas_tpu, reference, target, xla
+
+try:
+    from difftx.kernels import pallas_gpu
+except ImportError:  # A jaxlib without Mosaic GPU's bindings, as on some laptops.
+    pallas_gpu = None
 
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
 
@@ -185,7 +190,7 @@ def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None) ->
     if name == "pallas_tpu":
         return pallas_tpu.unsupported(*shapes, window=window)
     if name == "pallas_gpu":
-        return pallas_gpu.unsupported(*shapes)
+        return pallas_gpu.unsupported(*shapes) if pallas_gpu else "this jaxlib has no Mosaic GPU"
     if name == "cudnn":
         return cudnn.unsupported(*shapes, segment_ids=segment_ids_BT)
     if name == "cudnn_wide":
