@@ -1,7 +1,7 @@
 # make quickstart: train a differential and a plain transformer on this machine. make test: run the tests.
 
 RUNS ?= runs/quickstart
-STEPS ?= 500
+STEPS ?= 550
 
 # The first Python of at least 3.12; the virtual environments are made with it.
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \

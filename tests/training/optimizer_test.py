@@ -20,7 +20,7 @@ def test_schedule_is_linear_up_and_down(config):
     assert float(schedule(10)) == pytest.approx(1e-2)
     assert float(schedule(55)) == pytest.approx((1e-2 + 1e-3) / 2)
     assert float(schedule(100)) == pytest.approx(1e-3)
-    assert float(learning_rate(config(optimizer__warmup_steps=0))(0)) == pytest.approx(3e-3)
+    assert float(learning_rate(config(optimizer__warmup_steps=0))(0)) == pytest.approx(4e-3)
 
 
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
