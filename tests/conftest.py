@@ -23,6 +23,7 @@ TINY = {
     "model.num_layers": "2",
     "model.num_heads": "2",
     "model.mlp_dim": "64",
+    "model.zero_init_output": "false",  # Branches that are zero would agree with anything.
     "data.sequence_length": "32",
     "train.global_batch_tokens": "256",
     "train.steps": "6",
