@@ -10,6 +10,7 @@ arrays' own types say. A Pallas backend that is named where there is no such dev
 import functools
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Literal
 
 import jax
@@ -25,7 +26,9 @@ except ImportError:  # A jaxlib without Mosaic GPU's bindings, as on some laptop
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
 
 # Differential attention: backends with a backward pass of their own, and functions that JAX differentiates.
-FUSED_BACKENDS = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
+FUSED_BACKENDS: dict[str, ModuleType] = {"xla": xla, "pallas_tpu": pallas_tpu}
+if pallas_gpu is not None:
+    FUSED_BACKENDS["pallas_gpu"] = pallas_gpu
 DIFF_FUNCTIONS = {
     "reference": reference.diff_attention,
     "cudnn": cudnn.diff_attention,

@@ -51,6 +51,8 @@ CASES = {
     "one token": {"T": 1},
     "T=63": {"T": 63, "B": 1},
     "T=64": {"T": 64, "B": 1},
+    "T=130": {"T": 130, "B": 1, "H": 1, "K": 1},
+    "T=1000": {"T": 1000, "B": 1, "H": 1, "K": 1},
     "grouped queries": {"K": 2},
     "one key head": {"K": 1},
     "segments": {"segments": True},
