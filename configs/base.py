@@ -74,7 +74,17 @@ def get_config() -> ConfigDict:
     c.mesh = ConfigDict()  # Devices along each axis; -1, once: all that are left.
     c.mesh.data = 1  # Copies of the parameters.
     c.mesh.fsdp = -1  # Shards of parameters, moments and batch.
+    c.mesh.context = 1  # Shards of a row's tokens; attention swaps them for heads.
     c.mesh.tensor = 1  # Shards of heads, MLP width and vocabulary.
+    c.mesh.slices = 1  # Slices of a multi-slice TPU pod, joined by the data-centre network; they cut mesh.data.
+    # "auto": mesh, remat and accumulation come from the table in difftx/parallel/presets.py, by devices and size.
+    c.mesh.preset = "none"
+
+    c.multihost = ConfigDict()  # Used when several processes train together (docs/operations.md).
+    c.multihost.initialization_timeout_seconds = 1800  # Until all processes have started: cold pods take long.
+    c.multihost.heartbeat_timeout_seconds = 100  # Until a process that is gone is given up.
+    c.multihost.barrier_timeout_seconds = 600  # Until all processes reach the same start, checkpoint or evaluation.
+    c.multihost.watchdog_seconds = 1800  # Without a finished step: print all stacks and exit. Compiling counts too.
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 1000  # Also at the last step and on SIGTERM.

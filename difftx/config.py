@@ -142,15 +142,33 @@ class MeshConfig:
 
     data: int
     fsdp: int
+    context: int
     tensor: int
+    slices: int
+    preset: Literal["none", "auto"]
 
     def __post_init__(self):
-        sizes = dataclasses.asdict(self)
+        sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "context", "tensor")}
+        _require_positive("mesh", "slices", self.slices)
         for axis, size in sizes.items():
             if size != -1:
                 _require_positive("mesh", axis, size)
         if list(sizes.values()).count(-1) > 1:
             raise UserError(f"mesh={sizes}: only one axis can be -1 (all devices that are left)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultihostConfig:
+    """Group `multihost`."""
+
+    initialization_timeout_seconds: int
+    heartbeat_timeout_seconds: int
+    barrier_timeout_seconds: int
+    watchdog_seconds: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            _require_positive("multihost", name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +221,7 @@ class Config:
     optimizer: OptimizerConfig
     train: TrainConfig
     mesh: MeshConfig
+    multihost: MultihostConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig
     logging: LoggingConfig

@@ -1,0 +1,30 @@
+"""The difftx command: python -m difftx COMMAND …, or `difftx COMMAND …` where the package is installed."""
+
+import importlib
+import sys
+
+from difftx.errors import UserError, did_you_mean, run_command
+
+# Name → module with `main(arguments) -> exit code`, imported when it is asked for, and what it does.
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+def main() -> int:
+    """Run the command that the first argument names."""
+    name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    if name in ("-h", "--help"):
+        print(__doc__.splitlines()[0], *(f"  {n:<12}{text}" for n, (_, text) in COMMANDS.items()), sep="\n")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"{name!r}: no such command.{did_you_mean(name, COMMANDS)}")
+    module = importlib.import_module(COMMANDS[name][0])
+    return module.main(arguments)
+
+
+def entry() -> None:
+    """Run the command and exit with its code."""
+    run_command(main)
+
+
+if __name__ == "__main__":
+    entry()
