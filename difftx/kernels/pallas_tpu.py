@@ -116,6 +116,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interp
         call,
         kernels.forward_kernel,
         "diff_attention_forward",
+        products=6,
         inner_grid=(call.group, len(call.visits)),
         in_specs=[*_qkv_specs(call, spec), spec((1, block), of="query", axis=1)],
         operands=[
@@ -191,6 +192,7 @@ def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
         call,
         kernels.dkv_kernel,
         "diff_attention_dqkv" if with_dq else "diff_attention_dkv",
+        products=10 if with_dq else 8,
         inner_grid=(len(call.visits), group),
         in_specs=_backward_specs(call, spec),
         operands=operands,
@@ -224,6 +226,7 @@ def _dq(call, operands, segment_ids_BT, interpret):
         call,
         kernels.dq_kernel,
         "diff_attention_dq",
+        products=6,
         inner_grid=(call.group, len(call.visits)),
         in_specs=_backward_specs(call, spec),
         operands=operands,
@@ -241,6 +244,7 @@ def _run(
     kernel,
     name,
     *,
+    products,
     inner_grid,
     in_specs,
     operands,
@@ -249,7 +253,10 @@ def _run(
     interpret,
     **outputs,
 ):
-    """Runs a kernel over (B, K, *inner_grid); segment ids (or None) follow its operands."""
+    """Runs a kernel over (B, K, *inner_grid); segment ids (or None) follow its operands.
+
+    `products` counts those of (block, block) by D in a visit, one with E as two.
+    """
     lows = highs = segments_B1X = None
     if call.segmented:
         segments_BX = _pad(call, segment_ids_BT, axis=1, mode="edge")
@@ -275,7 +282,18 @@ def _run(
         ),
         interpret=target.platform() != "tpu" if interpret is None else interpret,
         name=name,
+        cost_estimate=_cost(call, products, (*operands, *jax.tree.leaves(outputs["out_shape"]))),
     )(jnp.asarray(call.visits), lows, highs, *operands, segments_B1X, segments_B1X)
+
+
+def _cost(call, products, arrays):
+    """What the compiler is told, to hide communication behind the kernel; each array moves at least once."""
+    scores = call.batch * call.kv_heads * call.group * len(call.visits) * call.block**2
+    return pl.CostEstimate(
+        flops=products * 2 * scores * call.d,
+        transcendentals=2 * scores,  # Two maps, one exponential each.
+        bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
+    )
 
 
 def _spec(call, grid_order, shape, *, of, axis, has_heads=True):

@@ -19,6 +19,7 @@ PEAK_FLOPS = {
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
+    "TPU7x": 2307e12 / 2,  # A chip is two devices.
 }
 
 

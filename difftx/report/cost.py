@@ -26,8 +26,8 @@ def format_cost(config: Config) -> str:
         training=f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}",
         compute=f"{full:.3g} FLOPs a token (6 N + 12 L T d; {halved:.3g} with attention halved), "
         f"{full * steps * batch:.3g} in all",
-        memory=f"{_size(state)} of train state and about {_size(activation_bytes(config, rows))} of activations "
-        f"a device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
+        memory=f"{format_bytes(state)} of train state and about {format_bytes(activation_bytes(config, rows))} of "
+        f"activations a device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     )
 
 
@@ -44,7 +44,8 @@ def _lines(**texts: str) -> str:
     return "\n".join(f"{name:<9}{text}" for name, text in texts.items())
 
 
-def _size(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it, three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

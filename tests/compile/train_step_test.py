@@ -6,35 +6,19 @@ os.environ.update(  # read when libtpu loads; without the last one a second proc
     JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
-import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
 from compile import h200
-from difftx.data.loader import Batch
-from difftx.parallel.layout import Layout
+from difftx.launch.estimate import compile_step
 from difftx.parallel.mesh import make_mesh
-from difftx.training.state import init_state, make_train_step
 
 TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
 
 
 def compiled_step(c, devices) -> str:
     """Return the HLO of the train step over fsdp = 2 and tensor = 2."""
-    mesh = make_mesh(c.mesh, devices)
-
-    def placed(x):
-        spec = x.sharding.spec if x.sharding is not None else jax.P()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
-
-    with jax.set_mesh(mesh):
-        state = jax.tree.map(placed, jax.eval_shape(lambda: init_state(c)))
-        sharding = jax.NamedSharding(mesh, Layout().act_BT)
-        shape = (c.batch_rows, c.data.sequence_length)
-        tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
-        batch = Batch(tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask)
-        return jax.jit(make_train_step(c), donate_argnums=0).lower(state, batch).compile().as_text()
+    return compile_step(c, make_mesh(c.mesh, devices))[1].as_text()
 
 
 def sharded(config, architecture):

@@ -1,0 +1,86 @@
+"""The arithmetic of a traced program, counted from its jaxpr: loops as often as they run, kernels included.
+
+XLA's own count takes the body of a loop once and a Pallas kernel not at all. Only matrix products are counted here:
+the rest of a decoder's operations is bound by memory, not arithmetic.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend import core
+
+# Mosaic GPU kernels state no cost, and their loops have lengths that only the device knows. Products of width D over
+# the causal half of T × T, a head (difftx/kernels/pallas_gpu*.py).
+MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
+
+
+def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
+    """Return the FLOPs of one device: two for each multiplication and addition in a matrix product.
+
+    Arrays on an explicit mesh count as their shards; of branches the largest counts; a loop of unknown length counts
+    once.
+    """
+    equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
+    return sum(map(_flops, equations))
+
+
+def _flops(equation: core.JaxprEqn) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _product_flops(equation)
+    if name == "pallas_call":
+        return _kernel_flops(params)
+    if name in ("mpmd_map", "core_map"):
+        return _mosaic_gpu_flops(equation)
+    inner = [executed_flops(j) for j in _inner(params)]
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * (params["length"] if name == "scan" else 1)
+
+
+def _product_flops(equation: core.JaxprEqn) -> float:
+    arrays: list[Any] = [v.aval for v in (*equation.invars[:2], equation.outvars[0])]
+    left, right, out = arrays
+    (contracted, other), _ = equation.params["dimension_numbers"]
+    size = 2 * out.size * math.prod(left.shape[i] for i in contracted)
+    if out.sharding.mesh.empty:
+        return size
+    # A device multiplies its shards of the output and of what is summed over; an axis that cuts a summed dimension of
+    # one operand only is gathered first, and then cuts nothing.
+    both = _axes(left, contracted) & _axes(right, other)
+    axes = _axes(out, range(out.ndim)) | both
+    return size / math.prod(out.sharding.mesh.shape[axis] for axis in axes)
+
+
+def _axes(array: Any, dimensions: Any) -> set[str]:
+    """Return the mesh axes that cut some dimensions of an array."""
+    cuts = [array.sharding.spec[i] for i in dimensions]
+    return {axis for cut in cuts if cut is not None for axis in (cut if isinstance(cut, tuple) else (cut,))}
+
+
+def _kernel_flops(params: Mapping[str, Any]) -> float:
+    if params["cost_estimate"] is not None:
+        return params["cost_estimate"].flops
+    grid = params["grid_mapping"].grid
+    flops = executed_flops(params["jaxpr"]) * math.prod(grid)
+    # Splash attention, jax's, walks all square tiles of T × T but computes those that causality leaves.
+    name = str(params.get("name") or params.get("name_and_src_info"))
+    return flops * (grid[-1] + 1) / (2 * grid[-1]) if "splash" in name else flops
+
+
+def _mosaic_gpu_flops(equation: core.JaxprEqn) -> float:
+    name = equation.params["name"]
+    if name not in MOSAIC_GPU_PRODUCTS:
+        raise ValueError(f"the arithmetic of the Mosaic GPU kernel {name!r} is not known")
+    # The queries are the largest of the operands [B, T, heads, 2, D].
+    arrays: list[Any] = [v.aval for v in equation.invars]
+    batch, tokens, heads, _, width = max(a.shape for a in arrays if a.ndim == 5)
+    return MOSAIC_GPU_PRODUCTS[name] * batch * heads * tokens**2 * width
+
+
+def _inner(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (core.ClosedJaxpr, core.Jaxpr)):
+                yield item

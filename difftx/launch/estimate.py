@@ -1,0 +1,200 @@
+"""What one train step costs on devices that are not here: compiled for them, nothing allocated, nothing run."""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from difftx.config import Config
+from difftx.data.loader import Batch
+from difftx.errors import UserError
+from difftx.launch.arithmetic import executed_flops
+from difftx.launch.hlo import Collective, list_collectives
+from difftx.launch.topology import GIB, Chip
+from difftx.model.flops import PEAK_FLOPS, flops_per_token
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.training.state import init_state, make_train_step
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class DoesNotFitError(UserError):
+    """A compiler ended because the step needs more memory than the device has."""
+
+    def __init__(self, needed_bytes: float, capacity_bytes: float):
+        super().__init__(
+            f"the step needs {needed_bytes / GIB:.2f} GiB of a device's {capacity_bytes / GIB:.2f}, "
+            f"{(needed_bytes - capacity_bytes) / GIB:.2f} GiB too much"
+        )
+        self.needed_bytes, self.capacity_bytes = needed_bytes, capacity_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The numbers of one step; bytes and seconds are one device's."""
+
+    device_kind: str
+    mesh: dict[str, int]  # Axis → devices.
+    slices: int
+    remat: str
+    accumulation: int
+    argument_bytes: int  # Train state and batch.
+    output_bytes: int
+    alias_bytes: int  # Of the output, what takes the place of arguments.
+    temporary_bytes: int  # Activations, gradients, gathered parameters.
+    code_bytes: int
+    capacity_bytes: float
+    compile_seconds: float
+    executed_flops: float  # Of one device.
+    model_flops: float  # Of the step, over all devices: 6 N + 12 L T d a token.
+    model_flops_causal: float  # 6 N + 6 L T d a token.
+    peak_flops: float | None  # Of one device; None: unknown.
+    collectives: dict[str, dict[str, float]]  # Kind → runs, and bytes sent inside the slice and between slices.
+    interconnect: float | None  # Bytes/s that a device sends inside its slice; None: unknown.
+    network: float | None  # And between slices.
+    step_tokens: int
+    steps: int
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device while the step runs."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has that much."""
+        return self.needed_bytes <= self.capacity_bytes
+
+    @property
+    def bound(self) -> "Bound | None":
+        """The least time of a step; None where the device's peak or its bandwidth is not known."""
+        if self.peak_flops is None or self.interconnect is None or self.network is None:
+            return None
+        inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
+        between = sum(c["network_bytes"] for c in self.collectives.values())
+        arithmetic = self.executed_flops / self.peak_flops
+        collective = max(inside / self.interconnect, between / self.network)
+        step = max(arithmetic, collective)
+        possible = self.devices * self.peak_flops * step
+        return Bound(
+            arithmetic_seconds=arithmetic,
+            collective_seconds=collective,
+            step_seconds=step,
+            mfu=self.model_flops / possible,
+            mfu_causal=self.model_flops_causal / possible,
+            days=self.steps * step / 86_400,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers, the derived ones too, for JSON."""
+        derived = ("devices", "needed_bytes", "fits")
+        bound = {} if self.bound is None else dataclasses.asdict(self.bound)
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived} | bound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The least time of a step: arithmetic and communication at the data sheet's speed, each hiding the other."""
+
+    arithmetic_seconds: float  # The executed matrix products at the device's peak.
+    collective_seconds: float  # The bytes sent at the data sheet's bandwidth, inside and between slices at once.
+    step_seconds: float  # The larger of arithmetic and collectives.
+    mfu: float  # The most: model FLOPs / (devices × peak × step).
+    mfu_causal: float  # The same with attention halved.
+    days: float  # Of the configured run.
+
+
+def compile_step(config: Config, mesh: jax.sharding.Mesh) -> tuple[jax.stages.Traced, jax.stages.Compiled]:
+    """Trace and compile the train step that `difftx.training.loop` runs, from shapes alone.
+
+    Raises:
+        DoesNotFitError: the compiler gave up for want of memory.
+    """
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(lambda x: _placed(x, mesh), jax.eval_shape(lambda: init_state(config)))
+        sharding = jax.NamedSharding(mesh, Layout().act_BT)
+        shape = (config.batch_rows, config.data.sequence_length)
+        tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
+        batch = Batch(tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask)
+        traced = jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
+        try:
+            return traced, traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise _does_not_fit(str(error)) or error from None
+
+
+def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
+    """Compile the train step for these devices and read off its cost.
+
+    Raises:
+        DoesNotFitError: the compiler gave up for want of memory.
+        UserError: the mesh does not fit the devices or the model.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    check_divisible(config, mesh)
+    start = time.perf_counter()
+    traced, compiled = compile_step(config, mesh)
+    seconds = time.perf_counter() - start
+    memory: Any = compiled.memory_analysis()
+    kind, text = devices[0].device_kind, compiled.as_text() or ""
+    length, tokens = config.data.sequence_length, config.train.global_batch_tokens
+    slice_of = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    return Estimate(
+        device_kind=kind,
+        mesh=dict(mesh.shape),
+        slices=len(set(slice_of)),
+        remat=config.model.remat,
+        accumulation=config.train.accumulation,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        capacity_bytes=chip.hbm_bytes,
+        compile_seconds=seconds,
+        executed_flops=executed_flops(traced.jaxpr),
+        model_flops=tokens * flops_per_token(config.model, length, causal=False),
+        model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
+        peak_flops=PEAK_FLOPS.get(kind),
+        collectives=_by_kind(list_collectives(text, slice_of)),
+        interconnect=chip.interconnect,
+        network=chip.network,
+        step_tokens=tokens,
+        steps=config.train.steps,
+    )
+
+
+def _placed(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    spec = x.sharding.spec if x.sharding is not None else jax.P()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+
+def _by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
+    totals: dict[str, dict[str, float]] = {}
+    for kind in sorted({c.kind for c in collectives}):
+        those = [c for c in collectives if c.kind == kind]
+        totals[kind] = {
+            "runs": sum(c.runs for c in those),
+            "interconnect_bytes": sum(c.interconnect_bytes for c in those),
+            "network_bytes": sum(c.network_bytes for c in those),
+        }
+    return totals
+
+
+def _does_not_fit(message: str) -> DoesNotFitError | None:
+    """Read libtpu's "Used 18.31G of 15.75G hbm"."""
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    if found is None:
+        return None
+    return DoesNotFitError(float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])

@@ -1,0 +1,225 @@
+"""What a compiled program sends between devices, read from the text of its optimised HLO.
+
+XLA's own statistics count the body of a loop once. Here a collective counts as often as it runs: `while` bodies by
+their known trip counts, through calls, fusions and asynchronous pairs; of a conditional's branches the one that sends
+most.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # Others carry their width: bf16, s4, f8e4m3fn.
+
+_HEADER = re.compile(r"(?:ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction, and how often a step runs it."""
+
+    kind: str  # Of KINDS.
+    operand_bytes: float  # Of one device.
+    group: int  # Devices that take part together.
+    slices: int  # Slices that a group reaches over; 1: it stays on the interconnect.
+    runs: int
+    shape: str  # Of the result.
+    source: str  # The operation in the program, as its author named it.
+
+    @property
+    def interconnect_bytes(self) -> float:
+        """Bytes that a device sends inside its slice, over all runs, by the ring algorithm."""
+        inside = self.group / self.slices
+        spread = self.slices if self.kind == "all-gather" else 1  # What came from the other slices goes on.
+        return self.runs * spread * _sent(self.kind, self.operand_bytes, inside)
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that a device sends to other slices, over all runs: each sends its part of what the slice holds."""
+        reduced = self.kind in ("all-reduce", "reduce-scatter")
+        part = self.operand_bytes / (self.group / self.slices if reduced else 1)
+        return self.runs * _sent(self.kind, part, self.slices)
+
+
+def _sent(kind: str, operand: float, group: float) -> float:
+    """Return the bytes that each device of a group sends, for operands of so many bytes."""
+    if group <= 1:
+        return 0.0
+    if kind == "all-gather":
+        return operand * (group - 1)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return operand
+    return operand * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: str
+    attributes: str
+
+
+def list_collectives(text: str, slice_of: Sequence[int] | None = None) -> list[Collective]:
+    """Return the collectives that a step of a compiled program runs.
+
+    Args:
+        text: `compiled.as_text()`.
+        slice_of: the slice of each device, in the program's order; None: one slice.
+    """
+    return _Program(text, slice_of).collectives()
+
+
+class _Program:
+    def __init__(self, text: str, slice_of: Sequence[int] | None):
+        header, _, body = text.partition("\n")
+        self._devices = math.prod(map(int, _PARTITIONS.findall(header)))
+        self._slice_of = np.zeros(self._devices, int) if slice_of is None else np.asarray(slice_of)
+        self._computations, self._entry = _split(body)
+        self._collectives_of = functools.cache(self._list)
+
+    def collectives(self) -> list[Collective]:
+        return list(self._collectives_of(self._entry))
+
+    def _list(self, computation: str) -> tuple[Collective, ...]:
+        types = {i.name: i.type for i in self._computations[computation]}
+        found: list[Collective] = []
+        for instruction in self._computations[computation]:
+            found += self._of_instruction(instruction, types)
+        return tuple(found)
+
+    def _of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in KINDS:
+            yield self._collective(kind, instruction, types)
+        elif instruction.opcode.endswith(("-done", "-update")):
+            return  # Their start was counted.
+        elif branches := _BRANCHES.search(instruction.attributes):
+            names = [name.strip().removeprefix("%") for name in branches[1].split(",")]
+            yield from max(map(self._collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
+        else:
+            trips = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
+            for name in _CALLED.findall(instruction.attributes):
+                for c in self._collectives_of(name):
+                    yield dataclasses.replace(c, runs=c.runs * (int(trips[1]) if trips else 1))
+
+    def _collective(self, kind: str, instruction: _Instruction, types: dict[str, str]) -> Collective:
+        operands = re.findall(r"%([\w.$-]+)", instruction.operands)
+        groups = self._groups(instruction)
+        name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+        return Collective(
+            kind=kind,
+            operand_bytes=sum(type_bytes(types[name]) for name in operands),
+            group=groups.shape[1],
+            slices=max(len(set(self._slice_of[group])) for group in groups),
+            runs=1,
+            shape=instruction.type,
+            source=name[1] if name else "",
+        )
+
+    def _groups(self, instruction: _Instruction) -> np.ndarray:
+        """Return the devices that communicate with each other, `[groups, devices]`."""
+        if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", instruction.attributes):
+            return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
+        return replica_groups(instruction.attributes, self._devices)
+
+
+def replica_groups(text: str, devices: int) -> np.ndarray:
+    """Read `replica_groups=…` in its three notations: lists, a transposed iota, axes of a mesh.
+
+    Returns:
+        Device numbers, `[groups, devices of a group]`.
+    """
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        return _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+        return np.array([_integers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])])
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text):
+        return _mesh_groups(*mesh.groups())
+    if "replica_groups={}" in text:
+        return np.arange(devices)[None]
+    raise ValueError(f"the groups of a collective are not understood: {text[:200]}")
+
+
+def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
+    """Read groups such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`: all of b, and the 4 within a that 2 stand before."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
+    parts = {
+        name: (int(before), int(size)) if size else (1, sizes[name])
+        for name, before, size in re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", chosen)
+    }
+    shape, members = [], []
+    for name, size in sizes.items():
+        before, inside = parts.get(name, (size, 1))
+        members.append(len(shape) + 1)
+        shape += [before, inside, size // (before * inside)]
+    if device_ids is None:
+        ids = np.arange(math.prod(shape))
+    else:
+        ids = _iota(device_ids) if device_ids.startswith("[") else np.array(_integers(device_ids))
+    moved = np.moveaxis(ids.reshape(shape), members, range(-len(members), 0))
+    return moved.reshape(-1, math.prod(shape[i] for i in members))
+
+
+def _iota(text: str) -> np.ndarray:
+    """Read `[2,4]T(1,0)`: 0 … 7 in that shape, transposed, in a row."""
+    shape, _, order = text.partition("T")
+    sizes = _integers(shape.strip("[]"))
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return (ids.transpose(_integers(order.strip("()"))) if order else ids).reshape(-1)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def type_bytes(text: str) -> float:
+    """Return the bytes of an HLO type, such as `bf16[8,128]{1,0}` or a tuple of them."""
+    total = 0.0
+    for dtype, shape in _ARRAY.findall(text):
+        digits = re.search(r"\d+", dtype)
+        bits = BITS[dtype] if dtype in BITS else int(digits[0]) if digits else 0
+        total += bits / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
+    return total
+
+
+def _split(body: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """Return the instructions of each computation, and the entry's name."""
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = "", []
+    for line in body.splitlines():
+        if not line.startswith((" ", "}")) and (header := _HEADER.match(line)):
+            current = computations[header[1]] = []
+            entry = header[1] if line.startswith("ENTRY") else entry
+        elif match := _INSTRUCTION.match(line):
+            current.append(_instruction(match[1], match[2]))
+    return computations, entry
+
+
+def _instruction(name: str, rest: str) -> _Instruction:
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opening = rest.index("(", end)
+    closing = _closing(rest, opening)
+    return _Instruction(name, rest[:end], rest[end:opening].strip(), rest[opening + 1 : closing], rest[closing + 1 :])
+
+
+def _closing(text: str, opening: int) -> int:
+    """Return where the parenthesis at `opening` closes."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, opening):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError(f"an unclosed parenthesis in HLO: {text[opening : opening + 80]}")

@@ -1,0 +1,156 @@
+"""Devices that are not here, to compile for: TPU slices through libtpu, H200s through the CUDA plugin, virtual CPUs."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from difftx.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import jax
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What a data sheet says of one device, as jax counts devices. Peak FLOP/s: `difftx.model.flops.PEAK_FLOPS`."""
+
+    hbm_bytes: float
+    interconnect: float | None  # Bytes/s that a device sends while it receives as many: half of "bidirectional".
+    network: float | None  # Bytes/s a device between slices, or between hosts of GPUs.
+
+
+# Google: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "Bidirectional ICI bandwidth per chip" halved and "DCN
+# bandwidth per chip" (v5e, v6e: per pod of 256). HBM is what libtpu 0.0.50 gives a program, a little less than the
+# sheet's. tpu7x shows each chip as two devices. NVIDIA: H200 data sheet, NVLink 900 GB/s both ways; one 400 Gbit/s
+# ConnectX-7 a GPU.
+CHIPS = {
+    "v4": Chip(hbm_bytes=30.75 * GIB, interconnect=300e9, network=3.125e9),
+    "v5e": Chip(hbm_bytes=15.75 * GIB, interconnect=200e9, network=3.125e9),
+    "v5p": Chip(hbm_bytes=95.74 * GIB, interconnect=600e9, network=6.25e9),
+    "v6e": Chip(hbm_bytes=31.25 * GIB, interconnect=400e9, network=12.5e9),
+    "tpu7x": Chip(hbm_bytes=94.75 * GIB, interconnect=300e9, network=6.25e9),
+    "h200": Chip(hbm_bytes=141e9, interconnect=450e9, network=50e9),
+}
+
+# An xla.GpuTargetConfigProto; the numbers are an H200's device properties under CUDA 13.
+H200_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 19 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A number of devices of one kind, in one or more slices."""
+
+    kind: str  # A key of CHIPS, or "cpu".
+    shape: tuple[int, ...]  # Of one slice: chips along each axis of its torus, or their number.
+    slices: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}" + f"*{self.slices}" * (self.slices > 1)
+
+    @property
+    def chip(self) -> Chip:
+        """The data sheet; of a virtual CPU only the memory is known, its share of the host's."""
+        if self.kind == "cpu":
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return Chip(hbm_bytes=host / math.prod(self.shape), interconnect=None, network=None)
+        return CHIPS[self.kind]
+
+
+def parse_topology(text: str) -> Topology:
+    """Read `v5p:4x4x4`, `v5e:16x16*2` (two slices), `h200:8` or `cpu:8`.
+
+    Raises:
+        UserError: it is none of those.
+    """
+    match = re.fullmatch(r"([\w-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
+    if match is None:
+        raise UserError(f"--topology={text}: write kind:shape, such as v5p:4x4x4, v5e:16x16*2 (slices), h200:8, cpu:8")
+    kind, shape, slices = match[1].lower(), tuple(map(int, match[2].split("x"))), int(match[3] or 1)
+    if kind not in CHIPS and kind != "cpu":
+        raise UserError(f"--topology={text}: no such kind of device.{did_you_mean(kind, [*CHIPS, 'cpu'])}")
+    if min(*shape, slices, 1) < 1:
+        raise UserError(f"--topology={text}: sizes must be positive")
+    if kind in ("cpu", "h200") and (len(shape) > 1 or slices > 1):
+        raise UserError(f"--topology={text}: {kind} takes one number, such as {kind}:{math.prod(shape) * slices}")
+    return Topology(kind, shape, slices)
+
+
+def prepare(topology: Topology) -> None:
+    """Set what jax and libtpu read when they start; call it before jax is used.
+
+    Raises:
+        UserError: what compiles for these devices is not installed.
+    """
+    # Compile-only: nothing runs but on CPU, nobody asks a metadata server, and several may hold libtpu at once.
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    if topology.kind == "cpu":
+        flag = f"--xla_force_host_platform_device_count={math.prod(topology.shape)}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    elif topology.kind == "h200":
+        if not has_cuda_plugin():
+            raise UserError(
+                f"--topology={topology}: jax's CUDA plugin is not installed; pip install 'difftx[cuda]' (jax[cuda13])"
+            )
+    elif importlib.util.find_spec("libtpu") is None:
+        raise UserError(f"--topology={topology}: libtpu is not installed; pip install 'difftx[tpu]' (jax[tpu])")
+
+
+def has_cuda_plugin() -> bool:
+    """Whether jax's plugin for CUDA 13 is installed; it compiles without a GPU."""
+    return importlib.util.find_spec("jax_plugins") is not None and (
+        importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+    )
+
+
+def find_devices(topology: Topology) -> "Sequence[jax.Device]":
+    """Return the devices of a topology that was prepared.
+
+    Raises:
+        UserError: no slice has that shape.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    count = math.prod(topology.shape)
+    if topology.kind == "cpu":
+        return jax.devices("cpu")[:count]
+    if topology.kind == "h200":
+        description = topologies.get_topology_desc(platform="cuda", target_config=H200_TARGET, topology=f"1x1x{count}")
+        return description.devices
+    name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
+    slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    try:
+        return topologies.get_topology_desc(name, "tpu", **slices).devices
+    except Exception as error:
+        raise UserError(f"--topology={topology}: {str(error).splitlines()[0]}") from error
