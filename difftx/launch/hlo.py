@@ -22,6 +22,8 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CONDITION = re.compile(r"\bcondition=%?([\w.$-]+)")
+_REDUCE_SCATTER = re.compile(r"all-reduce-scatter")  # libtpu's fusion of an all-reduce with the slice that follows.
 _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -110,18 +112,35 @@ class _Program:
             names = [name.strip().removeprefix("%") for name in branches[1].split(",")]
             yield from max(map(self._collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
         else:
-            trips = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
+            runs = self._trips(instruction) if instruction.opcode == "while" else 1
             for name in _CALLED.findall(instruction.attributes):
-                for c in self._collectives_of(name):
-                    yield dataclasses.replace(c, runs=c.runs * (int(trips[1]) if trips else 1))
+                inner = self._collectives_of(name)
+                if _REDUCE_SCATTER.match(name):
+                    inner = [dataclasses.replace(c, kind="reduce-scatter") for c in inner]
+                yield from (dataclasses.replace(c, runs=c.runs * runs) for c in inner)
+
+    def _trips(self, loop: _Instruction) -> int:
+        """Return how often a loop runs: what XLA wrote, else the constant that its condition compares a counter with.
+
+        libtpu drops XLA's note, but keeps the counters of `jax.lax.scan`, which go from 0 in steps of 1. A loop that ends
+        on data counts once.
+        """
+        if noted := _TRIPS.search(loop.attributes):
+            return int(noted[1])
+        condition = _CONDITION.search(loop.attributes)
+        assert condition is not None, loop
+        instructions = {i.name: i for i in self._computations[condition[1]]}
+        *_, root = instructions.values()
+        operands = [instructions[name] for name in _names(root.operands) if name in instructions]
+        bounds = [i.operands for i in operands if i.opcode == "constant" and i.operands.isdigit()]
+        return int(bounds[0]) if bounds else 1
 
     def _collective(self, kind: str, instruction: _Instruction, types: dict[str, str]) -> Collective:
-        operands = re.findall(r"%([\w.$-]+)", instruction.operands)
         groups = self._groups(instruction)
         name = re.search(r'op_name="([^"]*)"', instruction.attributes)
         return Collective(
             kind=kind,
-            operand_bytes=sum(type_bytes(types[name]) for name in operands),
+            operand_bytes=sum(type_bytes(types[name]) for name in _names(instruction.operands)),
             group=groups.shape[1],
             slices=max(len(set(self._slice_of[group])) for group in groups),
             runs=1,
@@ -213,6 +232,10 @@ def _instruction(name: str, rest: str) -> _Instruction:
     opening = rest.index("(", end)
     closing = _closing(rest, opening)
     return _Instruction(name, rest[:end], rest[end:opening].strip(), rest[opening + 1 : closing], rest[closing + 1 :])
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"%([\w.$-]+)", operands)
 
 
 def _closing(text: str, opening: int) -> int:
