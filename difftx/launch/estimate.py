@@ -48,6 +48,7 @@ class Estimate:
     output_bytes: int
     alias_bytes: int  # Of the output, what takes the place of arguments.
     temporary_bytes: int  # Activations, gradients, gathered parameters.
+    peak_bytes: int  # Arguments, outputs and temporaries that live together at most, by the compiler's own account.
     code_bytes: int
     capacity_bytes: float
     compile_seconds: float
@@ -69,7 +70,7 @@ class Estimate:
     @property
     def needed_bytes(self) -> int:
         """Memory of a device while the step runs."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
+        return self.peak_bytes + self.code_bytes
 
     @property
     def fits(self) -> bool:
@@ -115,23 +116,15 @@ class Bound:
     days: float  # Of the configured run.
 
 
-def compile_step(config: Config, mesh: jax.sharding.Mesh) -> tuple[jax.stages.Traced, jax.stages.Compiled]:
-    """Trace and compile the train step that `difftx.training.loop` runs, from shapes alone.
-
-    Raises:
-        DoesNotFitError: the compiler gave up for want of memory.
-    """
+def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
+    """Trace the train step that `difftx.training.loop` runs, from shapes alone; lower and compile it for its cost."""
     with jax.set_mesh(mesh):
         state = jax.tree.map(lambda x: _placed(x, mesh), jax.eval_shape(lambda: init_state(config)))
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
         shape = (config.batch_rows, config.data.sequence_length)
         tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
         batch = Batch(tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask)
-        traced = jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
-        try:
-            return traced, traced.lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            raise _does_not_fit(str(error)) or error from None
+        return jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
@@ -144,12 +137,16 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
     start = time.perf_counter()
-    traced, compiled = compile_step(config, mesh)
+    traced = trace_step(config, mesh)
+    try:
+        compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise _does_not_fit(str(error)) or error from None
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     kind, text = devices[0].device_kind, compiled.as_text() or ""
     length, tokens = config.data.sequence_length, config.train.global_batch_tokens
-    slice_of = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    slice_of = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
     return Estimate(
         device_kind=kind,
         mesh=dict(mesh.shape),
@@ -160,6 +157,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         capacity_bytes=chip.hbm_bytes,
         compile_seconds=seconds,
@@ -193,8 +191,8 @@ def _by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
 
 
 def _does_not_fit(message: str) -> DoesNotFitError | None:
-    """Read libtpu's "Used 18.31G of 15.75G hbm"."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    """Read libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)"; it means arguments too."""
+    found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
     if found is None:
         return None
     return DoesNotFitError(float(found[1]) * _UNITS[found[2]], float(found[3]) * _UNITS[found[4]])

@@ -22,7 +22,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CONDITION = re.compile(r"\bcondition=%?([\w.$-]+)")
+_LOOP = ("condition", "body")
 _REDUCE_SCATTER = re.compile(r"all-reduce-scatter")  # libtpu's fusion of an all-reduce with the slice that follows.
 _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
@@ -120,20 +120,26 @@ class _Program:
                 yield from (dataclasses.replace(c, runs=c.runs * runs) for c in inner)
 
     def _trips(self, loop: _Instruction) -> int:
-        """Return how often a loop runs: what XLA wrote, else the constant that its condition compares a counter with.
+        """Return how often a loop runs: what XLA wrote, else what its counter says.
 
-        libtpu drops XLA's note, but keeps the counters of `jax.lax.scan`, which go from 0 in steps of 1. A loop that ends
-        on data counts once.
+        libtpu drops XLA's note, but its counters start from 0, grow by a constant and are compared with another. A loop
+        that ends on data counts once.
         """
         if noted := _TRIPS.search(loop.attributes):
             return int(noted[1])
-        condition = _CONDITION.search(loop.attributes)
-        assert condition is not None, loop
-        instructions = {i.name: i for i in self._computations[condition[1]]}
-        *_, root = instructions.values()
-        operands = [instructions[name] for name in _names(root.operands) if name in instructions]
-        bounds = [i.operands for i in operands if i.opcode == "constant" and i.operands.isdigit()]
-        return int(bounds[0]) if bounds else 1
+        condition, body = (self._by_name(re.search(rf"\b{part}=%?([\w.$-]+)", loop.attributes)) for part in _LOOP)
+        compared = [condition[name] for name in _names([*condition.values()][-1].operands) if name in condition]
+        bound = _constant(compared)
+        index = [re.search(r"index=(\d+)", i.attributes) for i in compared if i.opcode == "get-tuple-element"]
+        if bound is None or not index or index[0] is None:
+            return 1
+        counter = body[_names([*body.values()][-1].operands)[int(index[0][1])]]
+        step = _constant([body[name] for name in _names(counter.operands) if name in body])
+        return -(-bound // (step or 1))
+
+    def _by_name(self, found: re.Match | None) -> dict[str, _Instruction]:
+        assert found is not None
+        return {i.name: i for i in self._computations[found[1]]}
 
     def _collective(self, kind: str, instruction: _Instruction, types: dict[str, str]) -> Collective:
         groups = self._groups(instruction)
@@ -232,6 +238,11 @@ def _instruction(name: str, rest: str) -> _Instruction:
     opening = rest.index("(", end)
     closing = _closing(rest, opening)
     return _Instruction(name, rest[:end], rest[end:opening].strip(), rest[opening + 1 : closing], rest[closing + 1 :])
+
+
+def _constant(instructions: Sequence[_Instruction]) -> int | None:
+    """Return the first integer constant among instructions."""
+    return next((int(i.operands) for i in instructions if i.opcode == "constant" and i.operands.isdigit()), None)
 
 
 def _names(operands: str) -> list[str]:

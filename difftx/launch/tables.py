@@ -32,7 +32,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> Table:
         (
             "memory",
             format_bytes(e.needed_bytes),
-            f"of {format_bytes(e.capacity_bytes)}: {'fits' if e.fits else 'does not fit'}",
+            f"the most at once, of {format_bytes(e.capacity_bytes)}: {'fits' if e.fits else 'does not fit'}",
         ),
     )
     section(*(_collective_row(kind, numbers) for kind, numbers in e.collectives.items()))

@@ -32,9 +32,9 @@ class Chip:
 CHIPS = {
     "v4": Chip(hbm_bytes=30.75 * GIB, interconnect=300e9, network=3.125e9),
     "v5e": Chip(hbm_bytes=15.75 * GIB, interconnect=200e9, network=3.125e9),
-    "v5p": Chip(hbm_bytes=95.74 * GIB, interconnect=600e9, network=6.25e9),
-    "v6e": Chip(hbm_bytes=31.25 * GIB, interconnect=400e9, network=12.5e9),
-    "tpu7x": Chip(hbm_bytes=94.75 * GIB, interconnect=300e9, network=6.25e9),
+    "v5p": Chip(hbm_bytes=95.73 * GIB, interconnect=600e9, network=6.25e9),
+    "v6e": Chip(hbm_bytes=31.24 * GIB, interconnect=400e9, network=12.5e9),
+    "tpu7x": Chip(hbm_bytes=94.74 * GIB, interconnect=300e9, network=6.25e9),
     "h200": Chip(hbm_bytes=141e9, interconnect=450e9, network=50e9),
 }
 
@@ -114,6 +114,7 @@ def prepare(topology: Topology) -> None:
     """
     # Compile-only: nothing runs but on CPU, nobody asks a metadata server, and several may hold libtpu at once.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # Any: else libtpu complains.
     if topology.kind == "cpu":
         flag = f"--xla_force_host_platform_device_count={math.prod(topology.shape)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
@@ -149,8 +150,10 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
         description = topologies.get_topology_desc(platform="cuda", target_config=H200_TARGET, topology=f"1x1x{count}")
         return description.devices
     name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
-    slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    options: dict[str, object] = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    if topology.kind == "v4":
+        options["chip_config_name"] = "megacore"  # A device is a chip, as on a real one; default: each of its cores.
     try:
-        return topologies.get_topology_desc(name, "tpu", **slices).devices
+        return topologies.get_topology_desc(name, "tpu", **options).devices
     except Exception as error:
         raise UserError(f"--topology={topology}: {str(error).splitlines()[0]}") from error

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import topologies
 
 from compile import h200
-from difftx.launch.estimate import compile_step
+from difftx.launch.estimate import trace_step
 from difftx.parallel.mesh import make_mesh
 
 TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
@@ -18,7 +18,7 @@ TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "trans
 
 def compiled_step(c, devices) -> str:
     """Return the HLO of the train step over fsdp = 2 and tensor = 2."""
-    return compile_step(c, make_mesh(c.mesh, devices))[1].as_text()
+    return trace_step(c, make_mesh(c.mesh, devices)).lower().compile().as_text()
 
 
 def sharded(config, architecture):

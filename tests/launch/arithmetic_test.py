@@ -1,0 +1,145 @@
+"""FLOPs counted from jaxprs, against counts by hand and XLA's own count of programs without loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.extend import core
+
+from difftx.kernels import baseline, pallas_gpu, pallas_tpu
+from difftx.launch.arithmetic import executed_flops
+from difftx.launch.estimate import trace_step
+from difftx.parallel.mesh import make_mesh
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def flops(function, *arguments):
+    return executed_flops(jax.jit(function).trace(*arguments).jaxpr)
+
+
+def test_loops_count_as_often_as_they_run():
+    def twice(x):
+        return x @ x @ x
+
+    def loop(function, length):
+        return lambda x: jax.lax.scan(lambda c, _: (function(c), None), x, length=length)[0]
+
+    x = struct(8, 8)
+    assert flops(twice, x) == 2 * 2 * 8**3
+    assert flops(loop(loop(twice, 3), 5), x) == 15 * 2 * 2 * 8**3
+    assert flops(lambda x: jax.lax.cond(x[0, 0] > 0, twice, lambda x: x @ x, x), x) == 2 * 2 * 8**3
+    assert flops(jax.checkpoint(jax.jit(twice)), x) == 2 * 2 * 8**3
+
+
+def test_a_device_of_a_mesh_counts_its_share(mesh_of):
+    mesh = mesh_of(fsdp=2, tensor=2)
+
+    def placed(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+
+    def project(x, w):
+        return jnp.einsum("bd,df->bf", x, w, out_sharding=P("fsdp", "tensor"))
+
+    x, w = placed(P("fsdp", None), 8, 16), placed(P("fsdp", "tensor"), 16, 32)
+    full = 2 * 8 * 16 * 32
+    with jax.set_mesh(mesh):
+        assert flops(project, x, w) == full / 4
+        gradients = jax.grad(lambda x, w: jnp.sum(project(x, w) ** 2), argnums=(0, 1))
+        assert flops(gradients, x, w) == 3 * full / 4
+        # Each device multiplies whole what no axis cuts, and its own rows inside of shard_map.
+        assert flops(lambda x, w: x @ w, placed(P(), 8, 16), placed(P(), 16, 32)) == full
+        local = jax.shard_map(lambda x, w: x @ w, in_specs=(P("fsdp", None), P()), out_specs=P("fsdp", None))
+        assert flops(local, placed(P("fsdp", None), 8, 16), placed(P(), 16, 32)) == full / 2
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_the_step_agrees_with_xla_where_nothing_loops(config, architecture):
+    """With one layer, chunk and device XLA's own count is right; it has more in it than matrix products."""
+    c = config(architecture, model__num_layers=1, model__d_model=128, model__mlp_dim=256)
+    mesh = make_mesh(c.mesh, jax.devices()[:1])
+    traced = trace_step(c, mesh)
+    once = executed_flops(traced.jaxpr)
+    assert once == pytest.approx(traced.lower().compile().cost_analysis()["flops"], rel=0.15)
+
+    c = config(architecture, model__num_layers=3, model__d_model=128, model__mlp_dim=256)
+    tokens, products = 256, 4 * 128**2 + 3 * 128 * 256
+    maps = 4 * 2 * 32 * 128  # Products with a row of 32 tokens, forward; XLA computes the whole square.
+    layers = 2 * tokens * (6 * products + 3 * maps / 2)
+    assert executed_flops(trace_step(c, mesh).jaxpr) - once == pytest.approx(2 * layers, rel=0.1)
+
+
+def pallas_calls(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params
+        else:
+            for value in equation.params.values():
+                for inner in value if isinstance(value, (tuple, list)) else (value,):
+                    if isinstance(inner, (core.ClosedJaxpr, core.Jaxpr)):
+                        yield from pallas_calls(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("block", [128, 256])
+def test_tpu_kernels_state_what_their_bodies_do(window, block):
+    b, t, h, k, d = 2, 640, 4, 2, 64
+    q, key, v, lam = (
+        struct(b, t, h, 2, d),
+        struct(b, t, k, 2, d),
+        struct(b, t, k, 2 * d),
+        struct(b, t, h, dtype="float32"),
+    )
+
+    def both(q, k, v, lam):
+        call = functools.partial(dict, window=window, block=block, interpret=True)
+        out, saved = pallas_tpu.forward(q, k, v, lam, None, **call())
+        return pallas_tpu.backward(q, k, v, lam, None, out, saved, out, **call())
+
+    calls = list(pallas_calls(jax.jit(both).trace(q, key, v, lam).jaxpr))
+    assert len(calls) == 3
+    for params in calls:
+        stated, steps = params["cost_estimate"], np.prod(params["grid_mapping"].grid)
+        # The body stands there twice, for tiles with and without a mask; a step runs one of them.
+        assert stated.flops == executed_flops(params["jaxpr"]) * steps / 2
+        assert 0 < stated.bytes_accessed < stated.flops
+
+
+def test_splash_counts_the_tiles_that_causality_leaves():
+    b, t, h, d = 2, 2048, 3, 64
+    q = struct(b, t, h, d)
+
+    def both(q, k, v):
+        call = functools.partial(baseline.splash_attention, segment_ids_BT=None, window=None)
+        out, back = jax.vjp(call, q, k, v)
+        return back(out)
+
+    tiles = 4 * 5 / 2  # Of 512 × 512, on and below the diagonal.
+    assert flops(both, q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
+
+
+def test_mosaic_gpu_kernels_by_name():
+    b, t, h, k, d = 2, 256, 4, 2, 64
+    q, key, v, lam = (
+        struct(b, t, h, 2, d),
+        struct(b, t, k, 2, d),
+        struct(b, t, k, 2 * d),
+        struct(b, t, h, dtype="float32"),
+    )
+    out = struct(b, t, h, 2 * d)
+
+    def forward(q, k, v, lam):
+        return pallas_gpu.forward(q, k, v, lam, None, window=None, interpret=False)
+
+    def backward(q, k, v, lam, out, saved, dout):
+        return pallas_gpu.backward(q, k, v, lam, None, out, saved, dout, window=None, interpret=False)
+
+    half = b * h * t**2 * d  # A product of width d over the causal half of T × T.
+    assert flops(forward, q, key, v, lam) == 6 * half
+    saved = jax.eval_shape(forward, q, key, v, lam)[1]
+    assert flops(backward, q, key, v, lam, out, saved, out) == (8 + 6) * half
