@@ -47,8 +47,8 @@ class Estimate:
     argument_bytes: int  # Train state and batch.
     output_bytes: int
     alias_bytes: int  # Of the output, what takes the place of arguments.
-    temporary_bytes: int  # Activations, gradients, gathered parameters.
-    peak_bytes: int  # Arguments, outputs and temporaries that live together at most, by the compiler's own account.
+    temporary_bytes: int  # Activations, gradients, gathered parameters, each counted by itself.
+    allocated_bytes: int  # For all of those: temporaries that do not live together share memory.
     code_bytes: int
     capacity_bytes: float
     compile_seconds: float
@@ -70,7 +70,7 @@ class Estimate:
     @property
     def needed_bytes(self) -> int:
         """Memory of a device while the step runs."""
-        return self.peak_bytes + self.code_bytes
+        return self.allocated_bytes + self.code_bytes
 
     @property
     def fits(self) -> bool:
@@ -157,7 +157,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
+        allocated_bytes=memory.total_allocation_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         capacity_bytes=chip.hbm_bytes,
         compile_seconds=seconds,

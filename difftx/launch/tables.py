@@ -26,13 +26,17 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> Table:
     )
     section(
         ("arguments", format_bytes(e.argument_bytes), "train state and batch; memory is one device's"),
-        ("temporaries", format_bytes(e.temporary_bytes), "activations, gradients, gathered parameters"),
+        (
+            "temporaries",
+            format_bytes(e.temporary_bytes),
+            "activations, gradients, gathered parameters; some share memory",
+        ),
         ("outputs", format_bytes(e.output_bytes), f"{format_bytes(e.alias_bytes)} of them take the arguments' place"),
         ("program", format_bytes(e.code_bytes), "machine code"),
         (
             "memory",
             format_bytes(e.needed_bytes),
-            f"the most at once, of {format_bytes(e.capacity_bytes)}: {'fits' if e.fits else 'does not fit'}",
+            f"all together, of {format_bytes(e.capacity_bytes)}: {'fits' if e.fits else 'does not fit'}",
         ),
     )
     section(*(_collective_row(kind, numbers) for kind, numbers in e.collectives.items()))
