@@ -28,9 +28,7 @@ def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> j
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
     # check_vma off here and below: the collectives are written out, and nothing is differentiated through them.
-    return jax.shard_map(_nll, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)(
-        x_BTD, table_VD, targets_BT
-    )
+    return jax.shard_map(_nll, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)(x_BTD, table_VD, targets_BT)
 
 
 @jax.custom_vjp
