@@ -9,7 +9,7 @@ from difftx import kernels
 from difftx.kernels import pallas_tpu, xla
 from kernels import oracle
 
-# The GPU kernels' interpreter takes minutes, and NPROC (tests/kernels/pallas_gpu_test.py): `make test-compile` runs them.
+# The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
 BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
