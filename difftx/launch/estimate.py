@@ -146,11 +146,10 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     memory: Any = compiled.memory_analysis()
     kind, text = devices[0].device_kind, compiled.as_text() or ""
     length, tokens = config.data.sequence_length, config.train.global_batch_tokens
-    slice_of = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
     return Estimate(
         device_kind=kind,
         mesh=dict(mesh.shape),
-        slices=len(set(slice_of)),
+        slices=config.mesh.slices,
         remat=config.model.remat,
         accumulation=config.train.accumulation,
         argument_bytes=memory.argument_size_in_bytes,
@@ -165,7 +164,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         model_flops=tokens * flops_per_token(config.model, length, causal=False),
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
         peak_flops=PEAK_FLOPS.get(kind),
-        collectives=_by_kind(list_collectives(text, slice_of)),
+        collectives=_by_kind(list_collectives(text)),
         interconnect=chip.interconnect,
         network=chip.network,
         step_tokens=tokens,
@@ -184,8 +183,8 @@ def _by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
         those = [c for c in collectives if c.kind == kind]
         totals[kind] = {
             "runs": sum(c.runs for c in those),
-            "interconnect_bytes": sum(c.interconnect_bytes for c in those),
-            "network_bytes": sum(c.network_bytes for c in those),
+            "interconnect_bytes": sum(c.sent_bytes for c in those if not c.between_slices),
+            "network_bytes": sum(c.sent_bytes for c in those if c.between_slices),
         }
     return totals
 

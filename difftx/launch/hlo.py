@@ -24,6 +24,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LOOP = ("condition", "body")
 _REDUCE_SCATTER = re.compile(r"all-reduce-scatter")  # libtpu's fusion of an all-reduce with the slice that follows.
+_MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
 _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
@@ -34,35 +35,20 @@ class Collective:
     kind: str  # Of KINDS.
     operand_bytes: float  # Of one device.
     group: int  # Devices that take part together.
-    slices: int  # Slices that a group reaches over; 1: it stays on the interconnect.
+    between_slices: bool  # They stand in different slices of a multi-slice TPU pod.
     runs: int
     shape: str  # Of the result.
     source: str  # The operation in the program, as its author named it.
 
     @property
-    def interconnect_bytes(self) -> float:
-        """Bytes that a device sends inside its slice, over all runs, by the ring algorithm."""
-        inside = self.group / self.slices
-        spread = self.slices if self.kind == "all-gather" else 1  # What came from the other slices goes on.
-        return self.runs * spread * _sent(self.kind, self.operand_bytes, inside)
-
-    @property
-    def network_bytes(self) -> float:
-        """Bytes that a device sends to other slices, over all runs: each sends its part of what the slice holds."""
-        reduced = self.kind in ("all-reduce", "reduce-scatter")
-        part = self.operand_bytes / (self.group / self.slices if reduced else 1)
-        return self.runs * _sent(self.kind, part, self.slices)
-
-
-def _sent(kind: str, operand: float, group: float) -> float:
-    """Return the bytes that each device of a group sends, for operands of so many bytes."""
-    if group <= 1:
-        return 0.0
-    if kind == "all-gather":
-        return operand * (group - 1)
-    if kind in ("collective-permute", "collective-broadcast"):
-        return operand
-    return operand * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends over all runs, where each byte goes no more often than it must (a ring)."""
+        others = self.group - 1
+        if self.kind == "all-gather":
+            return self.runs * self.operand_bytes * others
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.runs * self.operand_bytes
+        return self.runs * self.operand_bytes * others / self.group * (2 if self.kind == "all-reduce" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +60,15 @@ class _Instruction:
     attributes: str
 
 
-def list_collectives(text: str, slice_of: Sequence[int] | None = None) -> list[Collective]:
-    """Return the collectives that a step of a compiled program runs.
-
-    Args:
-        text: `compiled.as_text()`.
-        slice_of: the slice of each device, in the program's order; None: one slice.
-    """
-    return _Program(text, slice_of).collectives()
+def list_collectives(text: str) -> list[Collective]:
+    """Return the collectives that a step runs of a compiled program, given as `compiled.as_text()`."""
+    return _Program(text).collectives()
 
 
 class _Program:
-    def __init__(self, text: str, slice_of: Sequence[int] | None):
+    def __init__(self, text: str):
         header, _, body = text.partition("\n")
         self._devices = math.prod(map(int, _PARTITIONS.findall(header)))
-        self._slice_of = np.zeros(self._devices, int) if slice_of is None else np.asarray(slice_of)
         self._computations, self._entry = _split(body)
         self._collectives_of = functools.cache(self._list)
 
@@ -105,7 +85,11 @@ class _Program:
     def _of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
-            yield self._collective(kind, instruction, types)
+            yield self._collective(kind, instruction, types, self._groups(instruction).shape[1])
+        elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
+            # libtpu compiles the program of one slice; what leaves it is handed to the host by kind and slices.
+            kind, group = between[2].lower().replace("_", "-"), _count(between[1])
+            yield self._collective(kind, instruction, types, group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
             return  # Their start was counted.
         elif branches := _BRANCHES.search(instruction.attributes):
@@ -141,17 +125,19 @@ class _Program:
         assert found is not None
         return {i.name: i for i in self._computations[found[1]]}
 
-    def _collective(self, kind: str, instruction: _Instruction, types: dict[str, str]) -> Collective:
-        groups = self._groups(instruction)
-        name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    def _collective(
+        self, kind: str, instruction: _Instruction, types: dict[str, str], group: int, *, between_slices: bool = False
+    ) -> Collective:
+        source = re.search(r'op_name="([^"]*)"', instruction.attributes)
+        arrays = [types[name] for name in _names(instruction.operands)]
         return Collective(
             kind=kind,
-            operand_bytes=sum(type_bytes(types[name]) for name in _names(instruction.operands)),
-            group=groups.shape[1],
-            slices=max(len(set(self._slice_of[group])) for group in groups),
+            operand_bytes=sum(map(type_bytes, arrays)),
+            group=group,
+            between_slices=between_slices,
             runs=1,
             shape=instruction.type,
-            source=name[1] if name else "",
+            source=source[1] if source else "",
         )
 
     def _groups(self, instruction: _Instruction) -> np.ndarray:
@@ -204,6 +190,12 @@ def _iota(text: str) -> np.ndarray:
     sizes = _integers(shape.strip("[]"))
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return (ids.transpose(_integers(order.strip("()"))) if order else ids).reshape(-1)
+
+
+def _count(ranges: str) -> int:
+    """Return how many numbers stand in `1,3:5`."""
+    bounds = [_integers(part.replace(":", ",")) for part in ranges.split(",")]
+    return sum(b[-1] - b[0] + 1 for b in bounds)
 
 
 def _integers(text: str) -> list[int]:

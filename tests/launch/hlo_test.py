@@ -32,7 +32,7 @@ def repeat(times, function):
 def sent(text):
     totals = {}
     for c in list_collectives(text):
-        totals[c.kind] = totals.get(c.kind, 0) + c.interconnect_bytes
+        totals[c.kind] = totals.get(c.kind, 0) + c.sent_bytes
     return totals
 
 
@@ -134,22 +134,19 @@ def test_libtpu_fuses_a_reduce_scatter_out_of_an_all_reduce():
 
 
 @pytest.mark.parametrize(
-    ("kind", "inside", "between"),
-    [
-        ("all-reduce", 2 * 64 * 3 / 4, 2 * 16 / 2),  # Each device exchanges its quarter with the other slice.
-        ("all-gather", 2 * 64 * 3, 64),  # What came from the other slice goes on inside.
-        ("reduce-scatter", 64 * 3 / 4, 16 / 2),
-    ],
+    ("kind", "slices", "sent_bytes"),
+    [("ALL_REDUCE", "1,2", 64), ("ALL_GATHER", "1:4", 3 * 64), ("REDUCE_SCATTER", "1,3:5", 64 * 3 / 4)],
 )
-def test_a_group_over_two_slices_sends_between_them_once(kind, inside, between):
+def test_what_libtpu_hands_to_the_host_goes_between_slices(kind, slices, sent_bytes):
+    attributes = f'_xla_megascale_target="{{{slices}}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
     text = module(
         "%p = bf16[4,8]{1,0} parameter(0)",
-        f"ROOT %r = bf16[8,8]{{1,0}} {kind}(%p), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%a",
+        "%t = token[] after-all()",
+        f"%s = (bf16[4,8], u32[], token[]) send(%p, %t), is_host_transfer=true, frontend_attributes={{{attributes}}}",
+        "ROOT %d = token[] send-done(%s), channel_id=1",
     )
-    (found,) = list_collectives(text, slice_of=[0] * 4 + [1] * 4)
-    assert (found.slices, found.interconnect_bytes, found.network_bytes) == (2, inside, between)
     (found,) = list_collectives(text)
-    assert found.network_bytes == 0
+    assert (found.between_slices, found.sent_bytes) == (True, sent_bytes)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""difftx plan for TPUs that are not there: libtpu's HLO is read right, and the committed table is still true."""
+
+import os
+import re
+import sys
+
+os.environ.update(  # read when libtpu loads; without the last one a second process would abort
+    JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+)
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT
+from jax import P
+
+from difftx.launch.hlo import list_collectives
+from difftx.launch.topology import CHIPS, find_devices, parse_topology
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import plan_table
+
+SMALLEST = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
+
+
+def collectives(topology, body):
+    """Return the collectives of `body`, run on 1,024 numbers of float32 on each device."""
+    devices = find_devices(parse_topology(topology))
+    mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    numbers = jax.ShapeDtypeStruct((1024 * len(devices),), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh):
+        call = jax.shard_map(body, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        return list_collectives(jax.jit(call).lower(numbers).compile().as_text())
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    """libtpu drops XLA's trip counts."""
+
+    def gather(x, _):
+        return jnp.tanh(jax.lax.all_gather(x, "x", tiled=True)).reshape(4, -1).sum(0), None
+
+    found = collectives("v5p:2x2x1", lambda x: jax.lax.scan(gather, x, length=5)[0])
+    assert sum(c.sent_bytes for c in found) == 5 * 3 * 4096
+
+
+def test_between_two_slices():
+    found = collectives("v5e:2x2*2", lambda x: jax.lax.psum(x, "x"))
+    inside, between = (sum(c.sent_bytes for c in found if c.between_slices is b) for b in (False, True))
+    assert inside >= 2 * 4096 * 3 / 4
+    assert between == 4096  # All that there is, not a quarter: libtpu 0.0.50 reduces inside first, and then everywhere.
+
+
+@pytest.mark.parametrize("kind", SMALLEST)
+def test_memory_of_a_device_is_what_libtpu_says(kind):
+    device = find_devices(parse_topology(f"{kind}:{SMALLEST[kind]}"))[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    too_much = jax.ShapeDtypeStruct((200 * 2**18, 1024), jnp.float32, sharding=sharding)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.jit(lambda x: x[0]).lower(too_much).compile()
+    capacity = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(caught.value))
+    assert capacity is not None
+    assert float(capacity[1]) * 2**30 == CHIPS[kind].hbm_bytes
+
+
+def test_the_smallest_row_of_the_table_is_still_true(tmp_path):
+    config, topology, fields = next(plan_table.rows("830m"))
+    numbers = plan_table.measure(config, topology, fields, tmp_path / "plan.json")
+    fresh = plan_table.cells(config, topology, numbers)
+    (line,) = [
+        line for line in plan_table.PAGE.read_text().splitlines() if line.startswith(f"| {fresh[0]} | {topology} ")
+    ]
+    old = [cell.strip() for cell in line.strip("|").split("|")]
+    column = plan_table.COLUMNS.index("GiB a device")
+    gib, old_gib = (float(cells[column].split()[0]) for cells in (fresh, old))
+    assert gib == pytest.approx(old_gib, rel=0.05), "run: python benchmarks/plan_table.py --write"
+    assert old[2] == fresh[2]
+    assert numbers["host_bytes"] < 6 * 2**30
