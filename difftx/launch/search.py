@@ -47,8 +47,10 @@ def search(
 
 
 def meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
-    """Yield the config on few sensible meshes: fully sharded, or as many copies of the parameters as fit in half the
-    memory, with tensor parallelism of 1 to 8.
+    """Yield the config on few sensible meshes, with tensor parallelism of 1 to 8.
+
+    The parameters are cut over all devices, or kept in as many copies as leave half of the memory, or between: groups
+    that span less of a torus are served better (docs/operations.md).
     """
     slices, context = config.mesh.slices, config.mesh.context
     for tensor in TENSOR:
@@ -57,7 +59,7 @@ def meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterato
             continue
         copies = [n for n in range(1, cells + 1) if cells % n == 0]
         roomy = [n for n in copies if state_bytes(config.model) * n / (cells * tensor) <= chip.hbm_bytes / 2]
-        for n in sorted({1, max(roomy, default=1)}):
+        for n in sorted({1, *roomy[len(roomy) // 2 : len(roomy) // 2 + 1], *roomy[-1:]}):
             sizes = {"data": n * slices, "fsdp": cells // n, "tensor": tensor, "preset": "none"}
             candidate = _replace(config, mesh=sizes)
             shards = sizes["fsdp"] * tensor
