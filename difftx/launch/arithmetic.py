@@ -13,6 +13,8 @@ from jax.extend import core
 # Mosaic GPU kernels state no cost, and their loops have lengths that only the device knows. Products of width D over
 # the causal half of T × T, a head (difftx/kernels/pallas_gpu*.py).
 MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
+# cuDNN's, as jax binds it: S = Q Kᵀ and P V, and backward S again, dP, dV, dQ and dK.
+CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
 
 def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
@@ -33,6 +35,8 @@ def _flops(equation: core.JaxprEqn) -> float:
         return _kernel_flops(params)
     if name in ("mpmd_map", "core_map"):
         return _mosaic_gpu_flops(equation)
+    if name in CUDNN_PRODUCTS:
+        return _causal_flops(equation, rank=4, products=CUDNN_PRODUCTS[name])
     inner = [executed_flops(j) for j in _inner(params)]
     if name == "cond":
         return max(inner)
@@ -73,10 +77,14 @@ def _mosaic_gpu_flops(equation: core.JaxprEqn) -> float:
     name = equation.params["name"]
     if name not in MOSAIC_GPU_PRODUCTS:
         raise ValueError(f"the arithmetic of the Mosaic GPU kernel {name!r} is not known")
-    # The queries are the largest of the operands [B, T, heads, 2, D].
+    return _causal_flops(equation, rank=5, products=MOSAIC_GPU_PRODUCTS[name])
+
+
+def _causal_flops(equation: core.JaxprEqn, *, rank: int, products: int) -> float:
+    """Return the FLOPs of products over the causal half of T × T; queries are `[B, T, H, …, D]`, of `rank` axes."""
     arrays: list[Any] = [v.aval for v in equation.invars]
-    batch, tokens, heads, _, width = max(a.shape for a in arrays if a.ndim == 5)
-    return MOSAIC_GPU_PRODUCTS[name] * batch * heads * tokens**2 * width
+    batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)  # Of keys, heads may be fewer.
+    return products * batch * heads * tokens**2 * width
 
 
 def _inner(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:

@@ -137,11 +137,16 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
     start = time.perf_counter()
-    traced = trace_step(config, mesh)
     try:
+        traced = trace_step(config, mesh)
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         raise _does_not_fit(str(error)) or error from None
+    except RuntimeError as error:
+        if "cuDNN not found" not in str(error):
+            raise
+        fix = "install nvidia-cudnn-cu13, or take --config.model.attention_implementation=xla"
+        raise UserError(f"cuDNN, the softmax attention of GPUs, is needed to compile for them: {fix}") from error
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     kind, text = devices[0].device_kind, compiled.as_text() or ""

@@ -9,7 +9,7 @@ import pytest
 from jax import P
 from jax.extend import core
 
-from difftx.kernels import baseline, pallas_gpu, pallas_tpu
+from difftx.kernels import baseline, cudnn, pallas_gpu, pallas_tpu
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.estimate import trace_step
 from difftx.parallel.mesh import make_mesh
@@ -119,6 +119,19 @@ def test_splash_counts_the_tiles_that_causality_leaves():
 
     tiles = 4 * 5 / 2  # Of 512 × 512, on and below the diagonal.
     assert flops(both, q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
+
+
+def test_cudnn_by_name(monkeypatch):
+    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91900)  # As if it were here.
+    monkeypatch.setattr(cudnn.private, "check_compute_capability", lambda least: float(least) <= 9.0)
+    b, t, h, d = 2, 512, 3, 64
+    q = struct(b, t, h, d)
+
+    def both(q, k, v):
+        out, back = jax.vjp(lambda *a: baseline.cudnn_attention(*a, None, window=None), q, k, v)
+        return back(out)
+
+    assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d
 
 
 def test_mosaic_gpu_kernels_by_name():
