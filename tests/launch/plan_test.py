@@ -12,7 +12,7 @@ from conftest import ROOT, TINY
 
 from difftx.errors import UserError
 from difftx.launch import search
-from difftx.launch.estimate import _does_not_fit, estimate
+from difftx.launch.estimate import Estimate, _does_not_fit
 from difftx.launch.plan import with_slices
 from difftx.launch.topology import GIB, Chip, parse_topology
 
@@ -112,9 +112,14 @@ def test_libtpus_own_message_is_understood():
     assert _does_not_fit("INTERNAL: something else") is None
 
 
-def test_the_bound_is_the_slower_of_arithmetic_and_collectives(config):
-    c = config(mesh__fsdp=8)
-    e = estimate(c, jax.devices(), CHIP)
+@pytest.fixture
+def estimated(planned):
+    """Return the estimate whose numbers the command wrote."""
+    return Estimate(**{field.name: planned[1][field.name] for field in dataclasses.fields(Estimate)})
+
+
+def test_the_bound_is_the_slower_of_arithmetic_and_collectives(estimated):
+    e = estimated
     assert e.bound is None
     fast = dataclasses.replace(e, peak_flops=1e12, interconnect=1e30, network=1e30)
     assert fast.bound.step_seconds == e.executed_flops / 1e12
@@ -122,12 +127,11 @@ def test_the_bound_is_the_slower_of_arithmetic_and_collectives(config):
     sent = sum(c["interconnect_bytes"] for c in e.collectives.values())
     slow = dataclasses.replace(fast, interconnect=1.0)
     assert slow.bound.step_seconds == sent
-    assert slow.bound.days == pytest.approx(c.train.steps * sent / 86_400)
+    assert slow.bound.days == pytest.approx(e.steps * sent / 86_400)
 
 
-def test_search_finds_what_fits_and_skips_what_could_only_be_slower(config, monkeypatch):
+def test_search_finds_what_fits_and_skips_what_could_only_be_slower(config, estimated, monkeypatch):
     """Compiling is replaced by a rule: what remat and microbatches cost is known, and so is the best choice."""
-    real = estimate(config(mesh__fsdp=8), jax.devices(), CHIP)
     tried = []
 
     def by_rule(c, devices, chip):
@@ -135,7 +139,9 @@ def test_search_finds_what_fits_and_skips_what_could_only_be_slower(config, monk
         gib = {"none": 4, "dots": 2, "full": 1}[c.model.remat] / c.train.accumulation * c.mesh.data
         flops = {"none": 3, "dots": 3.1, "full": 4}[c.model.remat] * c.mesh.tensor
         changes = {"remat": c.model.remat, "accumulation": c.train.accumulation, "executed_flops": flops}
-        return dataclasses.replace(real, **changes, allocated_bytes=int(gib * GIB), code_bytes=0, capacity_bytes=GIB)
+        return dataclasses.replace(
+            estimated, **changes, allocated_bytes=int(gib * GIB), code_bytes=0, capacity_bytes=GIB
+        )
 
     monkeypatch.setattr(search, "estimate", by_rule)
     c = config(train__global_batch_tokens=2048)
