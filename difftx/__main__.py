@@ -6,7 +6,9 @@ import sys
 from difftx.errors import UserError, did_you_mean, run_command
 
 # Name → module with `main(arguments) -> exit code`, imported when it is asked for, and what it does.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
+}
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ def train(run: Run, evaluate: Evaluate) -> int:
     try:
         if run.config.model.architecture == "diff":
             kernels.check_gradients(run.config.model.d_head)
-        with jax.set_mesh(run.mesh):
+        with run.lock(), jax.set_mesh(run.mesh):
             return _train(run, evaluate, interrupt)
     finally:
         interrupt.close()

@@ -1,0 +1,33 @@
+#!/bin/bash
+# Train $name on every worker of the TPU VM $tpu, which has the repository in ~/$directory and its packages in
+# ~/$directory/.venv. Again as long as the workers exit with 75; Ctrl-C or SIGTERM here stops them after a checkpoint.
+
+on_workers() {
+    gcloud compute tpus tpu-vm ssh "$tpu" --zone="$zone" --worker=all --command="$$1" </dev/null
+}
+
+train=$$(cat <<'END'
+cd ~/$directory && export PATH="$$PWD/.venv/bin:$$PATH" && exec $command --distributed
+END
+)
+
+stopped=
+stop() {
+    stopped=1
+    on_workers "pkill -TERM -f '[p]ython train.py .*/$name( |$$)'"
+}
+trap stop INT TERM
+
+while :; do
+    # In the background: bash runs a trap between commands only, and wait is one that a signal ends.
+    on_workers "$$train" &
+    wait "$$!"
+    code=$$?
+    while [ -n "$$(jobs -pr)" ]; do
+        wait "$$!"
+        code=$$?
+    done
+    if [ "$$code" != 75 ] || [ -n "$$stopped" ]; then
+        exit "$$code"
+    fi
+done
