@@ -18,22 +18,22 @@ from difftx.launch.grid import make_points, parse_grid
 from difftx.training.metrics import read_metrics
 
 STEPS = 800  # A second or so, to be stopped in.
-CONFIG = f'''
+CONFIG = f"""
 from ml_collections import ConfigDict
 
 from configs import quickstart
 
 ARG = "{{architecture}}-{{size}}"
-WIDTHS = {{"s": 16, "m": 24, "l": 32}}
+WIDTHS = {{"s": 16, "m": 32, "l": 48}}
 
 
 def get_config(arg: str) -> ConfigDict:
     architecture, _, size = arg.partition("-")
     c = quickstart.get_config(architecture)
-    c.model.d_model = WIDTHS[size]
+    c.model.d_model = 16
     c.model.num_layers = 1
     c.model.num_heads = {{"diff": 1, "transformer": 2}}[architecture]
-    c.model.mlp_dim = 32
+    c.model.mlp_dim = WIDTHS[size]
     c.data.path = "TEXT"
     c.data.sequence_length = 16
     c.train.global_batch_tokens = 64
@@ -43,12 +43,18 @@ def get_config(arg: str) -> ConfigDict:
     c.eval.suites = ()
     c.logging.tensorboard = False
     return c
-'''
-# One device, and no expensive passes of LLVM: what the processes compute is not what is tested here.
-ENVIRONMENT = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation(tmp_path_factory):
+    """One device, no expensive passes of LLVM, a cache: what the processes compute is not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +73,8 @@ class Sweep:
     def __init__(self, config_file, out, *flags):
         command = [sys.executable, "-m", "difftx", "sweep", f"--config={config_file}", f"--out={out}", *flags]
         self.out = out
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe)
 
     def wait_for_step(self, run, step):
         """Wait until the run has reported this step; return the process that trains it."""
@@ -142,7 +147,7 @@ def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "difftx", "sweep", f"--config={config_file}", f"--out={out}", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=slave)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=slave)
     os.close(slave)
     shown = b""
     while chunk := read(master):
