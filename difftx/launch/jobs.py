@@ -43,6 +43,8 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
         name, equals, value = argument.partition("=")
         if not name or not equals or not value:
             raise UserError(f"--set {argument!r} is not understood; it is written name=value")
+        if name in settings:
+            raise UserError(f"--set {argument!r}: given twice")
         settings[name] = value
     return settings
 
@@ -74,8 +76,9 @@ def _render(name: str, template: string.Template, point: Point, out: Path, setti
         program = [sys.executable, str(ROOT / "train.py")]
         wanted = set(template.get_identifiers())
     else:
-        flags = _in_repository(point).flags(posixpath.join(settings.get("mount", ""), out, point.name))
-        known = {"name": point.name}
+        workdir = posixpath.join(settings.get("mount", ""), out, point.name)
+        flags = _in_repository(point).flags(workdir)
+        known = {"name": point.name, "workdir": workdir}
         program = ["python", "train.py"]
         wanted = {*template.get_identifiers(), "mount"}
     known["command"] = shlex.join([*program, *flags])

@@ -11,23 +11,24 @@ cd ~/$directory && export PATH="$$PWD/.venv/bin:$$PATH" && exec $command --distr
 END
 )
 
-stopped=
+signals=0
 stop() {
-    stopped=1
-    on_workers "pkill -TERM -f '[p]ython train.py .*/$name( |$$)'"
+    signals=$$((signals + 1))
+    on_workers "pkill -TERM -f '[p]ython train.py .*--workdir=$workdir( |$$)'"
 }
 trap stop INT TERM
 
 while :; do
-    # In the background: bash runs a trap between commands only, and wait is one that a signal ends.
+    # In the background: bash runs a trap between commands only, but a signal ends wait. Then wait again.
     on_workers "$$train" &
-    wait "$$!"
-    code=$$?
-    while [ -n "$$(jobs -pr)" ]; do
-        wait "$$!"
+    training=$$!
+    before=
+    while [ "$$before" != "$$signals" ]; do
+        before=$$signals
+        wait "$$training"
         code=$$?
     done
-    if [ "$$code" != 75 ] || [ -n "$$stopped" ]; then
+    if [ "$$code" != 75 ] || [ "$$signals" != 0 ]; then
         exit "$$code"
     fi
 done
