@@ -1,13 +1,12 @@
 """Job files for a cluster, one a run, from the templates beside this file."""
 
 import dataclasses
-import posixpath
 import re
 import shlex
 import string
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import Point
@@ -59,7 +58,11 @@ def write_jobs(name: str, points: Sequence[Point], out: Path, settings: Mapping[
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
     launcher = LAUNCHERS[name]
     template = string.Template((TEMPLATES / launcher.template).read_text())
-    texts = {point.name: _render(name, template, point, out, settings) for point in points}
+    _check_settings(name, template, settings)
+    texts = {
+        point.name: template.substitute(settings, **_values(launcher, template, point, out, settings))
+        for point in points
+    }
     folder = out / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
     for run, text in texts.items():
@@ -68,29 +71,37 @@ def write_jobs(name: str, points: Sequence[Point], out: Path, settings: Mapping[
         print(f"{launcher.submit} {shlex.quote(str(file))}")
 
 
-def _render(name: str, template: string.Template, point: Point, out: Path, settings: Mapping[str, str]) -> str:
-    launcher = LAUNCHERS[name]
-    if launcher.local_files:
-        flags = point.flags(Path.cwd() / out / point.name)
-        known = {"name": point.name, "directory": shlex.quote(str(Path.cwd())), "jobs": str(Path.cwd() / out / "jobs")}
-        program = [sys.executable, str(ROOT / "train.py")]
-        wanted = set(template.get_identifiers())
-    else:
-        workdir = posixpath.join(settings.get("mount", ""), out, point.name)
-        flags = _in_repository(point).flags(workdir)
-        known = {"name": point.name, "workdir": workdir}
-        program = ["python", "train.py"]
-        wanted = {*template.get_identifiers(), "mount"}
-    known["command"] = shlex.join([*program, *flags])
-    if "label" in wanted:
-        known["label"] = _dns_label(point.name)
-    wanted -= known.keys()
+def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
+    """Compare with what the template asks for, beside what each run gives it."""
+    wanted = {*template.get_identifiers()} - {"name", "command"}
+    wanted = (
+        wanted - {"directory", "jobs"} if LAUNCHERS[name].local_files else wanted - {"label", "workdir"} | {"mount"}
+    )
     for setting in settings:
         if setting not in wanted:
             raise UserError(f"--set {setting}=…: {name} asks for no such thing.{did_you_mean(setting, wanted)}")
     if missing := sorted(wanted - settings.keys()):
         raise UserError(f"--launcher={name}: give --set {' '.join(f'{m}=…' for m in missing)}; see docs/operations.md")
-    return template.substitute(settings, **known)
+
+
+def _values(
+    launcher: Launcher, template: string.Template, point: Point, out: Path, settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what a run gives its template."""
+    if launcher.local_files:
+        here = Path.cwd()
+        command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]
+        values = {"directory": shlex.quote(str(here)), "jobs": str(here / out / "jobs")}
+    else:
+        mount = PurePosixPath(settings["mount"])
+        workdir = mount / out / point.name
+        if not workdir.is_relative_to(mount):
+            raise UserError(f"--out={out}: not below mount={mount}, so the run would be lost; give --out=runs/NAME")
+        command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
+        values = {"workdir": str(workdir)}
+        if "label" in template.get_identifiers():
+            values["label"] = _dns_label(point.name)
+    return {"name": point.name, "command": shlex.join(command), **values}
 
 
 def _in_repository(point: Point) -> Point:

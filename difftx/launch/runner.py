@@ -115,16 +115,20 @@ class Sweep:
             except subprocess.TimeoutExpired:
                 status.refresh()
                 self._view.update(status)
-        if code < 0:
-            return code, f"killed by {signal.Signals(-code).name}"
-        lines = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines() or [""]
-        return code, next((line for line in reversed(lines) if REASON.match(line)), lines[-1])
+        log_text = path.read_bytes()[begin:].decode(errors="replace")
+        return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
 
     def _set_state(self, status: RunStatus, state: Any) -> None:
         status.state = state
         self._view.update(status, changed=True)
         content = {**self._description, "runs": [s.as_json() for s in self._statuses]}
         write_atomically(self._out / "sweep.json", json.dumps(content, indent=2) + "\n")
+
+
+def find_reason(log: str) -> str:
+    """Return the line of a failed process's output that says why: the last error's, else the last."""
+    lines = log.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])
 
 
 def _refuse_other_settings(status: RunStatus) -> None:

@@ -15,7 +15,9 @@ from conftest import ROOT
 from difftx.errors import UserError
 from difftx.launch import sweep
 from difftx.launch.grid import make_points, parse_grid
-from difftx.training.metrics import read_metrics
+from difftx.launch.runner import find_reason
+from difftx.launch.status import RunStatus
+from difftx.training.metrics import NEWEST_BYTES, read_metrics
 
 STEPS = 800  # A second or so, to be stopped in.
 CONFIG = f"""
@@ -74,7 +76,7 @@ class Sweep:
         command = [sys.executable, "-m", "difftx", "sweep", f"--config={config_file}", f"--out={out}", *flags]
         self.out = out
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe)
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
 
     def wait_for_step(self, run, step):
         """Wait until the run has reported this step; return the process that trains it."""
@@ -124,7 +126,7 @@ def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
     first = Sweep(config_file, out, *flags)
     os.kill(first.wait_for_step("diff-s", 20), signal.SIGTERM)  # As a preemption that the sweep does not see.
     first.wait_for_step("transformer-s", 20)
-    first.process.send_signal(signal.SIGTERM)
+    os.killpg(first.process.pid, signal.SIGTERM)  # To its group, as a terminal's Ctrl-C: the run must get it once.
     code, stdout, stderr = first.end()
     assert code == 75, stderr
     assert list(states(out).items()) == list(zip(names, ["done", "stopped", *["pending"] * 4], strict=True))
@@ -181,6 +183,39 @@ def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
     row = next(line for line in table.splitlines() if "1e38" in line)
     assert "failed (1)" in row
     assert "FloatingPointError: step" in row
+
+
+def test_the_reason_of_a_failure_is_found():
+    """Where a JAX error ends a run, JAX has the last word."""
+    assert find_reason("step 3\nerror: data.path is not set\n") == "error: data.path is not set"
+    jax_note = "--------------------\nFor simplicity, JAX has removed its internal frames from the traceback\n"
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1\n'
+    assert find_reason(f"{trace}jax.errors.JaxRuntimeError: out of memory\n{jax_note}").startswith("jax.errors.Jax")
+    assert find_reason("Segmentation fault\n") == "Segmentation fault"
+    assert find_reason("") == ""
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
+    (point,) = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, {})
+    (tmp_path / "checkpoints" / "400").mkdir(parents=True)
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens_per_second": 10.0}
+
+    def finished():
+        status = RunStatus(point, tmp_path)
+        status.refresh()
+        return status.is_finished()
+
+    assert not finished()
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, STEPS + 1)))
+    assert metrics.stat().st_size > NEWEST_BYTES  # The newest rows begin within a line.
+    assert not finished()
+    (tmp_path / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp").mkdir()
+    assert not finished()
+    (tmp_path / "checkpoints" / str(STEPS)).mkdir()
+    assert finished()
+    metrics.write_text(json.dumps(row | {"step": STEPS - 1}) + "\n" + '{"split": "tra')
+    assert not finished()
 
 
 def test_points_of_the_scaling_sweep():

@@ -1,4 +1,4 @@
-"""The job files: written by `difftx sweep --launcher`, read by real parsers, and run with stubs of a cluster's tools."""
+"""The job files: written by `difftx sweep --launcher`, read by real parsers, and run with stubs of their tools."""
 
 import json
 import os
@@ -292,7 +292,7 @@ def test_dockerfile(extra, stubs):
     assert call[call.index("-r") + 1] == "requirements.txt"
 
 
-@pytest.mark.parametrize(
+MISTAKES = pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--launcher=slurn"], "Did you mean 'slurm'"),
@@ -302,8 +302,12 @@ def test_dockerfile(extra, stubs):
         (["--launcher=slurm", "--set", "nodes"], "'nodes' is not understood"),
         (["--set", "nodes=2"], "only a --launcher"),
         (["--launcher=jobset", "--set", *SETTINGS["jobset"], "mount=m"], "'mount=m': given twice"),
+        (["--launcher=jobset", "--set", *SETTINGS["jobset"]], "out: not below mount=/mnt/shared"),
     ],
 )
+
+
+@MISTAKES
 def test_mistakes(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=message):
@@ -314,14 +318,14 @@ def test_mistakes(flags, message, tmp_path, monkeypatch):
 def test_a_job_elsewhere_needs_a_config_of_the_repository(tmp_path):
     config = tmp_path / "own.py"
     config.write_text((ROOT / "configs" / "quickstart.py").read_text())
-    flags = ["--grid", "seed=0", f"--out={tmp_path / 'out'}", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
+    flags = ["--grid", "seed=0", "--out=out", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
     with pytest.raises(UserError, match="a job elsewhere would not have it"):
         sweep.main([f"--config={config}", *flags])
 
 
 def test_a_name_too_long_for_kubernetes(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     grid = ["--grid", "seed=0", "optimizer.final_learning_rate=1e-5", "optimizer.weight_decay=0.05"]
-    flags = [f"--out={tmp_path / 'out'}", "--launcher=jobset", "--set", *SETTINGS["jobset"]]
+    flags = ["--out=out", "--launcher=jobset", "--set", *SETTINGS["jobset"]]
     with pytest.raises(UserError, match="at most 40 characters"):
-        sweep.main(["--config=configs/quickstart.py:diff", *grid, *flags])
+        sweep.main([f"--config={ROOT}/configs/quickstart.py:diff", *grid, *flags])
