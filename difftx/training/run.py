@@ -25,6 +25,7 @@ from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.multihost import barrier, is_lead
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 LOCK_WAIT_SECONDS = 60.0
@@ -79,14 +80,9 @@ class Run:
         Raises:
             UserError: it has not ended within a minute.
         """
-        if jax.process_index() > 0:  # The first process of several speaks for all.
-            yield
-            return
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        with (self.workdir / ".lock").open("a+") as file:  # The system frees the lock however the process ends.
-            _wait_for_lock(file, self.workdir)
-            file.truncate(0)
-            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+        with _lock_of(self.workdir) if is_lead() else contextlib.nullcontext():
+            # Before it is held, another training may still save: none may look for the newest checkpoint.
+            barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
     def write_description(self) -> None:
@@ -145,6 +141,16 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _lock_of(workdir: Path) -> Iterator[None]:
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / ".lock").open("a+") as file:  # The system frees the lock however the process ends.
+        _wait_for_lock(file, workdir)
+        file.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+        yield
 
 
 def _wait_for_lock(file: TextIO, workdir: Path) -> None:

@@ -67,7 +67,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": nll / tokens,
             "grad_norm": optax.tree.norm(grads),
@@ -84,7 +85,7 @@ def split_microbatches(batch: Batch, count: int) -> Batch:
 
     def split(x_BT: jax.Array) -> jax.Array:
         rows = x_BT.shape[0] // count
-        x_BAT = x_BT.reshape(rows, count, *x_BT.shape[1:], out_sharding=P(BATCH, None, None))
+        x_BAT = x_BT.reshape(rows, count, *x_BT.shape[1:], out_sharding=P(BATCH, None, "context"))
         return jnp.moveaxis(x_BAT, 1, 0)
 
     return jax.tree.map(split, batch)

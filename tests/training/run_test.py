@@ -25,8 +25,10 @@ with (folder / ".lock").open("w") as file:
 """
 
 
-def lock(workdir):
-    return Run.lock(SimpleNamespace(workdir=workdir))  # All that it needs of a run.
+@pytest.fixture
+def lock(config):
+    """Return a function: workdir → its lock, of the two fields of a run that it reads."""
+    return lambda workdir: Run.lock(SimpleNamespace(config=config(), workdir=workdir))
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def holder(tmp_path):
     process.wait(timeout=60)
 
 
-def test_the_second_waits_for_the_first(holder, tmp_path, capsys, monkeypatch):
+def test_the_second_waits_for_the_first(lock, holder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         run_module.time, "sleep", lambda seconds: holder.stdin.close()
     )  # It has seen that it must wait.
@@ -50,14 +52,14 @@ def test_the_second_waits_for_the_first(holder, tmp_path, capsys, monkeypatch):
     assert "waiting for process 7 on elsewhere, which trains there" in capsys.readouterr().out
 
 
-def test_the_second_gives_up_and_names_the_first(holder, tmp_path, monkeypatch):
+def test_the_second_gives_up_and_names_the_first(lock, holder, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
     with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
         pass
     assert (tmp_path / ".lock").read_text() == "process 7 on elsewhere\n"
 
 
-def test_the_lock_is_free_again_afterwards(tmp_path):
+def test_the_lock_is_free_again_afterwards(lock, tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError), lock(tmp_path / "new"):
             raise KeyError
@@ -65,7 +67,7 @@ def test_the_lock_is_free_again_afterwards(tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_is_no_error(tmp_path, capsys, monkeypatch):
+def test_a_file_system_without_locks_is_no_error(lock, tmp_path, capsys, monkeypatch):
     def flock(file, flags):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
