@@ -237,7 +237,8 @@ def _who_am_i() -> str:
 
 def _refuse_a_lone_start() -> None:
     """Notice the usual mistake: the command was started on one host of a pod, or once a task without --distributed."""
-    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    # JAX may have put a sentence there instead of names.
+    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
     tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
     what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)
     if count > 1:

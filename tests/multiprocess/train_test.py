@@ -8,11 +8,16 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
 
+from difftx.parallel.mesh import AXES
+from difftx.training.checkpoint import Checkpointer
 from difftx.training.metrics import read_metrics
+from difftx.training.run import read_config
+from difftx.training.state import init_state
 
 PATIENCE = 8  # Seconds, of barriers and so of silence.
 
@@ -117,6 +122,54 @@ def test_two_processes_train_as_one_and_stop_together(started):
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         both = [[row[name] for row in rows(group.metrics)] for group in (whole, two)]
         np.testing.assert_allclose(*both, rtol=tolerance)
+
+
+COPY = """
+import argparse, pathlib, sys, jax
+from difftx.parallel import multihost
+from difftx.parallel.mesh import make_mesh
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.run import read_config
+from difftx.training.state import init_state
+parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags, (source, target) = parser.parse_known_args()
+config = read_config(pathlib.Path(source))
+multihost.start(flags, config.multihost)
+mesh = make_mesh(config.mesh)
+assert (mesh.size, jax.process_count()) == (8, 2)
+checkpointer = Checkpointer(pathlib.Path(source))
+with jax.set_mesh(mesh):
+    state, loader = checkpointer.restore(checkpointer.newest(), jax.eval_shape(lambda: init_state(config)), mesh)
+copy = Checkpointer(pathlib.Path(target), config.checkpoint)
+copy.save(state, loader, config)
+copy.close()
+"""
+
+
+def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
+    """One process saves; two of four devices each restore that and save it again; both checkpoints are compared."""
+    one = started("one", count=1, train__steps=3)
+    assert one.wait(0)[0] == 0, one.logs[0].read_text()
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    folders = [str(tmp_path / name) for name in ("one", "copy")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", COPY, *together, f"--process={i}", *folders],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors
+    config = read_config(tmp_path / "one")
+    mesh = jax.make_mesh((1, 1, 1, 1), AXES, (jax.sharding.AxisType.Explicit,) * 4, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: init_state(config))
+        states = [Checkpointer(tmp_path / name).restore(3, abstract, mesh)[0] for name in ("one", "copy")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_a_killed_process_is_named(started):
