@@ -70,7 +70,7 @@ class Sweep:
         return int("failed" in states)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: at the first the run saves and ends, at the second it ends at once."""
+        """Pass a signal on: at the first the run saves and ends, at a later one it ends at once."""
         self._stopping = True
         if self._process:
             self._process.terminate()
