@@ -14,7 +14,7 @@ END
 signals=0
 stop() {
     signals=$$((signals + 1))
-    on_workers "pkill -TERM -f '[p]ython train.py .*--workdir=$workdir( |$$)'"
+    on_workers "pkill -TERM -f 'python train.py .*--workdir=$workdir( |$$)'"
 }
 trap stop INT TERM
 
