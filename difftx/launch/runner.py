@@ -14,7 +14,7 @@ from typing import Any
 
 from difftx.errors import EXIT_PREEMPTED, UserError
 from difftx.launch.grid import Point
-from difftx.launch.status import RunStatus, View
+from difftx.launch.status import RunStatus, State, View
 from difftx.training.run import changed_fields, read_config, write_atomically
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -104,7 +104,7 @@ class Sweep:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Else a terminal's Ctrl-C would reach it twice, and the second acts at once.
+                start_new_session=True,  # A terminal's Ctrl-C is for the sweep, which passes it on.
             )
         if self._stopping:  # The signal came before there was a process to pass it on to.
             self._process.terminate()
@@ -118,7 +118,7 @@ class Sweep:
         log_text = path.read_bytes()[begin:].decode(errors="replace")
         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
 
-    def _set_state(self, status: RunStatus, state: Any) -> None:
+    def _set_state(self, status: RunStatus, state: State) -> None:
         status.state = state
         self._view.update(status, changed=True)
         content = {**self._description, "runs": [s.as_json() for s in self._statuses]}

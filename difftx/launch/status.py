@@ -18,6 +18,7 @@ import rich.table
 from difftx.launch.grid import Point
 from difftx.training.metrics import read_newest_metrics
 
+State = Literal["pending", "running", "done", "failed", "stopped"]
 PLAIN_LINE_SECONDS = 60.0
 PLAIN_WIDTH = 160  # Of a table in a file or a pipe: wide enough for an error.
 
@@ -28,7 +29,7 @@ class RunStatus:
 
     point: Point
     workdir: Path
-    state: Literal["pending", "running", "done", "failed", "stopped"] = "pending"
+    state: State = "pending"
     exit_code: int | None = None  # Of the last process; negative: killed by that signal.
     error: str = ""
     step: int = 0
