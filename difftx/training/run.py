@@ -23,9 +23,11 @@ from difftx.config_reader import config_from_dict
 from difftx.data.corpora import Corpus, load_corpus
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
+from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import barrier, is_lead
+from difftx.parallel.presets import apply_preset
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 LOCK_WAIT_SECONDS = 60.0
@@ -106,6 +108,12 @@ class Run:
             },
         }
         write_atomically(self.workdir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def fit_to_devices(config: Config) -> Config:
+    """Return the config with its preset for the devices here, if it asks for one."""
+    parameters = count_parameters(config.model).total
+    return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
 def read_config(workdir: Path) -> Config:
