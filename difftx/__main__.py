@@ -25,6 +25,7 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
+    sys.path.insert(0, "")  # As `python -m difftx` has it: config files import their neighbours from here.
     run_command(main)
 
 
