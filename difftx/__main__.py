@@ -8,6 +8,7 @@ from difftx.errors import UserError, did_you_mean, run_command
 # Name → module with `main(arguments) -> exit code`, imported when it is asked for, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("difftx.launch.plan", "what a config costs on devices that are not here"),
+    "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
 }
 
 
@@ -25,6 +26,7 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
+    sys.path.insert(0, "")  # As `python -m difftx` has it: config files import their neighbours from here.
     run_command(main)
 
 

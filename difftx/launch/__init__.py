@@ -1,1 +1,1 @@
-"""Before and around training: what a config costs on a device that is not here, and many runs at once."""
+"""Before and around training: what a config costs on devices that are not here, and many runs at once."""
