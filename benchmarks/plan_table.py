@@ -21,18 +21,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "operations.md"
 BEGIN, END = "<!-- benchmarks/plan_table.py writes from here -->", "<!-- to here -->"
 
-# Size → (topology, fields beside the defaults). The batch of Table 10 has 128 rows, that of Table 9 has 1,024: as many
-# devices can share it without tensor parallelism.
-ROWS: dict[str, list[tuple[str, dict[str, int]]]] = {
-    "830m": [("v5p:2x2x1", {}), ("v5e:4x4", {"train.accumulation": 2}), ("v5e:8x8", {})],
-    "1.4b": [("v5p:2x2x1", {"train.accumulation": 2}), ("v5e:8x8", {})],
-    "2.8b": [("v5p:2x2x2", {}), ("v5e:8x8", {}), ("v5e:8x8*2", {"mesh.data": 2})],
-    "6.8b": [("v5p:2x2x4", {}), ("v5e:8x16", {})],
-    "13.1b": [("v5p:4x4x4", {"mesh.data": 4}), ("v5e:16x16", {"mesh.fsdp": 64, "mesh.tensor": 4})],
-    "table9": [
-        ("v5p:4x4x4", {"mesh.data": 4, "train.accumulation": 4}),
-        ("v5e:16x16", {"mesh.data": 16, "train.accumulation": 4}),
-    ],
+# Size → topologies. Mesh, remat policy and microbatches are those of difftx/parallel/presets.py.
+TOPOLOGIES = {
+    "830m": ["v5p:2x2x1", "v5e:4x4", "v5e:8x8"],
+    "1.4b": ["v5p:2x2x1", "v5e:8x8"],
+    "2.8b": ["v5p:2x2x2", "v5e:8x8", "v5e:8x8*2"],
+    "6.8b": ["v5p:2x2x4", "v5e:8x16"],
+    "13.1b": ["v5p:4x4x4", "v5e:16x16"],
+    "table9": ["v5p:4x4x4", "v5e:16x16"],
 }
 COLUMNS = [
     "config",
@@ -51,23 +47,23 @@ COLUMNS = [
 def main() -> None:
     """Compile what is missing, print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--only", choices=ROWS, help="one size")
+    parser.add_argument("--only", choices=TOPOLOGIES, help="one size")
     parser.add_argument("--out", type=Path, default=Path("/tmp/plan_table"), help="where each row's numbers are kept")
     parser.add_argument("--write", action="store_true", help="replace the table in docs/operations.md")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for size in [args.only] if args.only else ROWS:
-        for config, topology, fields in rows(size):
+    for size in [args.only] if args.only else TOPOLOGIES:
+        for config, topology in rows(size):
             path = args.out / f"{name(config, topology)}.json"
             if not path.exists():
                 print(f"{config} on {topology} …", file=sys.stderr, flush=True)
-                measured = measure(config, topology, fields, path.with_suffix(".plan"))
+                measured = measure(config, topology, path.with_suffix(".plan"))
                 path.with_suffix(".part").write_text(json.dumps(measured, indent=2) + "\n")
                 path.with_suffix(".part").rename(path)
     found = {
         (config, topology): json.loads(path.read_text())
-        for size in ROWS
-        for config, topology, _ in rows(size)
+        for size in TOPOLOGIES
+        for config, topology in rows(size)
         if (path := args.out / f"{name(config, topology)}.json").exists()
     }
     table = format_table(found)
@@ -78,12 +74,12 @@ def main() -> None:
         PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}")
 
 
-def rows(size: str) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Yield (config, topology, fields) of a size, for both architectures."""
-    for topology, fields in ROWS[size]:
+def rows(size: str) -> Iterator[tuple[str, str]]:
+    """Yield the configs and topologies of a size, for both architectures."""
+    for topology in TOPOLOGIES[size]:
         for architecture in ("diff", "transformer"):
             file = f"diff_3b.py:{architecture}" if size == "table9" else f"scaling.py:{architecture}-{size}"
-            yield f"configs/{file}", topology, fields
+            yield f"configs/{file}", topology
 
 
 def name(config: str, topology: str) -> str:
@@ -91,13 +87,12 @@ def name(config: str, topology: str) -> str:
     return "".join(c if c.isalnum() or c in ".-" else "_" for c in f"{Path(config).name}_{topology}")
 
 
-def measure(config: str, topology: str, fields: dict[str, int], path: Path) -> dict[str, Any]:
+def measure(config: str, topology: str, path: Path) -> dict[str, Any]:
     """Run `difftx plan`; return its numbers, or its one line of error, with the process's memory and time."""
-    flags = [f"--config.{field}={value}" for field, value in fields.items()]
     command = [sys.executable, "-m", "difftx", "plan", f"--config={config}", f"--topology={topology}", f"--json={path}"]
     start = time.perf_counter()
     process = subprocess.Popen(
-        [*command, *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, "--config.mesh.preset=auto"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     error = process.stderr.read()
@@ -133,7 +128,7 @@ def cells(config: str, topology: str, numbers: dict[str, Any]) -> list[str]:
     over = numbers["needed_bytes"] - numbers["capacity_bytes"]
     return [
         *shown,
-        mesh + f" accumulation={numbers['accumulation']}" * (numbers["accumulation"] > 1),
+        f"{mesh} remat={numbers['remat']}" + f" accumulation={numbers['accumulation']}" * (numbers["accumulation"] > 1),
         f"{numbers['needed_bytes'] / 2**30:.1f} of {numbers['capacity_bytes'] / 2**30:.1f}",
         "yes" if numbers["fits"] else f"no, {over / 2**30:.1f} too much",
         f"{sent / 2**30:.1f}",

@@ -43,9 +43,13 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from difftx.launch import estimate, search, tables
+    from difftx.model.flops import count_parameters
+    from difftx.parallel.presets import apply_preset
     from difftx.training.run import write_atomically
 
     devices, what = find_devices(topology), f"{args.config} on {topology}"
+    parameters = count_parameters(config.model).total
+    config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.search:

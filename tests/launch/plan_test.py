@@ -66,9 +66,11 @@ def test_collectives_are_those_of_the_layers(planned):
 
 
 def test_what_does_not_fit_says_by_how_much():
-    result = plan("--topology=cpu:1", "--hbm_gib=0.0001", *FLAGS[:-2], "--config.model.num_layers=1")
+    preset = ["--config.mesh.preset=auto", "--config.model.remat=full"]  # The preset of CPUs keeps everything.
+    result = plan("--topology=cpu:1", "--hbm_gib=0.0001", *FLAGS[:-2], "--config.model.num_layers=1", *preset)
     assert result.returncode == 2
     assert "does not fit" in result.stdout
+    assert "remat=none" in result.stdout
     assert result.stderr.count("\n") == 1
     assert "GiB too much" in result.stderr
 
