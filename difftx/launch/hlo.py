@@ -78,9 +78,17 @@ class _Program:
     def _list(self, computation: str) -> tuple[Collective, ...]:
         types = {i.name: i.type for i in self._computations[computation]}
         found: list[Collective] = []
-        for instruction in self._computations[computation]:
-            found += self._of_instruction(instruction, types)
+        if not self._continues(computation):
+            for instruction in self._computations[computation]:
+                found += self._of_instruction(instruction, types)
         return tuple(found)
+
+    def _continues(self, computation: str) -> bool:
+        """Whether this is a fusion in which libtpu drives or ends a collective that another one started."""
+        attributes = [i.attributes for i in self._computations[computation] if i.opcode == "custom-call"]
+        if any('"AsyncCollectiveStart"' in a for a in attributes):
+            return False
+        return "async_collective_fusion" in computation or any('"AsyncCollectiveDone"' in a for a in attributes)
 
     def _of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")

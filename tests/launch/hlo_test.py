@@ -121,6 +121,24 @@ def test_an_asynchronous_computation_counts_once():
     assert sent(text) == {"reduce-scatter": 32}
 
 
+def test_a_collective_that_other_fusions_drive_counts_where_it_starts():
+    """libtpu spreads a gather over a loop's fusions; each repeats the instruction."""
+
+    def part(name, target):
+        gather = "%g = bf16[8,8]{1,0} all-gather(%q), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}"
+        last = f'ROOT %c = bf16[8,8]{{1,0}} custom-call(%g), custom_call_target="{target}"'
+        lines = ["%q = bf16[4,8]{1,0} parameter(0)", gather, last]
+        return f"%{name} (q: bf16[4,8]) -> bf16[8,8] {{\n" + "".join(f"  {line}\n" for line in lines) + "}\n\n"
+
+    names = {"fused.1": "AsyncCollectiveStart", "async_collective_fusion.2": "Other", "fused.3": "AsyncCollectiveDone"}
+    text = module(
+        "%p = bf16[4,8]{1,0} parameter(0)",
+        *(f"%f{i} = bf16[8,8]{{1,0}} fusion(%p), kind=kCustom, calls=%{name}" for i, name in enumerate(names)),
+        computations="".join(part(*item) for item in names.items()),
+    )
+    assert sent(text) == {"all-gather": 64}
+
+
 def test_libtpu_fuses_a_reduce_scatter_out_of_an_all_reduce():
     fused = "%all-reduce-scatter.1 (q: bf16[4,8]) -> bf16[2,8] {\n  %q = bf16[4,8]{1,0} parameter(0)\n"
     fused += "  %r = bf16[4,8]{1,0} all-reduce(%q), replica_groups=[4,2]<=[8], to_apply=%a\n"
