@@ -133,7 +133,7 @@ def cells(config: str, topology: str, numbers: dict[str, Any]) -> list[str]:
         "yes" if numbers["fits"] else f"no, {over / 2**30:.1f} too much",
         f"{sent / 2**30:.1f}",
         f"{numbers['arithmetic_seconds']:.2f} s",
-        f"≤ {numbers['mfu']:.0%}",
+        f"≤ {numbers['mfu_causal']:.0%}",
         *tail,
     ]
 
