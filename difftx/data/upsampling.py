@@ -1,0 +1,57 @@
+"""Length up-sampling: long documents more often, within one source (Fu et al. 2024, arXiv 2402.10171).
+
+Their per-source recipe keeps the shares of the domains, here the weights of `data.sources`, and raises the share of
+long documents in each. Documents are repeated and left out in the store's index; no token is copied.
+"""
+
+import hashlib
+import json
+
+import numpy as np
+
+from difftx.data.corpora import TokenStore
+
+
+class UpsampledStore:
+    """A store of the same size in which documents longer than a threshold have a given share of the tokens.
+
+    Long and short documents are each used at one rate, all of them ⌊rate⌋ or ⌈rate⌉ times and those evenly spread over
+    the store: systematic sampling, without chance. Copies of a document are a whole pass over the store apart.
+    """
+
+    def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
+        """Choose the documents; a source without long ones, or with that share of them already, keeps its own."""
+        offsets = store.offsets.view(np.int64)
+        lengths = np.diff(offsets)
+        is_long = lengths > longer_than_tokens
+        total, long_total = len(store), int(lengths[is_long].sum())
+        rates = {True: 1.0, False: 1.0}
+        if 0 < long_total < share * total:
+            rates = {True: share * total / long_total, False: (1 - share) * total / (total - long_total)}
+        uses = np.empty(len(lengths), np.int64)
+        for kind, rate in rates.items():
+            chosen = is_long == kind
+            uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
+        documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
+        self._store, self._starts = store, offsets[documents]
+        self.offsets = np.concatenate([[0], np.cumsum(lengths[documents])]).astype(np.uint64)
+        self._offsets = self.offsets.view(np.int64)
+        content = json.dumps([store.fingerprint, longer_than_tokens, share])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        after = int((lengths * uses)[is_long].sum())
+        self.report = (
+            f"documents of more than {longer_than_tokens:,} tokens: {is_long.sum():,} of {len(lengths):,}, "
+            f"{long_total / total:.1%} → {after / len(self):.1%} of the tokens; "
+            f"used {rates[True]:.2f} times an epoch, the others {rates[False]:.2f} times"
+        )
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens start … stop - 1."""
+        first, last = np.searchsorted(self._offsets, [start, stop - 1], side="right") - 1
+        edges = np.clip(self._offsets[first : last + 2], start, stop)
+        begin = self._starts[first : last + 1] + edges[:-1] - self._offsets[first : last + 1]
+        parts = [self._store.slice(a, a + n) for a, n in zip(begin.tolist(), np.diff(edges).tolist(), strict=True)]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
