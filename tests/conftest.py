@@ -15,13 +15,14 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
 
-from difftx.config import Config
+from difftx.config import Config, MeshConfig
 from difftx.config_reader import load_config
 from difftx.parallel.mesh import make_mesh
 
@@ -57,11 +58,10 @@ def config() -> Callable[..., Config]:
 def mesh_of() -> Callable[..., jax.sharding.Mesh]:
     """Return a function: axis sizes → a mesh over as many of the eight devices."""
 
-    def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-        from difftx.config import MeshConfig
-
-        config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
-        return make_mesh(config, jax.devices()[: data * fsdp * tensor])
+    def make(**sizes: int) -> jax.sharding.Mesh:
+        axes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
+        config = MeshConfig(**axes, slices=1, preset="none")
+        return make_mesh(config, jax.devices()[: math.prod(axes.values())])
 
     return make
 

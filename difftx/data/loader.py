@@ -1,8 +1,8 @@
 """Global batches from a token store, in an order that one integer continues.
 
 Row i is tokens[iT : iT + T] with the tokens one later as targets. Rows are shuffled anew each epoch; update n reads
-examples nB … nB + B - 1 of that sequence and each process its contiguous slice of them, so the order does not depend
-on the number of processes. grain does the shuffling and the prefetching.
+examples nB … nB + B - 1 of that sequence and each process the rows of them that its devices hold, so the order depends
+neither on the number of processes nor on the mesh. grain does the shuffling and the prefetching.
 """
 
 import dataclasses
@@ -45,20 +45,18 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class HostSlice:
-    """Examples of process `process` of `processes`, out of batches of `rows`."""
+    """The examples of `rows_here` out of batches of `rows`: what one process loads."""
 
     examples: grain.MapDataset[np.ndarray]
     rows: int
-    process: int
-    processes: int
+    rows_here: np.ndarray  # Ascending.
 
     def __len__(self) -> int:
-        return len(self.examples) // self.processes
+        return len(self.examples) // self.rows * len(self.rows_here)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        rows_here = self.rows // self.processes
-        batch, row = divmod(index, rows_here)
-        example = self.examples[batch * self.rows + self.process * rows_here + row]
+        batch, row = divmod(index, len(self.rows_here))
+        example = self.examples[batch * self.rows + int(self.rows_here[row])]
         assert example is not None  # grain drops elements only where a filter says so.
         return example
 
@@ -76,8 +74,6 @@ class Loader:
         prefetch_batches: int,
         sharding: jax.sharding.NamedSharding,
         signature: dict[str, Any],
-        processes: int = 1,
-        process: int = 0,
     ):
         """Start at the first example.
 
@@ -89,12 +85,10 @@ class Loader:
             prefetch_batches: batches prepared ahead, in a thread.
             sharding: of a `[rows, sequence_length]` array.
             signature: what the meaning of the state depends on besides these; compared on `restore`.
-            processes: number of processes that load.
-            process: this one's index.
         """
         examples = grain.MapDataset.source(Rows(store, sequence_length)).shuffle(seed=seed).repeat()
-        slice_ = HostSlice(examples, rows, process, processes)
-        batches = grain.MapDataset.source(slice_).batch(rows // processes)
+        slice_ = HostSlice(examples, rows, rows_here(sharding, rows))
+        batches = grain.MapDataset.source(slice_).batch(len(slice_.rows_here))
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(1, prefetch_batches)))
         self._rows, self._sharding = rows, sharding
         self._signature = {**signature, "sequence_length": sequence_length, "seed": seed}
@@ -104,7 +98,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        batch = make_batch(next(self._iterator), self._sharding)
+        batch = make_batch(next(self._iterator), self._rows, self._sharding)
         self._examples += self._rows
         return batch
 
@@ -135,14 +129,36 @@ class Loader:
         self._examples = state["examples"]
 
 
-def make_batch(rows: np.ndarray, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None) -> Batch:
-    """Turn this process's `[rows, T + 1]` tokens into a global batch; `counted[i]` = False masks a filler row."""
-    mask = np.ones(rows[:, 1:].shape, np.float32)
+def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
+    """Return which of a batch's `rows` the devices of this process hold, ascending.
+
+    They need be neither contiguous nor this process's alone: a mesh follows the wires of a pod, not its hosts.
+    """
+    indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
+    return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
+
+
+def make_batch(
+    tokens_here: np.ndarray, rows: int, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None
+) -> Batch:
+    """Turn the `[rows_here, T + 1]` tokens of this process into a global batch of `rows` rows.
+
+    `counted[i]` = False masks row i of those here: filler.
+    """
+    mask = np.ones(tokens_here[:, 1:].shape, np.float32)
     if counted is not None:
         mask *= counted[:, None]
-    arrays = [np.ascontiguousarray(a) for a in (rows[:, :-1], rows[:, 1:], mask)]
-    tokens_BT, targets_BT, mask_BT = (jax.make_array_from_process_local_data(sharding, a) for a in arrays)
-    return Batch(tokens_BT=tokens_BT, targets_BT=targets_BT, loss_mask_BT=mask_BT)
+    here = rows_here(sharding, rows)
+
+    def placed(x_here: np.ndarray) -> jax.Array:
+        def on_device(index: tuple[slice, ...]) -> np.ndarray:
+            return x_here[np.searchsorted(here, np.arange(rows)[index[0]]), index[1]]
+
+        return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, on_device)
+
+    return Batch(
+        tokens_BT=placed(tokens_here[:, :-1]), targets_BT=placed(tokens_here[:, 1:]), loss_mask_BT=placed(mask)
+    )
 
 
 def ordered_batches(
@@ -155,7 +171,14 @@ def ordered_batches(
 ) -> Iterator[Batch]:
     """Yield a store's first `limit_tokens` tokens in order, once; the last batch is filled up with masked rows."""
     source = Rows(store, sequence_length)
-    wanted = min(len(source), max(1, limit_tokens // sequence_length))
+    wanted = ordered_rows(store, sequence_length, limit_tokens)
+    here = rows_here(sharding, rows)
     for start in range(0, wanted, rows):
-        indices = np.arange(start, start + rows)
-        yield make_batch(np.stack([source[min(int(i), wanted - 1)] for i in indices]), sharding, indices < wanted)
+        indices = start + here
+        tokens_here = np.stack([source[min(int(i), wanted - 1)] for i in indices])
+        yield make_batch(tokens_here, rows, sharding, indices < wanted)
+
+
+def ordered_rows(store: TokenStore, sequence_length: int, limit_tokens: int) -> int:
+    """Return how many rows `ordered_batches` counts; their targets are tokens 1 … rows × sequence_length."""
+    return min(len(Rows(store, sequence_length)), max(1, limit_tokens // sequence_length))

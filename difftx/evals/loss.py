@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config
-from difftx.data.loader import Batch, ordered_batches
+from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.tokenizer import token_bytes
 from difftx.evals.result import Result
 from difftx.training.loss import batch_nll
@@ -35,21 +35,21 @@ def evaluate(run: Run, params: Any) -> Result:
 
 
 def _score_set(run: Run, params: Any, name: str) -> dict[str, float]:
-    byte_counts = np.array([len(value or b"") for value in token_bytes(run.tokenizer)])
-    score = _scorer(run.config)
-    nll, tokens, text_bytes = 0.0, 0, 0
+    config, store = run.config, run.corpus.valid[name]
+    length, limit = config.data.sequence_length, config.eval.loss_tokens
+    score = _scorer(config)
     batches = ordered_batches(
-        run.corpus.valid[name],
-        sequence_length=run.config.data.sequence_length,
+        store,
+        sequence_length=length,
         rows=run.microbatch_rows,
-        limit_tokens=run.config.eval.loss_tokens,
+        limit_tokens=limit,
         sharding=run.batch_sharding,
     )
-    for batch in batches:
-        nll += float(score(params, batch))
-        counted_BT = np.asarray(batch.loss_mask_BT) > 0
-        tokens += int(counted_BT.sum())
-        text_bytes += int(byte_counts[np.asarray(batch.targets_BT)[counted_BT]].sum())
+    nll = sum(float(score(params, batch)) for batch in batches)
+    # Counted from the store: a process sees only its own rows of a batch.
+    tokens = ordered_rows(store, length, limit) * length
+    byte_counts = np.array([len(value or b"") for value in token_bytes(run.tokenizer)])
+    text_bytes = int(byte_counts[store.tokens[1 : tokens + 1]].sum())
     return {
         "loss": nll / tokens,
         "bits_per_byte": nll / math.log(2) / text_bytes,

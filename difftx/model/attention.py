@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import reshard
 
 from difftx import kernels
 from difftx.config import ModelConfig
@@ -62,18 +63,20 @@ class DiffAttention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and `{"lambda": λ}`."""
+        layout = self.layout
         q_BTHGd, k_BTKGd, v_BTKE = self.project(x_BTD, angles)
         lam = self.lam(depth.lambda_init)
         heads_BTHE = kernels.diff_attention(
-            q_BTHGd,
-            k_BTKGd,
-            v_BTKE,
+            reshard(q_BTHGd, layout.attend_BTHGd),
+            reshard(k_BTKGd, layout.attend_BTHGd),
+            reshard(v_BTKE, layout.attend_BTHE),
             lam,
             segment_ids_BT=segment_ids_BT,
             implementation=self.config.attention_implementation,
         )
+        heads_BTHE = reshard(heads_BTHE, layout.act_BTHE)
         heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
-        return _merge_heads(heads_BTHE, self.output_HED, self.layout), {"lambda": lam}
+        return _merge_heads(heads_BTHE, self.output_HED, layout), {"lambda": lam}
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
@@ -107,14 +110,12 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and no statistics; `depth` is for the other architecture."""
-        q_BTHd, k_BTKd, v_BTKd = self.project(x_BTD, angles)
         heads_BTHd = kernels.attention(
-            q_BTHd,
-            k_BTKd,
-            v_BTKd,
+            *(reshard(x_BTHd, self.layout.attend_BTHE) for x_BTHd in self.project(x_BTD, angles)),
             segment_ids_BT=segment_ids_BT,
             implementation=self.config.attention_implementation,
         )
+        heads_BTHd = reshard(heads_BTHd, self.layout.act_BTHE)
         return _merge_heads(self.head_norm(heads_BTHd), self.output_HdD, self.layout), {}
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:

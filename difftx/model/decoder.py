@@ -83,7 +83,10 @@ class Decoder(nnx.Module):
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
         positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
         angles = rotary_angles(positions, config.d_head, config.rope_theta)
-        x_BTD = self.embedding_VD.astype(dtype).at[tokens_BT].get(out_sharding=self.layout.act_BTD)
+        # In float32: the gradient of a common token is a sum of thousands of terms.
+        tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
+        x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
+        x_BTD = jax.sharding.reshard(x_BTD.astype(dtype), self.layout.act_BTD)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
             block, depth = block_and_depth
@@ -95,12 +98,15 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), stats
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return float32 logits `[B, T, V]` of `hidden`'s output."""
-        table_VD = self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD
+        """Return float32 logits `[B, T, V]` of `hidden`'s output: for few tokens; losses never hold them all."""
         return jnp.einsum(
             "BTD,VD->BTV",
             x_BTD,
-            table_VD.astype(x_BTD.dtype),
+            self.unembedding().astype(x_BTD.dtype),
             out_sharding=self.layout.logits_BTV,
             preferred_element_type=jnp.float32,
         )
+
+    def unembedding(self) -> jax.Array:
+        """Return the float32 table `[V, D]` that turns hidden states into logits."""
+        return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]

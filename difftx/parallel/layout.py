@@ -24,9 +24,18 @@ class Layout:
     mlp_out_FD: P = P("tensor", "fsdp")
     vector: P = P()  # Norm gains and λ vectors: a few kilobytes, on every device.
 
-    act_BT: P = P(BATCH, None)
-    act_BTD: P = P(BATCH, None, None)
-    act_BTHGd: P = P(BATCH, None, "tensor", None, None)
-    act_BTHE: P = P(BATCH, None, "tensor", None)
-    act_BTF: P = P(BATCH, None, "tensor")
-    logits_BTV: P = P(BATCH, None, "tensor")
+    # Tokens travel to the columns of the embedding, not its columns to the tokens: far fewer bytes, forward and back.
+    lookup_BT: P = P("data", "context")
+    lookup_BTD: P = P("data", "context", "fsdp")
+
+    act_BT: P = P(BATCH, "context")
+    act_BTD: P = P(BATCH, "context", None)
+    act_BTHGd: P = P(BATCH, "context", "tensor", None, None)
+    act_BTHE: P = P(BATCH, "context", "tensor", None)
+    act_BTF: P = P(BATCH, "context", "tensor")
+    logits_BTV: P = P(BATCH, "context", "tensor")
+
+    # In attention each device holds whole rows of a share of the heads: tokens are exchanged for heads over `context`
+    # (DeepSpeed Ulysses, arXiv 2309.14509), so that kernels, masks and load balance stay those of one device.
+    attend_BTHGd: P = P(BATCH, None, ("tensor", "context"), None, None)
+    attend_BTHE: P = P(BATCH, None, ("tensor", "context"), None)

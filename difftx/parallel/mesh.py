@@ -1,21 +1,24 @@
-"""The device mesh: axes `data`, `fsdp` and `tensor`, all explicit."""
+"""The device mesh: axes `data`, `fsdp`, `context` and `tensor`, all explicit."""
 
 import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 
 from difftx.config import Config, MeshConfig
 from difftx.errors import UserError
 
-AXES = ("data", "fsdp", "tensor")
+# Outermost first: neighbouring devices share the innermost axis, which communicates most.
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Return the mesh of a config over all devices; an axis of -1 takes what the others leave.
 
     Raises:
-        UserError: the axes do not multiply to the number of devices.
+        UserError: the axes do not multiply to the number of devices, or the slices do not cut them.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
@@ -27,7 +30,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise UserError(f"{asked}: they do not multiply to the {len(devices)} devices here; set one of them to -1")
     # Explicit: every array's type carries its sharding, so Adam's moments are born where the parameters are, and a
     # mismatch is an error while tracing rather than a silent all-gather.
-    return jax.make_mesh(tuple(sizes), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES), devices=devices)
+    types = (jax.sharding.AxisType.Explicit,) * len(AXES)
+    if config.slices == 1:
+        return jax.make_mesh(tuple(sizes), AXES, types, devices=devices)
+    return jax.sharding.Mesh(_sliced(config.slices, sizes, devices), AXES, types)
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
@@ -37,25 +43,34 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raise `UserError` where a sharded dimension does not divide by its mesh axes."""
-    model, tensor, shards = config.model, mesh.shape["tensor"], batch_shards(mesh)
+    model, tensor, context, shards = config.model, mesh.shape["tensor"], mesh.shape["context"], batch_shards(mesh)
     rows = config.batch_rows // config.train.accumulation
+    fsdp, heads = mesh.shape["fsdp"], tensor * context
+    over_heads = "mesh.tensor" if context == 1 else "mesh.tensor × mesh.context"
     checks = [
-        (
-            "train.global_batch_tokens",
-            rows,
-            f"{rows} rows a microbatch",
-            shards,
-            "mesh.data × mesh.fsdp",
-        ),
-        ("model.d_model", model.d_model, str(model.d_model), mesh.shape["fsdp"], "mesh.fsdp"),
-        ("model.num_heads", model.num_heads, str(model.num_heads), tensor, "mesh.tensor"),
-        ("model.num_kv_heads", model.kv_heads, str(model.kv_heads), tensor, "mesh.tensor"),
-        ("model.mlp_dim", model.mlp_dim, str(model.mlp_dim), tensor, "mesh.tensor"),
-        ("model.vocab_size", model.vocab_size, str(model.vocab_size), tensor, "mesh.tensor"),
+        ("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp"),
+        ("data.sequence_length", config.data.sequence_length, None, context, "mesh.context"),
+        ("model.d_model", model.d_model, None, fsdp, "mesh.fsdp"),
+        ("model.num_heads", model.num_heads, None, heads, over_heads),
+        ("model.num_kv_heads", model.kv_heads, None, heads, over_heads),
+        ("model.mlp_dim", model.mlp_dim, None, tensor, "mesh.tensor"),
+        ("model.vocab_size", model.vocab_size, None, tensor, "mesh.tensor"),
     ]
     for field, size, shown, parts, axes in checks:
         if size % parts:
             fix = math.ceil(size / parts) * parts
             raise UserError(
-                f"{field}: {shown} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}"
+                f"{field}: {shown or size} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}"
             )
+
+
+def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Return the devices `[data, fsdp, context, tensor]`, whole slices along `data`: only it crosses the network."""
+    per_slice = [sizes[0] // slices, *sizes[1:]]
+    found = {getattr(device, "slice_index", None) for device in devices}
+    if sizes[0] % slices or len(found) != slices:
+        raise UserError(
+            f"mesh.slices={slices}: it must divide mesh.data={sizes[0]} and be the number of slices, "
+            f"which is {len(found)} here"
+        )
+    return mesh_utils.create_hybrid_device_mesh(per_slice, [slices, 1, 1, 1], devices)

@@ -1,25 +1,125 @@
-"""The negative log-likelihood of the next token."""
-#   B = batch, T = tokens, V = entries of the vocabulary
+"""The negative log-likelihood of the next token, over a vocabulary cut across devices.
+
+Logits exist for one chunk of tokens at a time, and each device holds those of its share of the vocabulary: float32
+logits of a 64K row and 100,288 entries would be 26 GB. A loss that will be differentiated makes its gradient chunk by
+chunk in the same pass, so that no logit is kept or computed twice.
+"""
+#   B = batch, T = tokens, D = model width, V = vocabulary; on one device: N = tokens of all rows, C = tokens of a chunk
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
+from difftx.parallel.layout import Layout
 
-
-def token_nll(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Return -log p(target), nats, float32 `[B, T]`.
-
-    The target's logit is picked by comparison, not by indexing: it works on a vocabulary cut over devices.
-    """
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
-    target_logit_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_logit_BT
+CHUNK_LOGITS = 2**26  # Of one device: 256 MiB in float32.
 
 
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the summed nll of the counted targets, nats, and the model's per-layer statistics."""
-    logits_BTV, stats = model(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-    return jnp.sum(token_nll(logits_BTV, batch.targets_BT) * batch.loss_mask_BT), stats
+    x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+    return weighted_nll(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), stats
+
+
+def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Return -log p(target), nats, float32 `[B, T]`, of a decoder's last hidden state and its unembedding."""
+    layout = Layout()
+    in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
+    # check_vma off here and below: the collectives are written out, and nothing is differentiated through them.
+    return jax.shard_map(_nll, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)(
+        x_BTD, table_VD, targets_BT
+    )
+
+
+@jax.custom_vjp
+def weighted_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
+    """Return Σ weight × -log p(target), nats, float32; arguments as in `token_nll`, weights float32."""
+    return jnp.sum(token_nll(x_BTD, table_VD, targets_BT) * weight_BT)
+
+
+def _weighted_nll_forward(x_BTD, table_VD, targets_BT, weight_BT):
+    layout = Layout()
+    in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT, layout.act_BT)
+    out_specs = (layout.act_BT, layout.act_BTD, layout.embedding_VD)
+    call = jax.shard_map(_nll_and_gradients, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    nll_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT)
+    return jnp.sum(nll_BT * weight_BT), (dx_BTD, dtable_VD, nll_BT)
+
+
+def _weighted_nll_backward(residuals, dloss):
+    dx_BTD, dtable_VD, nll_BT = residuals
+    no_grad = np.zeros(nll_BT.shape, jax.dtypes.float0)
+    return (dx_BTD * dloss).astype(dx_BTD.dtype), dtable_VD * dloss, no_grad, nll_BT * dloss
+
+
+weighted_nll.defvjp(_weighted_nll_forward, _weighted_nll_backward)
+
+
+def _nll(x_BTD, table_VD, targets_BT):
+    """On one device: nll of its tokens, `[B, T]`."""
+    table_VD = _whole_rows(table_VD, x_BTD.dtype)
+
+    def chunk(rows):
+        _, log_sum_C, target_C, _ = _logits(rows["x"], table_VD, rows["target"])
+        return log_sum_C - target_C
+
+    nll = jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT))
+    return _joined(nll, targets_BT.shape)
+
+
+def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
+    """On one device: nll of its tokens, the weighted sum's gradient by `x_BTD`, and its share of that by the table."""
+    table_VD = _whole_rows(table_VD, x_BTD.dtype)
+
+    def chunk(dtable_VD, rows):
+        logits_CV, log_sum_C, target_C, is_target_CV = _logits(rows["x"], table_VD, rows["target"])
+        p_CV = jnp.exp(logits_CV - log_sum_C[:, None])
+        dlogits_CV = ((p_CV - is_target_CV) * rows["weight"][:, None]).astype(table_VD.dtype)
+        dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, table_VD, preferred_element_type=jnp.float32)
+        dtable_VD += jnp.einsum("CV,CD->VD", dlogits_CV, rows["x"], preferred_element_type=jnp.float32)
+        return dtable_VD, (log_sum_C - target_C, jax.lax.psum(dx_CD, "tensor").astype(x_BTD.dtype))
+
+    rows = _chunks(table_VD, x=x_BTD, target=targets_BT, weight=weight_BT)
+    dtable_VD, (nll, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), rows)
+    dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
+    dtable_VD = jax.lax.psum(dtable_VD, ("data", "context"))
+    return _joined(nll, targets_BT.shape), _joined(dx, x_BTD.shape), dtable_VD
+
+
+def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Gather this device's rows of the table, once for all chunks."""
+    return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
+
+
+def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
+    """Return a chunk's logits here, their log-sum-exp and the target's over all devices, and which is the target."""
+    logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
+    first = jax.lax.axis_index("tensor") * table_VD.shape[0]
+    is_target_CV = first + jnp.arange(table_VD.shape[0]) == target_C[:, None]
+    # Found by comparison, not by indexing: the target may be on another device.
+    target_logit_C = jax.lax.psum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "tensor")
+    largest_C = jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
+    sum_C = jax.lax.psum(jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=-1), "tensor")
+    return logits_CV, largest_C + jnp.log(sum_C), target_logit_C, is_target_CV
+
+
+def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]:
+    """Cut `[B, T, …]` into `[chunks, C, …]`, the last one filled up with zeros."""
+    N = arrays_BT["target"].size
+    count = -(-N * table_VD.shape[0] // CHUNK_LOGITS)
+    size = -(-N // count)
+
+    def cut(x_BT: jax.Array) -> jax.Array:
+        x_N = x_BT.reshape(N, *x_BT.shape[2:])
+        padded = jnp.pad(x_N, [(0, count * size - N)] + [(0, 0)] * (x_N.ndim - 1))
+        return padded.reshape(count, size, *x_N.shape[1:])
+
+    return {name: cut(x_BT) for name, x_BT in arrays_BT.items()}
+
+
+def _joined(x_chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Join `[chunks, C, …]` to `shape`, and drop what filled the last one up."""
+    x_N = x_chunks.reshape(-1, *x_chunks.shape[2:])
+    return x_N[: shape[0] * shape[1]].reshape(shape)

@@ -84,7 +84,7 @@ def split_microbatches(batch: Batch, count: int) -> Batch:
 
     def split(x_BT: jax.Array) -> jax.Array:
         rows = x_BT.shape[0] // count
-        x_BAT = x_BT.reshape(rows, count, *x_BT.shape[1:], out_sharding=P(BATCH, None, None))
+        x_BAT = x_BT.reshape(rows, count, *x_BT.shape[1:], out_sharding=P(BATCH, None, "context"))
         return jnp.moveaxis(x_BAT, 1, 0)
 
     return jax.tree.map(split, batch)

@@ -69,7 +69,7 @@ def test_slices_of_hosts_concatenate_to_the_same_batches(processes):
     import grain
 
     examples = grain.MapDataset.source(Rows(STORE, LENGTH)).shuffle(seed=1).repeat()
-    slices = [HostSlice(examples, ROWS, p, processes) for p in range(processes)]
+    slices = [HostSlice(examples, ROWS, rows) for rows in np.split(np.arange(ROWS), processes)]
     here = ROWS // processes
     for batch in (0, 3, 9):
         joined = np.concatenate([[s[batch * here + i] for i in range(here)] for s in slices])

@@ -14,7 +14,7 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
-MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}]
 
 
 def parameters_of(config):

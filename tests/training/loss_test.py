@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from difftx.parallel.layout import Layout
+from difftx.training import loss
+from difftx.training.loss import token_nll, weighted_nll
+
+MESHES = [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "context": 2}]
+B, T, D, V = 4, 6, 16, 24
+
+
+def inputs(mesh, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    layout = Layout()
+    arrays = [
+        (rng.normal(size=(B, T, D)).astype(dtype), layout.act_BTD),
+        (rng.normal(size=(V, D)).astype(np.float32), layout.embedding_VD),
+        (rng.integers(0, V, (B, T)).astype(np.int32), layout.act_BT),
+        (rng.random((B, T)).astype(np.float32), layout.act_BT),
+    ]
+    return [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in arrays]
+
+
+def expected(x_BTD, table_VD, targets_BT, weight_BT):
+    """Optax's loss on whole logits, in float64."""
+    with jax.enable_x64(True):
+        x_BTD, table_VD, weight_BT = (jnp.asarray(np.asarray(a), jnp.float64) for a in (x_BTD, table_VD, weight_BT))
+
+        def total(x_BTD, table_VD, weight_BT):
+            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD)
+            nll_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, np.asarray(targets_BT))
+            return jnp.sum(nll_BT * weight_BT), nll_BT
+
+        grads, nll_BT = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(x_BTD, table_VD, weight_BT)
+        return np.asarray(nll_BT), [np.asarray(g) for g in grads]
+
+
+@pytest.mark.parametrize("chunk_logits", [2**26, 5 * V, 1])  # One chunk; chunks that do not divide; a token each.
+@pytest.mark.parametrize("sizes", MESHES)
+def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, sizes, chunk_logits):
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
+    mesh = mesh_of(**sizes)
+    x, table, targets, weight = inputs(mesh)
+    nll, gradients = expected(x, table, targets, weight)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(token_nll)(x, table, targets), nll, atol=1e-5)
+        scaled = lambda x, table, weight: 3 * weighted_nll(x, table, targets, weight)  # noqa: E731
+        total, grads = jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2)))(x, table, weight)
+    assert float(total) == pytest.approx(3 * np.sum(nll * np.asarray(weight)), rel=1e-6)
+    for gradient, wanted, like in zip(grads, gradients, (x, table, weight), strict=True):
+        np.testing.assert_allclose(gradient, 3 * wanted, atol=3e-5)
+        assert gradient.sharding.is_equivalent_to(like.sharding, like.ndim)
+
+
+def test_in_bfloat16_the_table_still_learns_in_float32(mesh_of):
+    mesh = mesh_of(fsdp=2)
+    x, table, targets, weight = inputs(mesh)
+    _, gradients = expected(x, table, targets, weight)
+    with jax.set_mesh(mesh):
+        grads = jax.jit(jax.grad(weighted_nll, argnums=(0, 1)))(x.astype(jnp.bfloat16), table, targets, weight)
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
+    for gradient, wanted in zip(grads, gradients[:2], strict=True):
+        error = np.linalg.norm(np.asarray(gradient, np.float64) - wanted) / np.linalg.norm(wanted)
+        assert error < 1e-2
+
+
+def test_large_logits_are_finite(mesh_of):
+    mesh, layout = mesh_of(), Layout()
+    x, table = np.array([[[1e4], [1e4]]], np.float32), np.array([[1.0], [-1.0], [0.0]], np.float32)
+    specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
+    arrays = (x, table, np.array([[1, 0]], np.int32))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+        np.testing.assert_allclose(token_nll(*placed), [[2e4, 0.0]])
