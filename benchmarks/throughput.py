@@ -61,8 +61,9 @@ def prepare(config: Config) -> Contestant:
     check_divisible(config, mesh)
     shape = (config.batch_rows, config.data.sequence_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones(tokens[:, 1:].shape, np.float32)}
     with jax.set_mesh(mesh):
-        batch = make_batch(tokens, config.batch_rows, jax.NamedSharding(mesh, Layout().act_BT))
+        batch = make_batch(rows, config.batch_rows, jax.NamedSharding(mesh, Layout().act_BT))
         state = jax.jit(lambda: init_state(config))()
         start = time.perf_counter()
         step = jax.jit(make_train_step(config), donate_argnums=0).lower(state, batch).compile()

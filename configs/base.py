@@ -51,9 +51,9 @@ def get_config() -> ConfigDict:
     # "stdlib" (the running Python's library), a text file, a glob of them, or "synthetic:mqar", "synthetic:retrieval",
     # "synthetic:copy" (difftx/data/synthetic.py).
     c.data.path = placeholder(str)
-    # Several paths in place of the one: ({"name": "books", "path": "books/*.txt", "weight": 0.7}, …). Weights are shares
-    # of the tokens, of any sum; names are those of the validation sets; weight 0: only to validate on. On a command
-    # line: JSON, or one field, --config.data.sources.0.weight=0.5.
+    # Several paths in place of the one: ({"name": "books", "path": "books/*.txt", "weight": 0.7}, …). Weights, of any
+    # sum, are shares of the rows; each source is a validation set of its name, and with weight 0 no more than that.
+    # On a command line: JSON, or one field, --config.data.sources.0.weight=0.5.
     c.data.sources = ()
     c.data.stages = ()  # Other weights later: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …).
     c.data.upsampling = ConfigDict()  # Of long documents, in each source by itself (§3.3, arXiv 2402.10171).

@@ -8,6 +8,8 @@ from typing import Literal
 
 from difftx.errors import UserError
 
+SYNTHETIC = "synthetic:"  # Of a data path: a task of difftx/data/synthetic.py.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -316,6 +318,14 @@ class Config:
             raise UserError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of train.steps={self.train.steps}"
                 f"; use fewer, such as {self.train.steps // 10}"
+            )
+
+        paths = [self.data.path, *(source.path for source in self.data.sources)]
+        is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
+        if is_synthetic and self.data.synthetic.vocab_size > self.model.vocab_size:
+            raise UserError(
+                f"data.synthetic.vocab_size={self.data.synthetic.vocab_size} is more than "
+                f"model.vocab_size={self.model.vocab_size}; use at most that"
             )
 
     @property

@@ -1,6 +1,7 @@
 """Text on disk as token corpora, split into training and validation documents."""
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import math
@@ -37,8 +38,17 @@ class TokenStore:
     tokens: np.ndarray  # uint16 where the vocabulary allows, else uint32.
     offsets: np.ndarray  # uint64: where each document starts, and the end.
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens."""
+        return hashlib.sha256(self.tokens).hexdigest()
+
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens start … stop - 1."""
+        return self.tokens[start:stop]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,9 +38,9 @@ class Mixture:
         self._places = grain.MapDataset.range(BLOCK_ROWS).shuffle(seed=(seed + GOLDEN) % 2**32).repeat()
         self._tables = [StageTable(stage.weights) for stage in stages]
         self._first = [stage.first_block for stage in stages]
-        self._used = [np.zeros(len(sources), np.int64)]  # Examples of each source before a stage.
-        for table, first, end in zip(self._tables, self._first, self._first[1:], strict=False):
-            self._used.append(self._used[-1] + table.before(end - first))
+        self._used_before = [np.zeros(len(sources), np.int64)]  # Examples of each source before a stage.
+        for first in self._first[1:]:
+            self._used_before.append(self.used(first))
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -51,15 +51,21 @@ class Mixture:
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return which source example `index` comes from, and its number there."""
-        block = index // BLOCK_ROWS
-        stage = bisect.bisect_right(self._first, block) - 1
-        block -= self._first[stage]
-        table, place = self._tables[stage], self._places[index]
+        block, place = index // BLOCK_ROWS, self._places[index]
         assert place is not None  # grain drops elements only where a filter says so.
-        bounds = table.bounds[block % PERIOD_BLOCKS]
+        stage = self._stage(block)
+        bounds = self._tables[stage].bounds[(block - self._first[stage]) % PERIOD_BLOCKS]
         source = int(np.searchsorted(bounds, place, side="right")) - 1
-        before = self._used[stage][source] + table.before(block)[source]
-        return source, int(before + place - bounds[source])
+        return source, int(self.used(block)[source] + place - bounds[source])
+
+    def used(self, block: int) -> np.ndarray:
+        """Return the examples of each source in all blocks before this one, int64 [sources]."""
+        stage = self._stage(block)
+        return self._used_before[stage] + self._tables[stage].before(block - self._first[stage])
+
+    def _stage(self, block: int) -> int:
+        # While the list of earlier stages' examples grows, a stage's first block still belongs to the one before.
+        return bisect.bisect_right(self._first, block, hi=len(self._used_before)) - 1
 
 
 class StageTable:

@@ -30,7 +30,9 @@ Row = dict[str, np.ndarray]
 class RowSource(Protocol):
     """Rows by number."""
 
-    fingerprint: str  # Of what the rows are; equal rows may have several.
+    sequence_length: int  # T
+    tokens: int  # Of an epoch, without padding.
+    fingerprint: str  # With the loader's settings it says what the rows are.
 
     def __len__(self) -> int:
         """Return the number of rows of an epoch."""
@@ -57,32 +59,34 @@ class PackedRows:
     """Rows of a token store, for grain.
 
     "concat" cuts the documents, end to end, every T tokens. The last, incomplete row is left out; with
-    `document_mask`, which keeps attention off padding, it is filled up. "best_fit" keeps documents whole where T allows.
+    `document_mask`, which tells padding apart, it is filled up. "best_fit" keeps documents whole where T allows.
 
     A target counts where the model has been given its document: always within a piece; across two documents only under
     "concat" without `document_mask`, where attention crosses too.
     """
 
-    def __init__(
-        self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str
-    ):
+    def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
         """Find or build the pack index; `cache_path` is the folder of such indices."""
         self.store, self.fingerprint = store, store.fingerprint
-        self._T, self._document_mask = sequence_length, document_mask
+        self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self._offsets = store.offsets.view(np.int64)  # Signed: uint64 and Python's integers meet as floats.
-        self._index = None if packing == "concat" else cached_best_fit(store, sequence_length, Path(cache_path))
+        self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
 
     def __len__(self) -> int:
         if self._index is not None:
             return len(self._index)
         # Without padding the last row needs one more token as a target.
-        return -(-len(self.store) // self._T) if self._document_mask else (len(self.store) - 1) // self._T
+        return (
+            -(-len(self.store) // self.sequence_length)
+            if self._document_mask
+            else (len(self.store) - 1) // self.sequence_length
+        )
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         if self._index is None:
-            return self._concat_row(index * self._T)
+            return self._concat_row(index * self.sequence_length)
         pieces = slice(self._index.first[index], self._index.first[index + 1])
         starts, lengths = self._index.starts[pieces], self._index.lengths[pieces]
         row = self._empty_row(lengths)
@@ -93,10 +97,10 @@ class PackedRows:
         return row
 
     def _concat_row(self, start: int) -> Row:
-        stop = min(start + self._T, len(self.store))
+        stop = min(start + self.sequence_length, len(self.store))
         if not self._document_mask:
             tokens = self.store.slice(start, stop + 1).astype(np.int32)
-            return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": _ones(self._T)}
+            return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": _ones(self.sequence_length)}
         first, last = np.searchsorted(self._offsets, [start + 1, stop])
         row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
         self._fill(row, 0, start, stop)
@@ -106,16 +110,16 @@ class PackedRows:
     def _empty_row(self, lengths: np.ndarray) -> Row:
         """Return a row of padding, with the segments and positions of pieces of these lengths."""
         row = {
-            "tokens": np.zeros(self._T, np.int32),
-            "targets": np.zeros(self._T, np.int32),
-            "loss_mask": np.zeros(self._T, np.float32),
+            "tokens": np.zeros(self.sequence_length, np.int32),
+            "targets": np.zeros(self.sequence_length, np.int32),
+            "loss_mask": np.zeros(self.sequence_length, np.float32),
         }
         if self._document_mask:
-            row["segment_ids"], row["positions"] = segments(lengths, self._T)
+            row["segment_ids"], row["positions"] = segments(lengths, self.sequence_length)
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int) -> None:
-        """Put the store's tokens start … stop - 1 at place `at`; the last target counts if it is of the same document."""
+        """Put the store's tokens start … stop - 1 at place `at`; the last target counts if its document goes on."""
         tokens = self.store.slice(start, min(stop + 1, len(self.store)))
         length = stop - start
         row["tokens"][at : at + length] = tokens[:length]
@@ -133,17 +137,18 @@ def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarr
     return ids, positions
 
 
-def cached_best_fit(store: TokenStore, row_tokens: int, folder: Path) -> PackIndex:
-    """Return the best-fit index of a store, from `folder` or built and kept there, to be mapped into memory.
+def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
+    """Return `best_fit`, mapped into memory from `folder`, after building and keeping it there if need be.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    content = json.dumps([VERSION, GROUP_DOCUMENTS, "best_fit", row_tokens, store.fingerprint])
-    path = folder.expanduser() / f"{hashlib.sha256(content.encode()).hexdigest()}.npy"
+    content = hashlib.sha256(json.dumps(["best_fit", VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
+    content.update(np.ascontiguousarray(offsets))
+    path = folder.expanduser() / f"{content.hexdigest()}.npy"
     try:
         if not path.exists():
-            _write(path, best_fit(store.offsets.view(np.int64), row_tokens))
+            _write(path, best_fit(offsets, row_tokens))
         return _read(path)
     except OSError as error:
         raise UserError(

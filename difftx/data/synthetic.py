@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from difftx.config import DataConfig, SyntheticConfig
+from difftx.config import SYNTHETIC, DataConfig, SyntheticConfig
 from difftx.data.packing import Row, segments
 from difftx.errors import UserError, did_you_mean
 
-PREFIX = "synthetic:"
 FILLER = 0  # Behind an example that is shorter than its row, and between the prefix and its copy.
 SPLITS = {"train": 0, "valid": 1}
 
@@ -91,20 +90,20 @@ class SyntheticRows:
         Raises:
             UserError: no such task, or an example does not fit into a row.
         """
-        name = path.removeprefix(PREFIX)
+        name = path.removeprefix(SYNTHETIC)
         if name not in TASKS:
             raise UserError(f"data path {path!r}: no such task.{did_you_mean(name, TASKS)}")
-        self._task, self._config, self._T = TASKS[name], config.synthetic, config.sequence_length
+        self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
         self._document_mask = config.document_mask
-        needed = self._task.tokens(self._config, self._T)
-        if needed > self._T:
+        needed = self._task.tokens(self._config, self.sequence_length)
+        if needed > self.sequence_length:
             raise UserError(
-                f"data.sequence_length={self._T} is too short for {path!r}, whose examples have {needed} tokens; "
-                "use longer rows, or fewer data.synthetic.pairs or distractors"
+                f"data.sequence_length={self.sequence_length} is too short for {path!r}, whose examples have {needed} "
+                "tokens; use longer rows, or fewer data.synthetic.pairs or distractors"
             )
         self._key = np.array([self._config.seed, SPLITS[split]], np.uint64)
         self._length = self._config.train_examples if split == "train" else self._config.valid_examples
-        self.tokens = self._length * self._T
+        self.tokens = self._length * self.sequence_length
         self.fingerprint = json.dumps([path, split, dataclasses.asdict(self._config)])
 
     def __len__(self) -> int:
@@ -115,18 +114,18 @@ class SyntheticRows:
             raise IndexError(f"example {index} of {self._length}")
         # A counter-based generator: every example has a stretch of numbers of its own, and starting one is cheap.
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
-        tokens, places, answers = self._task.make(self._config, self._T, rng)
+        tokens, places, answers = self._task.make(self._config, self.sequence_length, rng)
         row = {
-            "tokens": np.full(self._T, FILLER, np.int32),
-            "targets": np.full(self._T, FILLER, np.int32),
-            "loss_mask": np.zeros(self._T, np.float32),
+            "tokens": np.full(self.sequence_length, FILLER, np.int32),
+            "targets": np.full(self.sequence_length, FILLER, np.int32),
+            "loss_mask": np.zeros(self.sequence_length, np.float32),
         }
         row["tokens"][: len(tokens)] = tokens
         row["targets"][: len(tokens) - 1] = tokens[1:]
         row["targets"][places] = answers
         row["loss_mask"][places] = 1
         if self._document_mask:
-            row["segment_ids"], row["positions"] = segments(np.array([len(tokens)]), self._T)
+            row["segment_ids"], row["positions"] = segments(np.array([len(tokens)]), self.sequence_length)
         return row
 
 

@@ -64,15 +64,11 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
     # ── State: the workdir's newest checkpoint, else a fresh start ──
     checkpointer = Checkpointer(run.workdir, config.checkpoint)
     loader = Loader(
-        run.corpus.train,
-        sequence_length=config.data.sequence_length,
+        run.data.examples,
         rows=config.batch_rows,
-        seed=config.data.seed,
         prefetch_batches=config.data.prefetch_batches,
         sharding=run.batch_sharding,
-        signature=run.signature,
-        processes=jax.process_count(),
-        process=jax.process_index(),
+        signature=run.data.signature,
     )
     state, start = _restore_or_init(run, checkpointer, loader)
     run.write_description()
