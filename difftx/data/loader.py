@@ -67,9 +67,7 @@ class Loader:
             sharding: of a `[rows, T]` array.
             signature: what the meaning of the state depends on, as JSON; compared on `restore`.
         """
-        slice_ = HostSlice(examples, rows, rows_here(sharding, rows))
-        batches = grain.MapDataset.source(slice_).batch(len(slice_.rows_here))
-        self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(1, prefetch_batches)))
+        self._iterator = host_batches(HostSlice(examples, rows, rows_here(sharding, rows)), prefetch_batches)
         self._rows, self._sharding, self._signature = rows, sharding, signature
         self._examples = 0
 
@@ -110,6 +108,12 @@ class Loader:
             )
         self._iterator.set_state({"next_index": batches})
         self._examples = state["examples"]
+
+
+def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
+    """Return one process's rows of each batch, stacked, made ahead in a thread; its state is {"next_index": batch}."""
+    batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
