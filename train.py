@@ -6,6 +6,7 @@ from pathlib import Path
 
 from difftx.config_reader import load_config, split_overrides
 from difftx.errors import run_command
+from difftx.parallel import multihost
 
 
 def main() -> int:
@@ -15,6 +16,7 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
+    multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args()
     config = load_config(args.config, split_overrides(rest, "config"))
@@ -32,9 +34,10 @@ def main() -> int:
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save.
     evals.check_suites(config.eval.suites)
-    print(format_cost(config))
+    multihost.start(args, config.multihost)
+    multihost.say(format_cost(config))
     run = Run.open(config, args.workdir or Path())
-    print(format_data(run), flush=True)
+    multihost.say(format_data(run))
     return 0 if args.dry_run else train(run, evals.evaluate)
 
 

@@ -10,6 +10,7 @@ import jax
 from difftx.errors import UserError, did_you_mean
 from difftx.evals import exact_match, loss, sample
 from difftx.evals.result import Result
+from difftx.parallel.multihost import is_lead
 from difftx.training.run import Run, write_atomically
 
 SUITES: dict[str, Callable[[Run, Any], Result]] = {
@@ -33,6 +34,8 @@ def evaluate(run: Run, params: Any, step: int, suites: Sequence[str]) -> dict[st
     with jax.set_mesh(run.mesh):
         for name in suites:
             results[name] = result = SUITES[name](run, params)
+            if not is_lead():
+                continue
             folder = run.workdir / "evals" / name
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"suite": name, "step": step, **dataclasses.asdict(result)}, indent=2)

@@ -90,6 +90,7 @@ def _sampler(config: Config, new_tokens: int, vocab_size: int):
             is_next_BT = jnp.arange(tokens_BT.shape[1]) == last_B1 + 1
             return jnp.where(is_next_BT, chosen_B[:, None], tokens_BT)
 
-        return jax.lax.fori_loop(0, new_tokens, next_token, tokens_BT)
+        # On every device: each process reads the result.
+        return jax.sharding.reshard(jax.lax.fori_loop(0, new_tokens, next_token, tokens_BT), P())
 
     return sample

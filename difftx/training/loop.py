@@ -1,10 +1,8 @@
 """The training loop."""
 
 import math
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import jax
@@ -13,29 +11,13 @@ from difftx import kernels
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
+from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.metrics import MetricsWriter, Progress
 from difftx.training.run import Run, changed_fields
 from difftx.training.state import Metrics, TrainState, init_state, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str]], Mapping[str, Any]]
-
-
-class Interrupt:
-    """Remembers a SIGTERM or Ctrl-C; the loop asks for it between steps. A second one acts at once."""
-
-    def __init__(self):
-        self.received = False
-        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        self.close()
-
-    def close(self) -> None:
-        """Put the earlier handlers back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def train(run: Run, evaluate: Evaluate) -> int:
@@ -52,14 +34,15 @@ def train(run: Run, evaluate: Evaluate) -> int:
     try:
         if run.config.model.architecture == "diff":
             kernels.check_gradients(run.config.model.d_head)
-        with jax.set_mesh(run.mesh):
-            return _train(run, evaluate, interrupt)
+        with Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+            return _train(run, evaluate, interrupt, monitor)
     finally:
         interrupt.close()
 
 
-def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
+def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor) -> int:
     config, steps = run.config, run.config.train.steps
+    patience = config.multihost.barrier_timeout_seconds
 
     # ── State: the workdir's newest checkpoint, else a fresh start ──
     checkpointer = Checkpointer(run.workdir, config.checkpoint)
@@ -71,18 +54,20 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
         signature=run.data.signature,
     )
     state, start = _restore_or_init(run, checkpointer, loader)
-    run.write_description()
-    writer = MetricsWriter(run.workdir, config.logging, start)
+    if is_lead():
+        run.write_description()
+    writer = MetricsWriter(run.workdir, config.logging, start, enabled=is_lead())
+    barrier("start", patience)
 
     step_fn = jax.jit(make_train_step(config), donate_argnums=0)
 
-    with Progress(steps, start) as progress:
+    with Progress(steps, start, enabled=is_lead()) as progress:
         progress.note(f"{run.workdir}: attempt {writer.attempt}, from step {start} to {steps}")
         reporter = Reporter(run, writer, progress)
         step = start
 
         # ── Steps ──
-        while step < steps and not interrupt.received:
+        while step < steps and not interrupt.requested(step):
             waited = time.perf_counter()
             batch = next(loader)
             data_wait = time.perf_counter() - waited
@@ -90,9 +75,11 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
             step += 1
+            monitor.beat(step)
             reporter.push(step, metrics, data_wait)
 
             if step % config.eval.every_steps == 0 or step == steps:
+                barrier(f"evaluation after step {step}", patience)
                 reporter.flush()
                 for suite, result in evaluate(run, state.params, step, config.eval.suites).items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
@@ -100,6 +87,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
                     progress.note(f"step {step}  {suite}: {shown}")
                 reporter.restart_clock()
             if step % config.checkpoint.every_steps == 0:
+                barrier(f"checkpoint of step {step}", patience)
                 reporter.flush()  # Before the save: what a checkpoint has behind it is in metrics.jsonl.
                 checkpointer.save(state, loader.state(), config)
                 reporter.restart_clock()
@@ -111,10 +99,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt) -> int:
     checkpointer.close()
     writer.close()
     if step < steps:
-        print(
-            f"stopped by a signal at step {step}, checkpoint saved; run the same command again to continue",
-            flush=True,
-        )
+        say(f"stopped by a signal at step {step}, checkpoint saved; run the same command again to continue")
         return EXIT_PREEMPTED
     return 0
 
@@ -124,7 +109,7 @@ def _restore_or_init(run: Run, checkpointer: Checkpointer, loader: Loader) -> tu
     if step is None:
         return jax.jit(lambda: init_state(run.config))(), 0
     for change in changed_fields(checkpointer.config(step), run.config):
-        print(f"changed since the checkpoint: {change}", flush=True)
+        say(f"changed since the checkpoint: {change}")
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = checkpointer.restore(step, abstract, run.mesh)
     loader.restore(loader_state)

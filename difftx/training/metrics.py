@@ -21,13 +21,19 @@ PLAIN_LINE_SECONDS = 10.0
 
 
 class MetricsWriter:
-    """Writes rows of numbers to every sink. Opened at a step, it drops what an earlier attempt wrote after it."""
+    """Writes rows of numbers to every sink. Opened at a step, it drops what an earlier attempt wrote after it.
 
-    def __init__(self, workdir: Path, config: LoggingConfig, start_step: int):
+    Of several processes one is `enabled`; the others write nothing.
+    """
+
+    def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
         self.path = workdir / "metrics.jsonl"
+        self.attempt = 0
+        self._file = self._tensorboard = self._wandb = None
+        if not enabled:
+            return
         self.attempt = self._rewind(start_step)
         self._file = self.path.open("a")
-        self._tensorboard = None
         if config.tensorboard:
             # Steps from purge_step on are hidden: a resumed run draws no line twice.
             # Event files are named by the second; the attempt keeps two of one second apart.
@@ -36,10 +42,13 @@ class MetricsWriter:
                 purge_step=start_step + 1,
                 filename_suffix=f".{self.attempt}",
             )
-        self._wandb = _start_wandb(config.wandb_project, workdir) if config.wandb_project else None
+        if config.wandb_project:
+            self._wandb = _start_wandb(config.wandb_project, workdir)
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one row, `values` being numbers or lists of numbers; nothing is buffered."""
+        if self._file is None:
+            return
         row = {
             "split": split,
             "step": step,
@@ -58,7 +67,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close every sink."""
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
@@ -88,13 +98,13 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 class Progress:
-    """A live line in a terminal; elsewhere a plain line every few seconds."""
+    """A live line in a terminal; elsewhere a plain line every few seconds. Of several processes one is `enabled`."""
 
-    def __init__(self, total_steps: int, start_step: int):
-        self._total, self._start = total_steps, start_step
+    def __init__(self, total_steps: int, start_step: int, *, enabled: bool = True):
+        self._total, self._start, self._enabled = total_steps, start_step, enabled
         self._began = self._printed = time.monotonic()
         self._bar = self._task = None
-        if sys.stdout.isatty():
+        if enabled and sys.stdout.isatty():
             columns = [
                 rich.progress.TextColumn("step {task.completed}/{task.total}"),
                 rich.progress.BarColumn(),
@@ -120,6 +130,8 @@ class Progress:
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
         """Show the row of a step."""
+        if not self._enabled:
+            return
         text = f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {row['tokens_per_second']:,.0f} tokens/s"
         now = time.monotonic()
         if self._bar is not None and self._task is not None:
@@ -131,6 +143,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line above the progress line."""
+        if not self._enabled:
+            return
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False)
         else:

@@ -1,0 +1,269 @@
+"""Several processes that train one model: how they start, wait for each other, stop, and notice that one is missing.
+
+The engine is JAX's own, `jax.distributed`, and its coordination service: a server in process 0 with barriers and a
+key-value store. A collective that one process never enters hangs the others for ever and says nothing
+(jax issue 38503), so each process runs a `Monitor`.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import FrameType, TracebackType
+from typing import Self
+
+import jax
+from jax._src import distributed  # The coordination service's client: jax has no public name for it.
+from jax.experimental import multihost_utils
+
+from difftx.config import MultihostConfig
+from difftx.errors import EXIT_BAD_INPUT, UserError
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `start` reads."""
+    group = parser.add_argument_group("several processes", "the same command on every host; see docs/operations.md")
+    group.add_argument("--distributed", action="store_true", help="one process of many: Slurm, GKE or Cloud TPU say which")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, where nothing says it")
+    group.add_argument("--processes", type=int, help="number of processes, with --coordinator")
+    group.add_argument("--process", type=int, help="number of this process, from 0, with --coordinator")
+
+
+def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
+    """Join the other processes, if there are any, before JAX looks for devices.
+
+    Ends the process with exit code 2 when not all came within `multihost.initialization_timeout_seconds`.
+
+    Raises:
+        UserError: flags are missing or wrong.
+    """
+    by_hand = (flags.coordinator, flags.processes, flags.process)
+    if any(value is not None for value in by_hand) and None in by_hand:
+        raise UserError("--coordinator=HOST:PORT, --processes=N and --process=I belong together; give all three")
+    if not flags.distributed and flags.coordinator is None:
+        _refuse_a_lone_start()
+        return
+    # CPU devices have collectives only through a library; other devices do not read this.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    timeout = config.initialization_timeout_seconds
+    # JAX aborts with a stack dump when its own timeout is over, and cannot be stopped from that: be earlier.
+    patience = threading.Timer(timeout, _give_up_start, [timeout])
+    patience.daemon = True
+    patience.start()
+    try:
+        jax.distributed.initialize(
+            flags.coordinator,
+            flags.processes,
+            flags.process,
+            initialization_timeout=timeout + 60,
+            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=config.heartbeat_timeout_seconds,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"the processes could not be joined: {str(error).splitlines()[0]}") from error
+    finally:
+        patience.cancel()
+
+
+def is_lead() -> bool:
+    """Whether this process writes the files and the lines that need to be written once."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Print from one process."""
+    if is_lead():
+        print(text, flush=True)
+
+
+def barrier(name: str, timeout_seconds: float) -> None:
+    """Wait until every process is at the barrier `name`; each name is used once.
+
+    Raises:
+        TimeoutError: not all came in time; says which.
+    """
+    if jax.process_count() == 1:
+        return
+    client, folder = distributed.global_state.client, f"difftx/barrier/{name}"
+    client.key_value_set(f"{folder}/{jax.process_index()}", _who_am_i())
+    try:
+        client.wait_at_barrier(f"difftx {name}", int(timeout_seconds * 1000))
+    except Exception as error:  # Whatever the service calls its errors, the list of who came is what helps.
+        here = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
+        absent = [str(process) for process in range(jax.process_count()) if process not in here]
+        raise TimeoutError(
+            f"barrier {name!r}: process {', '.join(absent)} of {jax.process_count()} did not come within "
+            f"{timeout_seconds:g} s"
+            if absent
+            else f"barrier {name!r}: {error}"
+        ) from error
+
+
+class Interrupt:
+    """Notes a SIGTERM or Ctrl-C to any process; the loop asks for it between steps. A second one acts at once."""
+
+    def __init__(self):
+        self._received = False
+        # With several processes JAX listens for SIGTERM itself, and lets all of them stop after the same step.
+        self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
+        self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after `step`; all processes must ask about every step, and get the same answer."""
+        if jax.process_count() == 1:
+            return self._received
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def close(self) -> None:
+        """Put the earlier handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        self.close()
+        if jax.process_count() > 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@dataclasses.dataclass
+class Peer:
+    """What another process last said of itself."""
+
+    text: str
+    heard: float  # time.monotonic() of when its text last changed.
+
+
+class Monitor:
+    """A thread that ends this process, saying why, when it makes no progress or another process has gone silent.
+
+    As a context manager it also says who has gone when an error ends the block, which is how a collective ends when one
+    of the processes in it has died.
+    """
+
+    def __init__(self, config: MultihostConfig):
+        self._config = config
+        self._period = min(config.barrier_timeout_seconds / 20, config.heartbeat_timeout_seconds / 10)
+        self._step, self._beat = 0, time.monotonic()
+        self._peers: dict[int, Peer] = {}
+        self._coordinator_heard = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="difftx monitor", daemon=True)
+        self._thread.start()
+
+    def beat(self, step: int) -> None:
+        """Note that this process got as far as `step`."""
+        self._step, self._beat = step, time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if error is not None and jax.process_count() > 1 and not isinstance(error, UserError):
+            # At once: on the way out JAX would wait for the processes that are no more.
+            traceback.print_exception(error)
+            time.sleep(3 * self._period)
+            self._give_up("; ".join(self.silent_peers(2 * self._period)) or f"{type(error).__name__}: {error}")
+        self._ended.set()
+        self._thread.join()
+
+    def silent_peers(self, seconds: float) -> list[str]:
+        """Return the processes that have said nothing for so long, in words."""
+        now = time.monotonic()
+        return [
+            f"process {process} of {jax.process_count()} ({peer.text.partition(' tick')[0]}) has been silent for "
+            f"{now - peer.heard:.0f} s"
+            for process, peer in sorted(self._peers.items())
+            if now - peer.heard > seconds
+        ]
+
+    def _watch(self) -> None:
+        tick = 0
+        while not self._ended.wait(self._period):
+            tick += 1
+            self._exchange(tick)
+            if silent := self.silent_peers(self._config.barrier_timeout_seconds):
+                self._give_up("; ".join(silent))
+            stuck = time.monotonic() - self._beat
+            if stuck > self._config.watchdog_seconds:
+                self._give_up(
+                    f"no step finished for {stuck:.0f} s after step {self._step} (multihost.watchdog_seconds="
+                    f"{self._config.watchdog_seconds})"
+                )
+
+    def _exchange(self, tick: int) -> None:
+        """Say that this process lives, and listen to the others."""
+        if jax.process_count() == 1:
+            return
+        client, me = distributed.global_state.client, jax.process_index()
+        try:
+            client.key_value_set(f"difftx/alive/{me}", f"{_who_am_i()} at step {self._step} tick {tick}", True)
+            heard = client.key_value_dir_get("difftx/alive")
+        except Exception as error:  # One lost message is no lost process, whatever the service calls it.
+            silence = time.monotonic() - self._coordinator_heard
+            if silence > self._config.heartbeat_timeout_seconds and not self._ended.is_set():
+                where = distributed.global_state.coordinator_address
+                self._give_up(f"process 0, the coordinator at {where}, is gone: {str(error)[:200]}")
+            return
+        self._coordinator_heard = time.monotonic()
+        for key, text in heard:
+            process = int(key.rsplit("/", 1)[1])
+            if process != me and (process not in self._peers or self._peers[process].text != text):
+                self._peers[process] = Peer(text, time.monotonic())
+
+    def _give_up(self, reason: str) -> None:
+        """End the process at once: its main thread is inside a call that never returns."""
+        print(f"error: process {jax.process_index()} stops: {reason}; stacks of all threads:", file=sys.stderr)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _who_am_i() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
+
+def _refuse_a_lone_start() -> None:
+    """Notice the usual mistake: the command was started on one host of a pod, or once a task without --distributed."""
+    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
+    what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)
+    if count > 1:
+        raise UserError(
+            f"this is one of {what} {count} processes, started as if it were alone: add --distributed, and start the "
+            "same command on all of them"
+        )
+
+
+def _give_up_start(timeout: int) -> None:
+    state = distributed.global_state
+    address = state.coordinator_address or "an unknown coordinator"
+    here = f"process {state.process_id}"
+    if state.process_id == 0:
+        why = "other processes did not come; start the same command on every host"
+    elif _answers(address):
+        why = "process 0 is there, others are not; start the same command on every host"
+    else:
+        why = "process 0 does not answer there; start it, or open the port"
+    print(
+        f"error: {here} waited {timeout} s (multihost.initialization_timeout_seconds) at {address}: {why}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_BAD_INPUT)
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except (OSError, ValueError):
+        return False
+    return True
