@@ -48,10 +48,12 @@ def get_config() -> ConfigDict:
     c.model.attention_implementation = "auto"
 
     c.data = ConfigDict()
-    c.data.path = placeholder(str)  # "stdlib" (the running Python's library), a text file, or a glob of them.
-    c.data.tokenizer = "cl100k_base"  # "bytes", or the name of a tiktoken encoding.
+    # A store of `difftx prepare`, or text: "stdlib" (the running Python's library), a text file, or a glob of them.
+    c.data.path = placeholder(str)
+    c.data.tokenizer = "cl100k_base"  # "bytes", the name of a tiktoken encoding, or a .tiktoken file.
+    c.data.verify = False  # True: read a store's files before the first step and compare their SHA-256.
     c.data.sequence_length = 2048  # Tokens a row.
-    c.data.valid_fraction = 0.05  # Share of the documents held out, chosen by the hash of their text.
+    c.data.valid_fraction = 0.05  # Share of a text's documents held out, by the hash of each; a store has its own.
     c.data.seed = 0  # Order of the rows; below 2**32.
     c.data.prefetch_batches = 2  # Batches prepared ahead of the step.
 

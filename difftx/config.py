@@ -84,6 +84,7 @@ class DataConfig:
 
     path: str | None
     tokenizer: str
+    verify: bool
     sequence_length: int
     valid_fraction: float
     seed: int

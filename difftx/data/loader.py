@@ -13,7 +13,7 @@ import grain
 import jax
 import numpy as np
 
-from difftx.data.corpora import TokenStore
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 
 
@@ -40,7 +40,7 @@ class Rows:
 
     def __getitem__(self, index: int) -> np.ndarray:
         start = index * self.sequence_length
-        return self.store.tokens[start : start + self.sequence_length + 1].astype(np.int32)
+        return self.store.slice(start, start + self.sequence_length + 1).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ import jax
 from difftx.errors import UserError, did_you_mean
 from difftx.evals import loss, sample
 from difftx.evals.result import Result
-from difftx.training.run import Run, write_atomically
+from difftx.files import write_atomically
+from difftx.training.run import Run
 
 SUITES: dict[str, Callable[[Run, Any], Result]] = {
     "loss": loss.evaluate,

@@ -15,7 +15,7 @@ def evaluate(run: Run, params: Any) -> Result:
     config, store = run.config, next(iter(run.corpus.valid.values()))
     prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
     prompts = [
-        store.tokens[int(start) : min(int(start) + prompt_tokens, int(end) - 1)].tolist()
+        store.slice(int(start), min(int(start) + prompt_tokens, int(end) - 1)).tolist()
         for start, end in zip(store.offsets[:PROMPTS], store.offsets[1:], strict=False)
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)

@@ -2,8 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from difftx.data.corpora import TokenStore
 from difftx.data.loader import HostSlice, Loader, Rows, ordered_batches
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 
