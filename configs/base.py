@@ -48,10 +48,10 @@ def get_config() -> ConfigDict:
     c.model.attention_implementation = "auto"
 
     c.data = ConfigDict()
-    # "stdlib" (the running Python's library), a text file, a glob of them, or "synthetic:mqar", "synthetic:retrieval",
-    # "synthetic:copy" (difftx/data/synthetic.py).
+    # A store of `difftx prepare`; text: "stdlib" (the running Python's library), a text file, or a glob of them; or
+    # "synthetic:mqar", "synthetic:retrieval", "synthetic:copy" (difftx/data/synthetic.py).
     c.data.path = placeholder(str)
-    # Several paths in place of the one: ({"name": "books", "path": "books/*.txt", "weight": 0.7}, …). Weights, of any
+    # Several paths in place of the one: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Weights, of any
     # sum, are shares of the rows; each source is a validation set of its name, and with weight 0 no more than that.
     # On a command line: JSON, or one field, --config.data.sources.0.weight=0.5.
     c.data.sources = ()
@@ -67,14 +67,15 @@ def get_config() -> ConfigDict:
     c.data.synthetic.train_examples = 100_000  # An epoch.
     c.data.synthetic.valid_examples = 1000
     c.data.synthetic.seed = 0  # Of the examples; below 2**32.
-    c.data.tokenizer = "cl100k_base"  # "bytes", or the name of a tiktoken encoding.
+    c.data.tokenizer = "cl100k_base"  # "bytes", the name of a tiktoken encoding, or a .tiktoken file.
+    c.data.verify = False  # True: read a store's files before the first step and compare their SHA-256.
     c.data.sequence_length = 2048  # Tokens a row.
     # Rows out of documents. "concat": documents end to end, cut every sequence_length tokens; "best_fit": documents
     # whole where a row can hold them, with some padding.
     c.data.packing = "concat"
     # True: attention stays inside a document, positions start anew in each, and no document's first token is a target.
     c.data.document_mask = False
-    c.data.valid_fraction = 0.05  # Share of the documents held out, chosen by the hash of their text.
+    c.data.valid_fraction = 0.05  # Share of a text's documents held out, by the hash of each; a store has its own.
     c.data.seed = 0  # Order of the rows; below 2**32.
     c.data.prefetch_batches = 2  # Batches prepared ahead of the step.
     c.data.cache_path = "~/.cache/difftx"  # Folder of best_fit's indices, by content: runs share it, and all may go.

@@ -6,7 +6,13 @@ import sys
 from difftx.errors import UserError, did_you_mean, run_command
 
 # Name → module with `main(arguments) -> exit code`, imported when it is asked for, and what it does.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "data": ("difftx.data.commands", "verify a token store, or show a row of it"),
+    "prepare": (
+        "difftx.data.prepare",
+        "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
+    ),
+}
 
 
 def main() -> int:

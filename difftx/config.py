@@ -148,6 +148,7 @@ class DataConfig:
     upsampling: UpsamplingConfig
     synthetic: SyntheticConfig
     tokenizer: str
+    verify: bool
     sequence_length: int
     packing: Literal["concat", "best_fit"]
     document_mask: bool

@@ -62,7 +62,11 @@ def test_matched_models_have_equal_head_width():
         ("data.sources", SOURCES.replace("weight", "wieght"), ["data.sources[0].wieght", "Did you mean 'weight'"]),
         ("data.sources", SOURCES, ["data.path='stdlib' and data.sources are both set"]),
         ("data.sources.0.weight", "1", ["data.sources is a list of 0"]),
-        ("data.stages", '[{"from_tokens": 5, "weights": [1, 2]}]', ["data.stages[0].weights", "for the 0 data.sources"]),
+        (
+            "data.stages",
+            '[{"from_tokens": 5, "weights": [1, 2]}]',
+            ["data.stages[0].weights", "for the 0 data.sources"],
+        ),
         ("data.packing", "bestfit", ["data.packing", "Did you mean 'best_fit'"]),
         ("data.upsampling.share", "1.0", ["data.upsampling.share=1.0"]),
         ("data.upsampling.longer_than_tokens", "0", ["data.upsampling.longer_than_tokens=0"]),
@@ -136,7 +140,9 @@ def test_a_list_of_groups_on_the_command_line():
     assert config.data.stages[0].weights == (0.25, 1.0)
     assert config_from_dict(json.loads(config.to_json())) == config
     hash(config)
-    with pytest.raises(UserError, match=r"data\.sources\.2\.weight: data\.sources is a list of 2; write data\.sources\.0"):
+    with pytest.raises(
+        UserError, match=r"data\.sources\.2\.weight: data\.sources is a list of 2; write data\.sources\.0"
+    ):
         override(config, {"data.sources.2.weight": "1"})
     with pytest.raises(UserError, match=r"data\.sources\.1\.wight: no such field\. Did you mean 'weight'"):
         override(config, {"data.sources.1.wight": "1"})

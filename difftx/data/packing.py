@@ -8,15 +8,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from difftx.data.corpora import TokenStore
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
+from difftx.files import new_file
 
 VERSION = 1  # Of the index: a change to what `best_fit` returns needs another.
 GROUP_DOCUMENTS = 2**17  # Packed together: a bound on memory, and on how far apart a row's documents lie.
@@ -225,13 +224,8 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
 def _write(path: Path, index: PackIndex) -> None:
     """Write one array, number of rows first, so that one rename makes the whole index appear."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".pack_", delete=False) as file:
-        try:
-            np.save(file, np.concatenate([[len(index)], index.first, index.starts, index.lengths]))
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)
+    with new_file(path) as file:
+        np.save(file, np.concatenate([[len(index)], index.first, index.starts, index.lengths]))
 
 
 def _read(path: Path) -> PackIndex:

@@ -9,10 +9,10 @@ import json
 
 import numpy as np
 
-from difftx.data.corpora import TokenStore
+from difftx.data.store import TokenStore
 
 
-class UpsampledStore:
+class UpsampledStore(TokenStore):
     """A store of the same size in which documents longer than a threshold have a given share of the tokens.
 
     Long and short documents are each used at one rate, all of them ⌊rate⌋ or ⌈rate⌉ times and those evenly spread over
@@ -33,9 +33,8 @@ class UpsampledStore:
             chosen = is_long == kind
             uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
         documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
-        self._store, self._starts = store, offsets[documents]
-        self.offsets = np.concatenate([[0], np.cumsum(lengths[documents])]).astype(np.uint64)
-        self._offsets = self.offsets.view(np.int64)
+        self.dtype, self._store, self._sources = store.dtype, store, offsets[documents]
+        self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
         content = json.dumps([store.fingerprint, longer_than_tokens, share])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         after = int((lengths * uses)[is_long].sum())
@@ -46,12 +45,18 @@ class UpsampledStore:
         )
 
     def __len__(self) -> int:
-        return int(self._offsets[-1])
+        return int(self._ends[-1])
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each document starts among all tokens, and the end: uint64 `[documents + 1]`."""
+        return self._ends.view(np.uint64)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start … stop - 1."""
-        first, last = np.searchsorted(self._offsets, [start, stop - 1], side="right") - 1
-        edges = np.clip(self._offsets[first : last + 2], start, stop)
-        begin = self._starts[first : last + 1] + edges[:-1] - self._offsets[first : last + 1]
+        first = min(int(np.searchsorted(self._ends, start, side="right")), len(self._sources)) - 1
+        last = max(first, int(np.searchsorted(self._ends, stop)) - 1)
+        edges = np.clip(self._ends[first : last + 2], start, stop)
+        begin = self._sources[first : last + 1] + edges[:-1] - self._ends[first : last + 1]
         parts = [self._store.slice(a, a + n) for a, n in zip(begin.tolist(), np.diff(edges).tolist(), strict=True)]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -10,8 +10,9 @@ import jax
 from difftx.errors import UserError, did_you_mean
 from difftx.evals import exact_match, loss, sample
 from difftx.evals.result import Result
+from difftx.files import write_atomically
 from difftx.parallel.multihost import is_lead
-from difftx.training.run import Run, write_atomically
+from difftx.training.run import Run
 
 SUITES: dict[str, Callable[[Run, Any], Result]] = {
     "loss": loss.evaluate,

@@ -29,7 +29,9 @@ from difftx.errors import EXIT_BAD_INPUT, UserError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads."""
     group = parser.add_argument_group("several processes", "the same command on every host; see docs/operations.md")
-    group.add_argument("--distributed", action="store_true", help="one process of many: Slurm, GKE or Cloud TPU say which")
+    group.add_argument(
+        "--distributed", action="store_true", help="one process of many: Slurm, GKE or Cloud TPU say which"
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, where nothing says it")
     group.add_argument("--processes", type=int, help="number of processes, with --coordinator")
     group.add_argument("--process", type=int, help="number of this process, from 0, with --coordinator")

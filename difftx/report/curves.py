@@ -9,8 +9,9 @@ import matplotlib.figure
 import rich.table
 
 from difftx.errors import UserError
+from difftx.files import write_atomically
 from difftx.training.metrics import read_metrics
-from difftx.training.run import read_config, write_atomically
+from difftx.training.run import read_config
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

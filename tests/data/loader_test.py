@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data.corpora import TokenStore
 from difftx.data.loader import HostSlice, Loader, host_batches, ordered_batches
 from difftx.data.mixture import Mixture, Stage
 from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 

@@ -1,4 +1,5 @@
 import collections
+import itertools
 
 import grain
 import numpy as np
@@ -63,7 +64,7 @@ def test_the_order_within_a_block_is_shuffled_by_the_seed():
     assert orders[0] == orders[1] != orders[2]
     sources = [name[0] for name in orders[0]]
     assert sources[:BLOCK_ROWS] != sources[BLOCK_ROWS:]  # Another order in each block.
-    runs = 1 + sum(a != b for a, b in zip(sources, sources[1:], strict=False))
+    runs = 1 + sum(a != b for a, b in itertools.pairwise(sources))
     assert 200 < runs < 312  # 256 expected of 512 coins, standard deviation 11.
 
 
@@ -84,7 +85,9 @@ def counted(function, calls):
 
 
 def test_sources_are_shuffled_and_repeated_each_on_its_own():
-    rows = [grain.MapDataset.source([f"{s}{i}" for i in range(n)]).shuffle(seed=s).repeat() for s, n in ((0, 5), (1, 9))]
+    rows = [
+        grain.MapDataset.source([f"{s}{i}" for i in range(n)]).shuffle(seed=s).repeat() for s, n in ((0, 5), (1, 9))
+    ]
     mixed = Mixture(rows, [Stage(0, (1.0, 3.0))], seed=0)
     examples = sorted((mixed.locate(n)[0], mixed.locate(n)[1], mixed[n]) for n in range(BLOCK_ROWS))
     for source, length in ((0, 5), (1, 9)):

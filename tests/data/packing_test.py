@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.data import packing
-from difftx.data.corpora import TokenStore
 from difftx.data.packing import PackedRows, best_fit
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -166,5 +166,5 @@ def test_a_crash_while_writing_leaves_no_index(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="data.cache_path"):
+    with pytest.raises(UserError, match=r"data\.cache_path"):
         rows_of(store_of([5, 3]), 8, "best_fit", tmp_path)

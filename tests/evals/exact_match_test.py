@@ -3,13 +3,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from evals.loss_test import params_of
 from flax import nnx
 
 from difftx import evals
 from difftx.errors import UserError
 from difftx.training.run import Run
 from difftx.training.state import graph
+from evals.loss_test import params_of
 
 SMALL = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "data__synthetic__distractors": 5}
 SMALL |= {"data__synthetic__valid_examples": 21}

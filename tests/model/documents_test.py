@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from difftx.data.corpora import TokenStore
 from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
 from difftx.model.decoder import Decoder
 from difftx.training.state import graph
 
