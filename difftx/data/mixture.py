@@ -55,7 +55,7 @@ class Mixture:
         assert place is not None  # grain drops elements only where a filter says so.
         stage = self._stage(block)
         bounds = self._tables[stage].bounds[(block - self._first[stage]) % PERIOD_BLOCKS]
-        source = int(np.searchsorted(bounds, place, side="right")) - 1
+        source = int(bounds.searchsorted(place, side="right")) - 1
         return source, int(self.used(block)[source] + place - bounds[source])
 
     def used(self, block: int) -> np.ndarray:

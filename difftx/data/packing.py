@@ -88,11 +88,13 @@ class PackedRows:
             return self._concat_row(index * self.sequence_length)
         pieces = slice(self._index.first[index], self._index.first[index + 1])
         starts, lengths = self._index.starts[pieces], self._index.lengths[pieces]
+        stops = starts + lengths
+        goes_on = self._offsets[self._offsets.searchsorted(stops)] != stops
         row = self._empty_row(lengths)
         at = 0
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            self._fill(row, at, start, start + length)
-            at += length
+        for start, stop, more in zip(starts.tolist(), stops.tolist(), goes_on.tolist(), strict=True):
+            self._fill(row, at, start, stop, more)
+            at += stop - start
         return row
 
     def _concat_row(self, start: int) -> Row:
@@ -102,7 +104,7 @@ class PackedRows:
             return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": _ones(self.sequence_length)}
         first, last = np.searchsorted(self._offsets, [start + 1, stop])
         row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
-        self._fill(row, 0, start, stop)
+        self._fill(row, 0, start, stop, self._offsets[last] != stop)
         row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # The next token is another document's.
         return row
 
@@ -117,14 +119,12 @@ class PackedRows:
             row["segment_ids"], row["positions"] = segments(lengths, self.sequence_length)
         return row
 
-    def _fill(self, row: Row, at: int, start: int, stop: int) -> None:
+    def _fill(self, row: Row, at: int, start: int, stop: int, goes_on: bool) -> None:
         """Put the store's tokens start … stop - 1 at place `at`; the last target counts if its document goes on."""
-        tokens = self.store.slice(start, min(stop + 1, len(self.store)))
-        length = stop - start
-        row["tokens"][at : at + length] = tokens[:length]
-        row["targets"][at : at + len(tokens) - 1] = tokens[1:]  # The store's last token has no target.
-        ends = self._offsets[np.searchsorted(self._offsets, stop)] == stop
-        row["loss_mask"][at : at + length - ends] = 1
+        tokens = self.store.slice(start, stop + goes_on)
+        row["tokens"][at : at + stop - start] = tokens[: stop - start]
+        row["targets"][at : at + len(tokens) - 1] = tokens[1:]
+        row["loss_mask"][at : at + len(tokens) - 1] = 1
 
 
 def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:

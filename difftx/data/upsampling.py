@@ -54,9 +54,12 @@ class UpsampledStore(TokenStore):
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start … stop - 1."""
-        first = min(int(np.searchsorted(self._ends, start, side="right")), len(self._sources)) - 1
-        last = max(first, int(np.searchsorted(self._ends, stop)) - 1)
+        first = min(int(self._ends.searchsorted(start, side="right")), len(self._sources)) - 1
+        if stop <= self._ends[first + 1]:
+            at = int(self._sources[first] + start - self._ends[first])
+            return self._store.slice(at, at + stop - start)
+        last = int(self._ends.searchsorted(stop)) - 1
         edges = np.clip(self._ends[first : last + 2], start, stop)
         begin = self._sources[first : last + 1] + edges[:-1] - self._ends[first : last + 1]
         parts = [self._store.slice(a, a + n) for a, n in zip(begin.tolist(), np.diff(edges).tolist(), strict=True)]
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return np.concatenate(parts)
