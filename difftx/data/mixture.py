@@ -8,17 +8,16 @@ one block is made good in others, and a period has the exact share. Which place 
 
 import bisect
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 BLOCK_ROWS = 256  # B. A batch of at least so many rows holds nearly the exact mixture.
 PERIOD_BITS = 12
 PERIOD_BLOCKS = 2**PERIOD_BITS  # M. Weights are rounded to 1 / (B M), one in a million.
-GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: seeds that are far apart.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Any], stages: Sequence[Stage], seed: int):
         """Compute each stage's table; `seed` orders the sources within a block."""
         self._sources = sources
-        self._places = grain.MapDataset.range(BLOCK_ROWS).shuffle(seed=(seed + GOLDEN) % 2**32).repeat()
+        self._order = functools.lru_cache(maxsize=4)(functools.partial(shuffled_places, seed))
         self._tables = [StageTable(stage.weights) for stage in stages]
         self._first = [stage.first_block for stage in stages]
         self._used_before = [np.zeros(len(sources), np.int64)]  # Examples of each source before a stage.
@@ -51,8 +50,8 @@ class Mixture:
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return which source example `index` comes from, and its number there."""
-        block, place = index // BLOCK_ROWS, self._places[index]
-        assert place is not None  # grain drops elements only where a filter says so.
+        block, row = divmod(index, BLOCK_ROWS)
+        place = self._order(block)[row]
         stage = self._stage(block)
         bounds = self._tables[stage].bounds[(block - self._first[stage]) % PERIOD_BLOCKS]
         source = int(bounds.searchsorted(place, side="right")) - 1
@@ -83,6 +82,11 @@ class StageTable:
         """Return the examples of each source in all blocks before this one of the stage, int64 [sources]."""
         periods, block = divmod(block, PERIOD_BLOCKS)
         return periods * self._before[-1] + self._before[block]
+
+
+def shuffled_places(seed: int, block: int) -> np.ndarray:
+    """Return the places of a block in the order they are read; raw bits, which numpy never changes."""
+    return np.argsort(np.random.Philox(key=np.array([seed, block], np.uint64)).random_raw(BLOCK_ROWS), kind="stable")
 
 
 def _whole_points(weights: np.ndarray) -> np.ndarray:

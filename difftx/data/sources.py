@@ -9,12 +9,13 @@ import tiktoken
 
 from difftx.config import SYNTHETIC, DataConfig
 from difftx.data.corpora import load_corpus
-from difftx.data.mixture import BLOCK_ROWS, GOLDEN, Mixture, Stage
+from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
 from difftx.data.packing import PackedRows, RowSource
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import fingerprint
 from difftx.data.upsampling import UpsampledStore
 
+GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: keeps the seeds of sources, to which grain adds epochs, apart.
 ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of what data.path gives.
 
 
