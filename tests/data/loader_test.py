@@ -138,12 +138,12 @@ def test_segments_and_positions_reach_the_batch(mesh_of, mixed):
 def test_a_state_of_other_data_is_refused_with_every_difference(mesh_of):
     mesh = mesh_of()
     old = {"source books": 64 * "a", "seed": 1, "packing": "concat", "weights": [0.5, 0.5], "gone": 3}
-    new = {"source books": 64 * "b", "seed": 1, "packing": "best_fit", "weights": [0.5, 0.5], "added": None}
+    new = {"source books": 64 * "b", "seed": 1, "packing": "best_fit", "weights": [0.5, 0.5], "added": 7}
     with pytest.raises(UserError) as error:
         loader_on(mesh, signature=new).restore(loader_on(mesh, signature=old).state())
     assert str(error.value) == (
         "the checkpoint was made with other data: source books aaaaaaaaaaaa… → bbbbbbbbbbbb…, packing 'concat' → "
-        "'best_fit', gone 3 → None; restore what changed, or start a new --workdir"
+        "'best_fit', gone 3 → None, added None → 7; restore what changed, or start a new --workdir"
     )
 
 

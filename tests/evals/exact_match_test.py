@@ -23,19 +23,19 @@ def test_answers_that_are_right_are_seen_to_be(config, tmp_path, monkeypatch):
     with jax.set_mesh(run.mesh):
         model = nnx.merge(graph(run.config), params)
         forward = jax.jit(lambda tokens: model(tokens)[0])
-    make, chosen = type(rows).__getitem__, {}
+    make, ranked = type(rows).__getitem__, {}
     for start in (0, 8, 16):
         tokens = np.stack([make(rows, min(i, 20))["tokens"] for i in range(start, start + 8)])
         with jax.set_mesh(run.mesh):
-            chosen |= dict(
-                enumerate(np.asarray(forward(jax.device_put(tokens, run.batch_sharding))).argmax(-1), start=start)
-            )
+            logits = np.asarray(forward(jax.device_put(tokens, run.batch_sharding)))
+        ranked |= dict(enumerate(np.argsort(-logits, axis=-1), start=start))
 
     def with_the_models_answers(self, index):
-        """Every answer is what the model says, but for one answer of example 5 and two of example 7."""
+        """Every answer is what the model says, but for one of example 5 and two of example 7: its second choice."""
         row = make(self, index)
-        targets = np.where(row["loss_mask"] > 0, chosen[index], row["targets"]).astype(np.int32)
-        targets[{5: [16], 7: [20, 31]}.get(index, [])] += 1
+        targets = np.where(row["loss_mask"] > 0, ranked[index][:, 0], row["targets"]).astype(np.int32)
+        wrong = {5: [16], 7: [20, 31]}.get(index, [])
+        targets[wrong] = ranked[index][wrong, 1]
         return row | {"targets": targets}
 
     monkeypatch.setattr(type(rows), "__getitem__", with_the_models_answers)
