@@ -25,7 +25,8 @@ test: .venv/.installed
 # Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
 # and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.
 test-compile: .venv-compile/.installed
-	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile tests/kernels/pallas_*_test.py
+	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile
+	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m interpreter tests/kernels
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from difftx.config_reader import split_overrides
 from difftx.errors import run_command
+from difftx.parallel import multihost
 
 
 def main() -> int:
@@ -17,6 +18,7 @@ def main() -> int:
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
     parser.add_argument("--out", type=Path, help="directory for the figures of --curves")
     parser.add_argument("--list", action="store_true", help="list the suites")
+    multihost.add_flags(parser)
     parser.epilog = "--eval.field=value changes a field of the run's eval config"
     args, rest = parser.parse_known_args()
     overrides = split_overrides(rest, "eval")
@@ -33,7 +35,7 @@ def main() -> int:
         return commands.draw_curves(args.curves, args.out)
     if args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, or --curves and --out, or --list")
-    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides)
+    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides, args)
 
 
 if __name__ == "__main__":

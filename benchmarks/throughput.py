@@ -1,18 +1,24 @@
-"""Training throughput of both architectures, interleaved in one process.
+"""Training throughput of both architectures, interleaved in one process (A B A B), on any mesh.
 
-python benchmarks/throughput.py --config=configs/quickstart.py [--rounds=5] [--steps=3] [--config.field=value …]
+python benchmarks/throughput.py --config=configs/scaling.py:diff-2.8b [--rounds=5] [--steps=10] [--profile=DIR]
+    [--depths] [--config.field=value …]
 
-Prints tokens/s (median of the rounds), the ratio to the Transformer, model FLOP/s and MFU where the device's peak is
-known, and how long the train step compiles with 2 and with 24 layers.
+Prints tokens/s (median of the rounds), the ratio to the Transformer, percentiles of the step's time, the wait for data,
+model FLOP/s and MFU where the device's peak is known, and compile times; with --depths also of 2 and of 24 layers.
+Rows are random tokens unless data.path is set, and come through the loader in both cases. --profile writes a trace of
+one more round for `xprof` or Perfetto; its scopes are `attention`, `mlp`, `loss` and `optimizer`.
 """
 
 import argparse
 import dataclasses
+import re
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import grain
 import jax
 import numpy as np
 import rich.console
@@ -22,15 +28,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config import Config
 from difftx.config_reader import load_config, split_overrides
-from difftx.data.loader import Batch, make_batch
+from difftx.data.loader import Batch, Loader
+from difftx.data.packing import PackedRows
+from difftx.data.sources import load_sources
+from difftx.data.store import TokenStore
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
+from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.training.state import TrainState, init_state, make_train_step
 
 ARCHITECTURES = ("transformer", "diff")
 DEPTHS = (2, 24)
+RANDOM_ROWS = 256
 
 
 @dataclasses.dataclass
@@ -41,55 +53,90 @@ class Contestant:
     mesh: jax.sharding.Mesh
     step: jax.stages.Compiled
     state: TrainState
-    batch: Batch
+    batches: Iterator[Batch]
     compile_seconds: float
     rates: list[float] = dataclasses.field(default_factory=list)  # tokens/s of each round
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    data_wait_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def run(self, steps: int) -> None:
-        """Run `steps` updates and note the rate."""
+        """Run `steps` updates as the training loop does: a step's metrics are awaited after the next was dispatched."""
         with jax.set_mesh(self.mesh):
-            start = time.perf_counter()
+            start = last = time.perf_counter()
+            pending = None
             for _ in range(steps):
-                self.state, _ = self.step(self.state, self.batch)
-            jax.block_until_ready(self.state)
+                waited = time.perf_counter()
+                batch = next(self.batches)
+                self.data_wait_seconds.append(time.perf_counter() - waited)
+                self.state, metrics = self.step(self.state, batch)
+                if pending is not None:
+                    last = self._finished(pending, last)
+                pending = metrics
+            self._finished(pending, last)
         self.rates.append(self.config.train.global_batch_tokens * steps / (time.perf_counter() - start))
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self.rates.clear()
+        self.step_seconds.clear()
+        self.data_wait_seconds.clear()
+
+    def _finished(self, metrics: dict[str, jax.Array] | None, last: float) -> float:
+        jax.block_until_ready(metrics)
+        now = time.perf_counter()
+        self.step_seconds.append(now - last)
+        return now
 
 
 def prepare(config: Config) -> Contestant:
-    """Compile the train step of a config for all devices here, on random tokens."""
+    """Compile the train step of a config for all devices here."""
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
-    shape = (config.batch_rows, config.data.sequence_length + 1)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
-    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones(tokens[:, 1:].shape, np.float32)}
     with jax.set_mesh(mesh):
-        batch = make_batch(rows, config.batch_rows, jax.NamedSharding(mesh, Layout().act_BT))
+        batches = _batches(config, mesh)
         state = jax.jit(lambda: init_state(config))()
         start = time.perf_counter()
-        step = jax.jit(make_train_step(config), donate_argnums=0).lower(state, batch).compile()
-    return Contestant(config, mesh, step, state, batch, time.perf_counter() - start)
+        step = jax.jit(make_train_step(config), donate_argnums=0).lower(state, next(batches)).compile()
+    return Contestant(config, mesh, step, state, batches, time.perf_counter() - start)
 
 
-def measure(spec: str, overrides: dict[str, str], rounds: int, steps: int) -> None:
+def twin(spec: str, architecture: str) -> str:
+    """Return a config's spec for another architecture: FILE.py:diff-2.8b → FILE.py:transformer-2.8b."""
+    path, _, arg = spec.partition(":")
+    swapped, count = re.subn(r"\b(diff|transformer)\b", architecture, arg)
+    return f"{path}:{swapped if count else architecture}"
+
+
+def measure(spec: str, overrides: dict[str, str], *, rounds: int, steps: int, profile: Path | None) -> list[Contestant]:
     """Compile both, then run `steps` of each in turn, `rounds` times; print the table."""
-    path = spec.partition(":")[0]
-    contestants = [prepare(load_config(f"{path}:{name}", overrides)) for name in ARCHITECTURES]
+    contestants = [prepare(load_config(twin(spec, name), overrides)) for name in ARCHITECTURES]
     for contestant in contestants:
-        contestant.run(steps)  # Warm-up.
-        contestant.rates.clear()
+        contestant.run(2)  # Warm-up.
+        contestant.reset()
     for _ in range(rounds):
         for contestant in contestants:
             contestant.run(steps)
-    console = rich.console.Console(width=120)
-    console.print(format_table(spec, contestants, f"medians of {rounds} rounds of {steps}"))
-    console.print("model FLOPs a token = 6 N + 12 L T d (causal: 6 L T d); MFU = model FLOP/s / (devices × peak)")
+    if multihost.is_lead():
+        console = rich.console.Console(width=160)
+        console.print(format_table(spec, contestants, f"medians of {rounds} rounds of {steps}"))
+        console.print("model FLOPs a token = 6 N + 12 L T d (causal: 6 L T d); MFU = model FLOP/s / (devices × peak)")
+    if profile is not None:
+        for contestant in contestants:
+            with jax.profiler.trace(str(profile / contestant.config.model.architecture)):
+                contestant.run(steps)
+        multihost.say(f"traces in {profile}/{{{','.join(ARCHITECTURES)}}}")
+    return contestants
+
+
+def measure_depths(contestants: list[Contestant]) -> None:
+    """Print how compile time grows with depth: a scanned layer is compiled once."""
     for contestant in contestants:
         model = contestant.config.model
         seconds = []
         for layers in DEPTHS:
             deep = dataclasses.replace(model, num_layers=layers)
             seconds.append(prepare(dataclasses.replace(contestant.config, model=deep)).compile_seconds)
-        console.print(
+        multihost.say(
             f"{model.architecture}: compiles in {seconds[0]:.1f} s with {DEPTHS[0]} layers, "
             f"{seconds[1]:.1f} s with {DEPTHS[1]} ({seconds[1] / seconds[0]:.2f}×)"
         )
@@ -97,13 +144,16 @@ def measure(spec: str, overrides: dict[str, str], rounds: int, steps: int) -> No
 
 def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.table.Table:
     """Return the rates side by side; the first contestant is the measure of the ratio."""
-    device = jax.devices()[0].device_kind
-    table = rich.table.Table(title=f"{spec}, {len(jax.devices())} × {device}, {how}")
+    device, mesh = jax.devices()[0].device_kind, contestants[0].mesh
+    shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    table = rich.table.Table(title=f"{spec}, {mesh.size} × {device}{f' ({shape})' * bool(shape)}, {how}")
     for column in (
         "architecture",
         "tokens/s",
         "min … max",
         "ratio",
+        "step ms p50 / p90 / p99",
+        "data wait ms",
         "model FLOP/s",
         "MFU",
         "MFU causal",
@@ -120,21 +170,48 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
             f"{rate:,.0f}",
             f"{min(c.rates):,.0f} … {max(c.rates):,.0f}",
             f"{ratio:.3f}",
+            " / ".join(f"{1e3 * t:.1f}" for t in np.percentile(c.step_seconds, [50, 90, 99])),
+            f"{1e3 * statistics.median(c.data_wait_seconds):.2f}",
             f"{flops[0]:.3g}",
-            *(f"{f / (peak * c.mesh.size):.1%}" if peak else "-" for f in flops),
+            *(f"{f / (peak * mesh.size):.1%}" if peak else "-" for f in flops),
             f"{c.compile_seconds:.1f}",
         )
     return table
 
 
+def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
+    length = config.data.sequence_length
+    if config.data.path is None and not config.data.sources:
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, RANDOM_ROWS * length, dtype=np.uint32)
+        store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
+        rows = PackedRows(store, sequence_length=length, packing="concat", document_mask=False, cache_path="")
+        examples = grain.MapDataset.source(rows).shuffle(seed=config.data.seed).repeat()
+    else:
+        examples = load_sources(config.data, load_tokenizer(config.data.tokenizer)).examples
+    return Loader(
+        examples,
+        rows=config.batch_rows,
+        prefetch_batches=config.data.prefetch_batches,
+        sharding=jax.NamedSharding(mesh, Layout().act_BT),
+        signature={},
+    )
+
+
 def main() -> int:
     """Read the flags and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE.py")
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write profiler traces there")
+    parser.add_argument("--depths", action="store_true", help="also compile 2 and 24 layers")
+    multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
-    measure(args.config, split_overrides(rest, "config"), args.rounds, args.steps)
+    overrides = split_overrides(rest, "config")
+    multihost.start(args, load_config(twin(args.config, "diff"), overrides).multihost)
+    contestants = measure(args.config, overrides, rounds=args.rounds, steps=args.steps, profile=args.profile)
+    if args.depths:
+        measure_depths(contestants)
     return 0
 
 

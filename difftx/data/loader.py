@@ -135,7 +135,7 @@ def make_batch(
     here = rows_here(sharding, rows)
 
     def placed(x_here: np.ndarray) -> jax.Array:
-        def on_device(index: tuple[slice, ...]) -> np.ndarray:
+        def on_device(index: Any) -> np.ndarray:  # Slices of rows and of tokens.
             return x_here[np.searchsorted(here, np.arange(rows)[index[0]]), index[1]]
 
         return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, on_device)

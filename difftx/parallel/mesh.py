@@ -31,9 +31,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     # Explicit: every array's type carries its sharding, so Adam's moments are born where the parameters are, and a
     # mismatch is an error while tracing rather than a silent all-gather.
     types = (jax.sharding.AxisType.Explicit,) * len(AXES)
-    if config.slices == 1:
-        return jax.make_mesh(tuple(sizes), AXES, types, devices=devices)
-    return jax.sharding.Mesh(_sliced(config.slices, sizes, devices), AXES, types)
+    if config.slices > 1:
+        return jax.sharding.Mesh(_sliced(config.slices, sizes, devices), AXES, types)
+    # Split axes of the torus where they must be (8 × 8 on 4 × 4 × 4), rather than refuse.
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(placed, AXES, types)
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
@@ -73,4 +75,4 @@ def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.
             f"mesh.slices={slices}: it must divide mesh.data={sizes[0]} and be the number of slices, "
             f"which is {len(found)} here"
         )
-    return mesh_utils.create_hybrid_device_mesh(per_slice, [slices, 1, 1, 1], devices)
+    return mesh_utils.create_hybrid_device_mesh(per_slice, [slices, 1, 1, 1], devices, allow_split_physical_axes=True)

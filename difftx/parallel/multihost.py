@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax._src import distributed  # The coordination service's client: jax has no public name for it.
@@ -29,9 +29,7 @@ from difftx.errors import EXIT_BAD_INPUT, UserError
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads."""
     group = parser.add_argument_group("several processes", "the same command on every host; see docs/operations.md")
-    group.add_argument(
-        "--distributed", action="store_true", help="one process of many: Slurm, GKE or Cloud TPU say which"
-    )
+    group.add_argument("--distributed", action="store_true", help="one of many; Slurm, GKE or Cloud TPU say which")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, where nothing says it")
     group.add_argument("--processes", type=int, help="number of processes, with --coordinator")
     group.add_argument("--process", type=int, help="number of this process, from 0, with --coordinator")
@@ -92,7 +90,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
     """
     if jax.process_count() == 1:
         return
-    client, folder = distributed.global_state.client, f"difftx/barrier/{name}"
+    client, folder = _service(), f"difftx/barrier/{name}"
     client.key_value_set(f"{folder}/{jax.process_index()}", _who_am_i())
     try:
         client.wait_at_barrier(f"difftx {name}", int(timeout_seconds * 1000))
@@ -203,7 +201,7 @@ class Monitor:
         """Say that this process lives, and listen to the others."""
         if jax.process_count() == 1:
             return
-        client, me = distributed.global_state.client, jax.process_index()
+        client, me = _service(), jax.process_index()
         try:
             client.key_value_set(f"difftx/alive/{me}", f"{_who_am_i()} at step {self._step} tick {tick}", True)
             heard = client.key_value_dir_get("difftx/alive")
@@ -228,13 +226,19 @@ class Monitor:
         os._exit(1)
 
 
+def _service() -> Any:
+    """Return this process's client of the coordination service."""
+    return distributed.global_state.client
+
+
 def _who_am_i() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def _refuse_a_lone_start() -> None:
     """Notice the usual mistake: the command was started on one host of a pod, or once a task without --distributed."""
-    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    # JAX may have put a sentence there instead of names.
+    hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
     tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
     what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)
     if count > 1:

@@ -1,5 +1,6 @@
 """What eval.py's flags do."""
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import rich.console
 from difftx import evals
 from difftx.config_reader import override
 from difftx.errors import UserError
+from difftx.parallel import multihost
 from difftx.report.curves import format_table, write_curves
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.run import Run, read_config
@@ -32,10 +34,13 @@ def draw_curves(pattern: str, out: Path) -> int:
     return 0
 
 
-def run_suites(workdir: Path, suites: Sequence[str], step: int | None, overrides: Mapping[str, str]) -> int:
-    """Evaluate one checkpoint of a run and print the numbers."""
+def run_suites(
+    workdir: Path, suites: Sequence[str], step: int | None, overrides: Mapping[str, str], processes: argparse.Namespace
+) -> int:
+    """Evaluate one checkpoint of a run and print the numbers; `processes` are the flags of `multihost`."""
     evals.check_suites(suites)
     config = override(read_config(workdir), {f"eval.{name}": text for name, text in overrides.items()})
+    multihost.start(processes, config.multihost)
     checkpointer = Checkpointer(workdir)
     steps = checkpointer.steps()
     if not steps:
@@ -47,6 +52,7 @@ def run_suites(workdir: Path, suites: Sequence[str], step: int | None, overrides
     with jax.set_mesh(run.mesh):
         state, _ = checkpointer.restore(step, jax.eval_shape(lambda: init_state(config)), run.mesh)
     console = _console()
+    console.quiet = not multihost.is_lead()
     for name, result in evals.evaluate(run, state.params, step, suites).items():
         shown = "  ".join(f"{key} {value:.4f}" for key, value in result.numbers.items())
         console.print(f"[bold]{workdir} step {step} {name}[/bold]  {shown}", highlight=False)

@@ -22,7 +22,8 @@ CHUNK_LOGITS = 2**26  # Of one device: 256 MiB in float32.
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the summed nll of the counted targets, nats, and the model's per-layer statistics."""
     x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-    return weighted_nll(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), stats
+    with jax.named_scope("loss"):
+        return weighted_nll(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), stats
 
 
 def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:

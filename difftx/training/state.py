@@ -67,7 +67,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": nll / tokens,
             "grad_norm": optax.tree.norm(grads),

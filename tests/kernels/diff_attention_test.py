@@ -9,7 +9,9 @@ from difftx import kernels
 from difftx.kernels import pallas_tpu, xla
 from kernels import oracle
 
-BACKENDS = ["reference", "xla", "pallas_tpu"]
+# The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
+BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
+WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
 # Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
@@ -72,7 +74,7 @@ RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "l
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_output_and_gradients(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
-    arguments = CASES[case] | {"dtype": dtype}
+    arguments = CASES[case] | {"dtype": dtype, "D": WIDTH.get(backend, 8)}
     window = arguments.pop("window", None)
     q, k, v, lam, ids = inputs(**arguments)
     actual = output_and_gradients(backend, q, k, v, lam, ids, window)
@@ -89,7 +91,7 @@ def test_output_and_gradients(backend, case, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_repeated_keys_and_a_sink(backend):
-    q, k, v, lam, _ = inputs(T=48)
+    q, k, v, lam, _ = inputs(T=48, D=WIDTH.get(backend, 8))
     k = k.at[:, 8:].set(k[:, 8:9]).at[:, 0].mul(30.0)  # Token 0 draws all attention, the rest are alike.
     actual = output_and_gradients(backend, q, k, v, lam, None, None)
     expected = output_and_gradients("reference", q, k, v, lam, None, None)
@@ -100,7 +102,7 @@ def test_repeated_keys_and_a_sink(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_running_twice_gives_the_same_bits(backend):
-    arguments = (*inputs(lam="per token", segments=True), None)
+    arguments = (*inputs(lam="per token", segments=True, D=WIDTH.get(backend, 8)), None)
     first, second = (output_and_gradients(backend, *arguments) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)

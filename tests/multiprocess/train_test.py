@@ -1,0 +1,208 @@
+"""Two real processes train one model; they are stopped, killed and frozen."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+
+from difftx.parallel.mesh import AXES
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.metrics import read_metrics
+from difftx.training.run import read_config
+from difftx.training.state import init_state
+
+PATIENCE = 8  # Seconds, of barriers and so of silence.
+
+
+class Processes:
+    """`train.py` started as two processes of some CPU devices each."""
+
+    def __init__(self, text_file, workdir, logs, devices=4, count=2, start=(0, 1), **changes):
+        overrides = TINY | {
+            "data.path": str(text_file),
+            "checkpoint.every_steps": "10",
+            "eval.every_steps": "1000",
+            "eval.loss_tokens": "512",
+            "logging.tensorboard": "false",
+            "mesh.fsdp": "-1",
+            "multihost.initialization_timeout_seconds": "60",
+            "multihost.heartbeat_timeout_seconds": "60",
+            "multihost.barrier_timeout_seconds": str(PATIENCE),
+        }
+        overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
+        flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        self.metrics = workdir / "metrics.jsonl"
+        self.logs = [logs / f"{process}.log" for process in range(count)]
+        self.running = {}
+        together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)] if count > 1 else []
+        for process in start[:count]:
+            which = ["--process", str(process)] if count > 1 else []
+            command = ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
+            self.running[process] = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=environment,
+                stdout=self.logs[process].open("w"),
+                stderr=subprocess.STDOUT,
+            )
+
+    def until_step(self, step):
+        """Wait until a step is in metrics.jsonl."""
+        deadline = time.monotonic() + 240
+        while not (self.metrics.exists() and f'"step": {step},' in self.metrics.read_text()):
+            for process, popen in self.running.items():
+                assert popen.poll() is None, self.logs[process].read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def wait(self, process, timeout=240):
+        """Return a process's exit code and what it printed."""
+        code = self.running[process].wait(timeout)
+        return code, self.logs[process].read_text()
+
+    def kill(self):
+        for popen in self.running.values():
+            popen.kill()
+            popen.wait()
+
+
+@pytest.fixture
+def started(text_file, tmp_path):
+    """Return a function that starts processes, which do not outlive the test."""
+    groups = []
+
+    def start(workdir="run", **options):
+        groups.append(Processes(text_file, tmp_path / workdir, tmp_path, **options))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.kill()
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def rows(metrics):
+    return [row for row in read_metrics(metrics)[0] if row["split"] == "train"]
+
+
+def test_two_processes_train_as_one_and_stop_together(started):
+    """A SIGTERM to one stops both after the same step; one process of four devices then continues."""
+    options = {"train__steps": 40, "mesh__data": 2, "devices": 2}
+    whole = started("whole", count=1, **(options | {"devices": 4}))
+    assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
+    two = started("two", **options)
+    two.until_step(12)
+    two.running[1].send_signal(signal.SIGTERM)
+    codes_and_texts = [two.wait(process) for process in (0, 1)]
+    assert [code for code, _ in codes_and_texts] == [75, 75], codes_and_texts
+    steps = sorted(int(p.name) for p in (two.metrics.parent / "checkpoints").iterdir())
+    assert steps[-1] == rows(two.metrics)[-1]["step"] >= 12
+    assert "stopped by a signal" in codes_and_texts[0][1]
+    assert "step" not in codes_and_texts[1][1].replace("[Gloo]", "")  # One process reports.
+    rest = started("two", count=1, **(options | {"devices": 4}))
+    assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
+    assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        both = [[row[name] for row in rows(group.metrics)] for group in (whole, two)]
+        np.testing.assert_allclose(*both, rtol=tolerance)
+
+
+COPY = """
+import argparse, pathlib, sys, jax
+from difftx.parallel import multihost
+from difftx.parallel.mesh import make_mesh
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.run import read_config
+from difftx.training.state import init_state
+parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags, (source, target) = parser.parse_known_args()
+config = read_config(pathlib.Path(source))
+multihost.start(flags, config.multihost)
+mesh = make_mesh(config.mesh)
+assert (mesh.size, jax.process_count()) == (8, 2)
+checkpointer = Checkpointer(pathlib.Path(source))
+with jax.set_mesh(mesh):
+    state, loader = checkpointer.restore(checkpointer.newest(), jax.eval_shape(lambda: init_state(config)), mesh)
+copy = Checkpointer(pathlib.Path(target), config.checkpoint)
+copy.save(state, loader, config)
+copy.close()
+"""
+
+
+def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
+    """One process saves; two of four devices each restore that and save it again; both checkpoints are compared."""
+    one = started("one", count=1, train__steps=3)
+    assert one.wait(0)[0] == 0, one.logs[0].read_text()
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    folders = [str(tmp_path / name) for name in ("one", "copy")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", COPY, *together, f"--process={i}", *folders],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors
+    config = read_config(tmp_path / "one")
+    mesh = jax.make_mesh((1, 1, 1, 1), AXES, (jax.sharding.AxisType.Explicit,) * 4, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: init_state(config))
+        states = [Checkpointer(tmp_path / name).restore(3, abstract, mesh)[0] for name in ("one", "copy")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_killed_process_is_named(started):
+    two = started(train__steps=100_000, devices=2)
+    two.until_step(3)
+    two.running[1].kill()
+    code, text = two.wait(0, timeout=60)
+    assert code == 1
+    assert re.search(rf"process 1 of 2 \(.*pid {two.running[1].pid} at step \d+\) has been silent", text)
+
+
+def test_a_frozen_process_is_named_within_the_barriers_timeout(started):
+    two = started(train__steps=100_000, devices=2)
+    two.until_step(3)
+    two.running[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, text = two.wait(0, timeout=60)
+    assert code == 1
+    assert time.monotonic() - stopped < 2 * PATIENCE
+    assert re.search(r"process 0 stops: process 1 of 2 .* has been silent for \d+ s; stacks of all threads", text)
+    assert "in _train" in text  # Where the main thread hung.
+
+
+def test_one_host_alone_is_told_so(started):
+    alone = started(start=(0,), multihost__initialization_timeout_seconds=3)
+    code, text = alone.wait(0)
+    assert code == 2
+    assert "process 0 waited 3 s" in text
+    assert "start the same command on every host" in text
+
+
+def test_the_other_host_alone_learns_that_process_0_is_not_there(started):
+    alone = started(start=(1,), multihost__initialization_timeout_seconds=3)
+    code, text = alone.wait(1)
+    assert code == 2
+    assert "process 0 does not answer there" in text

@@ -1,0 +1,95 @@
+import argparse
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from difftx.config import MultihostConfig
+from difftx.errors import UserError
+from difftx.parallel import multihost
+
+CONFIG = MultihostConfig(
+    initialization_timeout_seconds=5, heartbeat_timeout_seconds=5, barrier_timeout_seconds=5, watchdog_seconds=5
+)
+
+
+def flags(*arguments):
+    parser = argparse.ArgumentParser()
+    multihost.add_flags(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, "one of a TPU pod of 4 processes"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "one of a Slurm step of 2 processes"),
+    ],
+)
+def test_one_process_of_a_pod_is_told_to_join(monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"{message}, .* add --distributed"):
+        multihost.start(flags(), CONFIG)
+
+
+def test_alone_nothing_is_started():
+    multihost.start(flags(), CONFIG)
+    multihost.barrier("alone", 1)
+    assert multihost.is_lead()
+
+
+def test_flags_belong_together():
+    with pytest.raises(UserError, match="give all three"):
+        multihost.start(flags("--process=0"), CONFIG)
+
+
+def test_a_run_that_makes_no_step_ends_with_its_stacks():
+    program = (
+        "import time; from difftx.config import MultihostConfig; from difftx.parallel.multihost import Monitor\n"
+        "config = MultihostConfig(initialization_timeout_seconds=5, heartbeat_timeout_seconds=5,"
+        " barrier_timeout_seconds=2, watchdog_seconds=1)\n"
+        "def stuck_in_here():\n    time.sleep(60)\n"
+        "with Monitor(config) as monitor:\n    monitor.beat(7)\n    stuck_in_here()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "no step finished for 1 s after step 7 (multihost.watchdog_seconds=1)" in result.stderr
+    assert "in stuck_in_here" in result.stderr
+
+
+BARRIER = """
+import argparse, sys, time, jax
+from difftx.config import MultihostConfig
+from difftx.parallel import multihost
+parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags = parser.parse_args()
+multihost.start(flags, MultihostConfig(initialization_timeout_seconds=60, heartbeat_timeout_seconds=60,
+    barrier_timeout_seconds=60, watchdog_seconds=60))
+multihost.barrier("all come", 60)
+try:
+    if flags.process != 2:
+        multihost.barrier("one stays away", 1)
+except TimeoutError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_barrier_names_who_did_not_come():
+    from multiprocess.train_test import free_port
+
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes=3"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", BARRIER, *together, f"--process={process}"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(3)
+    ]
+    texts = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    for text in texts[:2]:
+        assert "barrier 'one stays away': process 2 of 3 did not come within 1 s" in text
+    assert "barrier" not in texts[2]

@@ -1,0 +1,102 @@
+"""One training, on every mesh: the same losses, and checkpoints that move between them bit for bit."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from difftx.data.corpora import TokenStore
+from difftx.data.loader import Loader
+from difftx.parallel.layout import Layout
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.state import init_state, make_train_step
+
+MESHES = {
+    "1": {},
+    "fsdp 8": {"fsdp": 8},
+    "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "context 2, fsdp 4": {"context": 2, "fsdp": 4},
+}
+TOKENS = np.random.default_rng(0).geometric(0.1, 20_000).astype(np.uint16)
+STORE = TokenStore(TOKENS, np.array([0, len(TOKENS)], np.uint64))
+
+
+def loader_on(mesh, c):
+    return Loader(
+        STORE,
+        sequence_length=c.data.sequence_length,
+        rows=c.batch_rows,
+        seed=0,
+        prefetch_batches=1,
+        sharding=jax.NamedSharding(mesh, Layout().act_BT),
+        signature={},
+    )
+
+
+def train(c, mesh, steps):
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda: init_state(c))()
+        step, loader = jax.jit(make_train_step(c), donate_argnums=0), loader_on(mesh, c)
+        metrics = []
+        for _ in range(steps):
+            state, m = step(state, next(loader))
+            metrics.append((m["loss"], m["grad_norm"]))
+    return state, np.asarray(jax.device_get(metrics))
+
+
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mesh_of, tmp_path, architecture):
+    c = config(architecture, train__steps=20)
+    runs = {name: train(c, mesh_of(**sizes), 20) for name, sizes in MESHES.items()}
+    expected = runs["1"][1]
+    assert expected[-1, 0] < expected[0, 0]
+    for name, (_, metrics) in runs.items():
+        np.testing.assert_allclose(metrics[:, 0], expected[:, 0], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(metrics[:, 1], expected[:, 1], rtol=1e-4, err_msg=name)
+
+    saved = runs["fsdp 8"][0]
+    checkpointer = Checkpointer(tmp_path, c.checkpoint)
+    checkpointer.save(saved, {"examples": 0}, c)
+    checkpointer.close()
+    for sizes in MESHES.values():
+        mesh = mesh_of(**sizes)
+        with jax.set_mesh(mesh):
+            restored, _ = Checkpointer(tmp_path).restore(20, jax.eval_shape(lambda: init_state(c)), mesh)
+        jax.tree.map(np.testing.assert_array_equal, saved, restored)
+        assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(restored)} == {mesh.size}
+
+
+SHAPE = re.compile(r"= \(?\w+\[([\d,]*)\]")
+
+
+def results(hlo, operation):
+    """Return the shape of each result of an operation; "" for those of all instructions."""
+    lines = [line for line in hlo.splitlines() if re.search(rf" {operation}(-start)?\(", line) or not operation]
+    return [tuple(int(n) for n in match.group(1).split(",") if n) for line in lines if (match := SHAPE.search(line))]
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}])
+def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of, monkeypatch, sizes):
+    """No collective has a layer axis in its result, and nothing anywhere has both all tokens and the vocabulary."""
+    layers, vocabulary, length, rows = 5, 1664, 64, 16
+    monkeypatch.setattr("difftx.training.loss.CHUNK_LOGITS", 16 * vocabulary)
+    c = config(
+        model__num_layers=layers,
+        model__vocab_size=vocabulary,
+        data__sequence_length=length,
+        train__global_batch_tokens=rows * length,
+        model__remat="full",
+    )
+    mesh = mesh_of(**sizes)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(lambda: init_state(c))
+        batch = next(loader_on(mesh, c))
+        hlo = jax.jit(make_train_step(c), donate_argnums=0).lower(state, batch).compile().as_text()
+    gathered = results(hlo, "all-gather")
+    assert gathered, "weights are cut, so something must be gathered"
+    assert not [shape for shape in gathered if layers in shape]
+    local_tokens = rows * length // (mesh.size // mesh.shape["tensor"])
+    per_device = vocabulary // mesh.shape["tensor"]
+    logits = [s for s in results(hlo, "") if {per_device, vocabulary} & {*s} and c.model.d_model not in s]
+    assert max(map(np.prod, logits)) <= 16 * vocabulary < local_tokens * per_device
