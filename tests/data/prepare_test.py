@@ -174,6 +174,19 @@ def test_stopped_by_a_signal_it_says_so_and_goes_on(flags, reference, tmp_path):
     assert {f: f.stat().st_mtime_ns for f in out.rglob("*")} == finished
 
 
+def test_a_beam_pipeline_writes_the_same_bytes(flags, reference, tmp_path):
+    pytest.importorskip("apache_beam", reason="needs the extra beam")
+    prepared(tmp_path / "store", *flags, "--runner=direct")
+    assert tree(tmp_path / "store") == tree(reference[0])
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    for options in ("", "--direct_running_mode=multi_processing --direct_num_workers=2"):
+        flags = [f"--input={tmp_path}/bad.jsonl", "--runner=direct", f"--runner_options={options}"]
+        result = prepare(f"--out={tmp_path / 'bad'}", *flags)
+        assert result.returncode == 2
+        assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/bad.jsonl: line 2: broken JSON (Expecting")
+        assert "while running" not in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
 @pytest.mark.parametrize("name", ["cl100k_base", "gpt2"])
 def test_tokens_are_those_of_tiktoken(corpus, tmp_path, monkeypatch, name):
