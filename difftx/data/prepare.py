@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from difftx.data.beam import BeamWorkers
 from difftx.data.job import Job, describe, input_states, open_job
 from difftx.data.readers import Fields, Source, sources_of
 from difftx.data.shards import SKIPPED, finish, make_plan
 from difftx.data.store import SPLITS, read_meta
 from difftx.data.workers import Workers
 from difftx.errors import EXIT_PREEMPTED, UserError
+
+LOCAL = "local"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,6 +69,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--id_field", help="kept beside the tokens, for `difftx data show`")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens a shard (%(default)s)")
+    parser.add_argument("--runner", default=LOCAL, help="local, or one of Apache Beam's: direct, dataflow, flink …")
+    parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop", help="documents that cannot be read")
     options = parser.parse_args(arguments)
     if not 0 <= options.valid_fraction < 1:
@@ -78,7 +83,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _prepare(job: Job, sources: Sequence[Source], description: dict[str, Any], options: argparse.Namespace) -> None:
     states = input_states(sources)
-    with Workers(options.workers) as workers:
+    local = options.runner == LOCAL
+    with Workers(options.workers) if local else BeamWorkers(options.runner, options.runner_options) as workers:
         workers.encode_units(job, sources)
         for name, state in input_states(sources).items():
             if state != states[name]:

@@ -68,7 +68,9 @@ class Lines:
             record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
         except UnicodeDecodeError as error:
             return UserError(f"{self._at(index)}: byte {position + error.start} of the file is not UTF-8")
-        except (ValueError, RecursionError) as error:
+        except json.JSONDecodeError as error:
+            return UserError(f"{self._at(index)}: broken JSON ({error.msg}, column {error.colno})")
+        except (ValueError, RecursionError) as error:  # Numbers of too many digits, brackets too deep.
             return UserError(f"{self._at(index)}: broken JSON ({error})")
         if not isinstance(record, dict):
             return UserError(f"{self._at(index)}: not a JSON object")
@@ -214,7 +216,7 @@ def input_files(pattern: str, flag: str) -> list[Path]:
 
 def load_hugging_face(name: str) -> Any:
     """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
-    datasets = _import("datasets", "datasets")
+    datasets = import_extra("datasets", "datasets")
     dataset, split, config, *_ = [*name.split(":"), "", ""]
     try:
         return datasets.load_dataset(dataset, config or None, split=split or "train")
@@ -260,7 +262,7 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Piece
 
 
 def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
-    pyarrow, parquet = _import("pyarrow", "parquet"), _import("pyarrow.parquet", "parquet")
+    pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
     try:
         table = parquet.ParquetFile(source.files[0])
         wanted = [name for name in (fields.text, fields.id) if name in table.schema_arrow.names]
@@ -339,8 +341,9 @@ def _document_of(record: dict[str, Any], fields: Fields, at: Any) -> Document | 
         return UserError(f"{at()}: character {error.start} is half of a surrogate pair, which is not UTF-8")
 
 
-def _import(module: str, extra: str) -> Any:
+def import_extra(module: str, extra: str) -> Any:
+    """Import a library that only some inputs or runners need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"this input needs the extra {extra!r}: pip install 'difftx[{extra}]'") from error
+        raise UserError(f"{module} is not installed: pip install 'difftx[{extra}]'") from error

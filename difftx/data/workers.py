@@ -1,6 +1,7 @@
 """Worker processes on this machine for `difftx prepare`."""
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import signal
@@ -49,15 +50,26 @@ class Workers:
     def _map[Task, Result](
         self, function: Callable[[Job, Task], Result], job: Job, tasks: Iterable[Task]
     ) -> Iterator[Result]:
-        """Yield results as they come; no more than two tasks a worker are held in memory."""
-        pending: set[concurrent.futures.Future[Result]] = set()
+        """Yield results as they come; of several errors, the first in the order of the tasks is raised.
+
+        No more than two tasks a worker are held in memory.
+        """
+        pending: list[concurrent.futures.Future[Result]] = []
+        remaining = iter(tasks)
         try:
-            for task in tasks:
-                if len(pending) >= 2 * self._count:
-                    done, pending = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-                pending.add(self._pool.submit(function, job, task))
-            yield from (future.result() for future in concurrent.futures.as_completed(pending))
+            while True:
+                pending += (
+                    self._pool.submit(function, job, task)
+                    for task in itertools.islice(remaining, 2 * self._count - len(pending))
+                )
+                if not pending:
+                    return
+                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+                if any(future.exception() for future in done):
+                    for future in pending:
+                        future.result()
+                pending = [future for future in pending if future not in done]
+                yield from (future.result() for future in done)
         except BrokenProcessPool as error:
             raise UserError(
                 "a worker process was killed, out of memory perhaps; run the same command with fewer --workers"
