@@ -55,15 +55,14 @@ def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, arch
             assert (after[changed_BT] != before[changed_BT]).any(axis=-1).all() == changed_BT.any()
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
-def test_a_packed_batch_has_the_same_gradient_with_rows_cut_over_devices(config, mesh_of, tmp_path, architecture):
-    c = config(architecture, data__document_mask="true")
+def test_a_packed_batch_has_the_same_gradient_with_rows_cut_over_devices(config, mesh_of, tmp_path):
+    c = config(data__document_mask="true")
     rows = packed_rows(c, tmp_path)
-    host_batch = {name: np.stack([rows[i][name] for i in range(8)]) for name in rows[0]}
+    host_batch = {name: np.stack([rows[i][name] for i in range(2)]) for name in rows[0]}
     results = []
-    for sizes in ({}, {"fsdp": 4, "context": 2}):
+    for sizes in ({}, {"context": 2}):
         mesh = mesh_of(**sizes)
-        batch = make_batch(host_batch, 8, jax.NamedSharding(mesh, Layout().act_BT))
+        batch = make_batch(host_batch, 2, jax.NamedSharding(mesh, Layout().act_BT))
         with jax.set_mesh(mesh):
             graphdef = graph(c)
             loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
