@@ -55,7 +55,8 @@ def get_config() -> ConfigDict:
     # sum, are shares of the rows; each source is a validation set of its name, and with weight 0 no more than that.
     # On a command line: JSON, or one field, --config.data.sources.0.weight=0.5.
     c.data.sources = ()
-    c.data.stages = ()  # Other weights later: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …).
+    # Other weights later: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …); rounded up to 256 rows.
+    c.data.stages = ()
     c.data.upsampling = ConfigDict()  # Of long documents, in each source by itself (§3.3, arXiv 2402.10171).
     c.data.upsampling.longer_than_tokens = placeholder(int)  # Which documents are long; None: no up-sampling.
     c.data.upsampling.share = 0.7  # Of a source's tokens that long documents get; what has more already stays.

@@ -104,7 +104,9 @@ class SyntheticRows:
         self._key = np.array([self._config.seed, SPLITS[split]], np.uint64)
         self._length = self._config.train_examples if split == "train" else self._config.valid_examples
         self.tokens = self._length * self.sequence_length
-        self.fingerprint = json.dumps([path, split, dataclasses.asdict(self._config)])
+        parameters = dataclasses.asdict(self._config)
+        del parameters["train_examples"], parameters["valid_examples"]  # A split does not depend on the other's.
+        self.fingerprint = json.dumps([path, split, self._length, parameters])
 
     def __len__(self) -> int:
         return self._length
