@@ -30,11 +30,12 @@ def main() -> int:
     from difftx import evals
     from difftx.report.cost import format_cost, format_data
     from difftx.training.loop import train
-    from difftx.training.run import Run
+    from difftx.training.run import Run, fit_to_devices
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
+    config = fit_to_devices(config)
     multihost.say(format_cost(config))
     run = Run.open(config, args.workdir or Path())
     multihost.say(format_data(run))

@@ -17,7 +17,7 @@ from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.files import new_file
 
-VERSION = 1  # Of the index: a change to what `best_fit` returns needs another.
+BEST_FIT_VERSION = 1  # A change to what `best_fit` returns needs another.
 GROUP_DOCUMENTS = 2**17  # Packed together: a bound on memory, and on how far apart a row's documents lie.
 
 # Arrays of T elements: "tokens" and "targets", the token after each, int32; "loss_mask", float32, 1 where the target
@@ -74,12 +74,9 @@ class PackedRows:
     def __len__(self) -> int:
         if self._index is not None:
             return len(self._index)
-        # Without padding the last row needs one more token as a target.
-        return (
-            -(-len(self.store) // self.sequence_length)
-            if self._document_mask
-            else (len(self.store) - 1) // self.sequence_length
-        )
+        if self._document_mask:
+            return -(-len(self.store) // self.sequence_length)
+        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token as a target.
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
@@ -142,7 +139,7 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
     Raises:
         UserError: the folder cannot be written.
     """
-    content = hashlib.sha256(json.dumps(["best_fit", VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
+    content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
     content.update(np.ascontiguousarray(offsets))
     path = folder.expanduser() / f"{content.hexdigest()}.npy"
     try:

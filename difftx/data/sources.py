@@ -10,7 +10,7 @@ import tiktoken
 from difftx.config import SYNTHETIC, DataConfig
 from difftx.data.corpora import load_corpus
 from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
-from difftx.data.packing import PackedRows, RowSource
+from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import fingerprint
 from difftx.data.upsampling import UpsampledStore
@@ -71,7 +71,7 @@ def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
         "upsampling": dataclasses.asdict(config.upsampling) if config.upsampling.longer_than_tokens else None,
         "tokenizer": fingerprint(encoding),
         "sequence_length": config.sequence_length,
-        "packing": config.packing,
+        "packing": config.packing if config.packing == "concat" else f"best_fit {BEST_FIT_VERSION}",
         "document_mask": config.document_mask,
         "seed": config.seed,
     }

@@ -16,7 +16,8 @@ class UpsampledStore(TokenStore):
     """A store of the same size in which documents longer than a threshold have a given share of the tokens.
 
     Long and short documents are each used at one rate, all of them ⌊rate⌋ or ⌈rate⌉ times and those evenly spread over
-    the store: systematic sampling, without chance. Copies of a document are a whole pass over the store apart.
+    the store: systematic sampling, without chance. Copies of a document are a whole pass over the store apart,
+    though best-fit packing may bring those of a small store together.
     """
 
     def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):

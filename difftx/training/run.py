@@ -16,8 +16,10 @@ from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.files import write_atomically
+from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.presets import apply_preset
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 
@@ -81,6 +83,12 @@ class Run:
             },
         }
         write_atomically(self.workdir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def fit_to_devices(config: Config) -> Config:
+    """Return the config with its preset for the devices here, if it asks for one."""
+    parameters = count_parameters(config.model).total
+    return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
 def read_config(workdir: Path) -> Config:

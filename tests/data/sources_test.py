@@ -85,7 +85,7 @@ def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, 
     state = loader_of(load_sources(data_of(), ENCODING)).state()
     changes = {
         "seed 0 → 5": {"seed": 5},
-        "packing 'concat' → 'best_fit'": {"packing": "best_fit"},
+        "packing 'concat' → 'best_fit 1'": {"packing": "best_fit"},
         "document_mask False → True": {"document_mask": True},
         "sequence_length 16 → 8": {"sequence_length": 8},
         "weights [3.0, 1.0] → [3.0, 2.0]": {"weights": (3.0, 2.0)},
