@@ -104,8 +104,8 @@ class SyntheticRows:
         self._key = np.array([self._config.seed, SPLITS[split]], np.uint64)
         self._length = self._config.train_examples if split == "train" else self._config.valid_examples
         self.tokens = self._length * self.sequence_length
-        parameters = dataclasses.asdict(self._config)
-        del parameters["train_examples"], parameters["valid_examples"]  # A split does not depend on the other's.
+        # Without the number of the other split's examples.
+        parameters = {k: v for k, v in dataclasses.asdict(self._config).items() if not k.endswith("_examples")}
         self.fingerprint = json.dumps([path, split, self._length, parameters])
 
     def __len__(self) -> int:
