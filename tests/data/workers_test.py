@@ -60,5 +60,5 @@ def fail_in_turn(job: Job, task: int) -> None:
 
 def test_of_several_errors_the_first_in_the_input_is_raised(tmp_path):
     job = job_in(tmp_path)
-    with Workers(2) as workers, pytest.raises(UserError, match="task 0"):
+    with Workers(2, job) as workers, pytest.raises(UserError, match="task 0"):
         list(workers._map(fail_in_turn, job, [0, 1]))
