@@ -44,10 +44,11 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        description = describe(job, inputs, sources)
-        with open_job(job, description, sources) as unfinished:
-            if unfinished:
-                _prepare(job, sources, description, options)
+        with _workers(job, options) as workers:
+            description = describe(job, inputs, sources)
+            with open_job(job, description, sources) as unfinished:
+                if unfinished:
+                    _prepare(job, sources, description, workers)
         _print_summary(job)
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from what is finished in {job.work}", file=sys.stderr)
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # From Python 3.13 on, those it may use.
     parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
     parser.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
     parser.add_argument("--tokenizer", required=True, help="bytes, a tiktoken encoding, or a .tiktoken file")
@@ -67,7 +69,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--valid_fraction", type=float, default=0.01, help="share of documents held out (%(default)s)")
     parser.add_argument("--text_field", default="text", help="of JSON lines and tables (%(default)s)")
     parser.add_argument("--id_field", help="kept beside the tokens, for `difftx data show`")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
+    parser.add_argument("--workers", type=int, default=processors, help="processes (%(default)s)")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens a shard (%(default)s)")
     parser.add_argument("--runner", default=LOCAL, help="local, or one of Apache Beam's: direct, dataflow, flink …")
     parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
@@ -81,16 +83,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _prepare(job: Job, sources: Sequence[Source], description: dict[str, Any], options: argparse.Namespace) -> None:
+def _workers(job: Job, options: argparse.Namespace) -> Workers | BeamWorkers:
+    if options.runner == LOCAL:
+        return Workers(options.workers, job)
+    return BeamWorkers(options.runner, options.runner_options)
+
+
+def _prepare(job: Job, sources: Sequence[Source], description: dict[str, Any], workers: Workers | BeamWorkers) -> None:
     states = input_states(sources)
-    local = options.runner == LOCAL
-    with Workers(options.workers) if local else BeamWorkers(options.runner, options.runner_options) as workers:
-        workers.encode_units(job, sources)
-        for name, state in input_states(sources).items():
-            if state != states[name]:
-                raise UserError(f"{name}: changed while it was read; delete {job.out} and prepare again")
-        plan = make_plan(job, sources)
-        workers.write_shards(job, plan.shards)
+    workers.encode_units(job, sources)
+    for name, state in input_states(sources).items():
+        if state != states[name]:
+            raise UserError(f"{name}: changed while it was read; delete {job.out} and prepare again")
+    plan = make_plan(job, sources)
+    workers.write_shards(job, plan.shards)
     finish(job, description, plan)
 
 

@@ -100,23 +100,22 @@ def write_shard(job: Job, shard: Shard) -> None:
             kind: stack.enter_context(new_file(shard_file(job.out, shard.split, shard.index, kind))) for kind in kinds
         }
 
-        def write(kind: str, data: bytes) -> None:
+        def write(kind: str, data: np.ndarray | bytes) -> None:
             hashes[kind].update(data)
             files[kind].write(data)
 
         for source, unit, mask in shard.picks:
             with np.load(unit_file(job, source, unit)) as archive:
                 length = archive["lengths"]
-                write("tokens", archive["tokens"][np.repeat(mask, length)].tobytes())
-                starts = tokens + np.cumsum(length[mask], dtype="<u8") - length[mask]
-                write("offsets", starts.astype("<u8").tobytes())
+                write("tokens", archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)])
+                write("offsets", (tokens + np.cumsum(length[mask]) - length[mask]).astype("<u8"))
                 if "ids" in kinds:
                     lines = archive["ids"].tobytes().splitlines(keepends=True)
                     write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
                 documents += int(mask.sum())
                 tokens += int(length[mask].sum())
                 text_bytes += int(archive["sizes"][mask].sum())
-        write("offsets", np.array([tokens], "<u8").tobytes())
+        write("offsets", np.array([tokens], "<u8"))
     record = {
         "documents": documents,
         "tokens": tokens,

@@ -1,6 +1,7 @@
 """Worker processes on this machine for `difftx prepare`."""
 
 import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -20,12 +21,14 @@ from difftx.errors import UserError
 class Workers:
     """A pool of processes. A context manager: what has begun at its end is finished, the rest is not."""
 
-    def __init__(self, count: int):
-        """Start nothing yet."""
+    def __init__(self, count: int, job: Job):
+        """Start the processes; they load the tokenizer while the parent does."""
         self._count = count
         self._pool = concurrent.futures.ProcessPoolExecutor(
             count, multiprocessing.get_context("spawn"), initializer=_start_worker
         )
+        for _ in range(count):
+            self._pool.submit(_load_tokenizer, job)
 
     def __enter__(self) -> "Workers":
         return self
@@ -74,6 +77,12 @@ class Workers:
             raise UserError(
                 "a worker process was killed, out of memory perhaps; run the same command with fewer --workers"
             ) from error
+
+
+def _load_tokenizer(job: Job) -> None:
+    # A tokenizer that is not there is for the parent to report.
+    with contextlib.suppress(UserError):
+        _ = job.encoding
 
 
 def _start_worker() -> None:

@@ -156,7 +156,7 @@ def rewrite(store, split, index, kind, array):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("tokens", lambda a: np.where(np.arange(len(a)) == 3, 300, a), "a token is not in the vocabulary of 257"),
+        ("tokens", lambda a: np.where(np.arange(len(a)) == 3, 257, a), "a token is not in the vocabulary of 257"),
         ("tokens", lambda a: np.where(np.arange(len(a)) == len(a) - 1, 65, a), "does not end with the end-of-text"),
         ("offsets", lambda a: a[[0, 2, 1, *range(3, len(a))]], "the offsets do not rise"),
         ("offsets", lambda a: a + np.uint64(1), "the offsets do not rise"),
