@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 
 from configs import base
 
+ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
+
 
 def get_config(architecture: str = "diff") -> ConfigDict:
     """Return the config of one architecture: "diff" or "transformer"."""

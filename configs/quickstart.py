@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 
 from configs import base
 
+ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
+
 HEADS = {"diff": 2, "transformer": 4}
 
 

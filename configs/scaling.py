@@ -10,6 +10,9 @@ Compute:  6 N D FLOPs: 5e19 (830m) to 8e20 (13.1b) a run; `--dry_run` prints it 
 from ml_collections import ConfigDict
 
 from configs import base
+from difftx.errors import did_you_mean
+
+ARG = "{architecture}-{size}"  # What `difftx sweep --grid` fills in.
 
 # size: (d_model, layers, diff heads, learning rate), Table 10. Head dimension 128, but 96 at 830m.
 SIZES = {
@@ -25,7 +28,7 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     """Return the config named `architecture-size`."""
     architecture, _, size = arg.partition("-")
     if size not in SIZES:
-        raise ValueError(f"{arg!r} is no architecture-size; sizes: {', '.join(SIZES)} (such as 'diff-2.8b')")
+        raise ValueError(f"{arg!r} is no architecture-size such as 'diff-2.8b'.{did_you_mean(size, SIZES)}")
     d_model, num_layers, diff_heads, learning_rate = SIZES[size]
     c = base.get_config()
     c.model.architecture = architecture

@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "difftx.data.prepare",
         "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     ),
+    "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
 }
 
 
@@ -29,6 +30,7 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
+    sys.path.insert(0, "")  # As `python -m difftx` has it: config files import their neighbours from here.
     run_command(main)
 
 

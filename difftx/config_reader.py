@@ -5,12 +5,13 @@ A config file returns a `ml_collections.ConfigDict`; it crosses into the code on
 the same wherever it was made.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +26,11 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
         UserError: no such file, a file that does not run, an unknown key, a wrong type or value.
     """
     return config_from_dict(_with_overrides(_run_config_file(spec), overrides))
+
+
+def config_argument(path: str) -> str | None:
+    """Return a config file's `ARG`, the form of its argument such as "{architecture}-{size}"; None if it has none."""
+    return getattr(_import_config_file(path), "ARG", None)
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
@@ -49,7 +55,15 @@ def split_overrides(arguments: Sequence[str], group: str) -> dict[str, str]:
 
 
 def _run_config_file(spec: str) -> dict[str, Any]:
-    path_text, _, arg = spec.partition(":")
+    path, _, arg = spec.partition(":")
+    module = _import_config_file(spec)
+    with _mistakes_in(path):
+        config = module.get_config(arg) if arg else module.get_config()
+        return config.to_dict()
+
+
+def _import_config_file(spec: str) -> types.ModuleType:
+    path_text = spec.partition(":")[0]
     path = Path(path_text)
     if not path.is_file():
         near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -58,14 +72,19 @@ def _run_config_file(spec: str) -> dict[str, Any]:
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: {path_text!r} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    try:
+    with _mistakes_in(path_text):
         module_spec.loader.exec_module(module)
-        config = module.get_config(arg) if arg else module.get_config()
-        return config.to_dict()
-    except Exception as error:  # Whatever a user's file raises is a mistake in that file: say where.
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()
-        ]
+    return module
+
+
+@contextlib.contextmanager
+def _mistakes_in(path_text: str) -> Iterator[None]:
+    """Whatever a user's config file raises is a mistake in that file: say where."""
+    try:
+        yield
+    except Exception as error:
+        path = Path(path_text).resolve()
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path]
         at = f"{path_text}:{lines[-1]}" if lines else path_text
         text = str(error.args[0] if error.args else error).splitlines()
         raise UserError(f"{at}: {type(error).__name__}: {text[0] if text else ''}") from error

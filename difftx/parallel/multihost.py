@@ -25,6 +25,8 @@ from jax.experimental import multihost_utils
 from difftx.config import MultihostConfig
 from difftx.errors import EXIT_BAD_INPUT, UserError
 
+REPEAT_SECONDS = 1.0
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads."""
@@ -106,10 +108,14 @@ def barrier(name: str, timeout_seconds: float) -> None:
 
 
 class Interrupt:
-    """Notes a SIGTERM or Ctrl-C to any process; the loop asks for it between steps. A second one acts at once."""
+    """Notes a SIGTERM or Ctrl-C to any process; the loop asks for it between steps. A later one acts at once.
+
+    What comes within a second of the first is the same request: who stops a job often signals a process twice, by its
+    group and by itself, and Linux repeats the signal at a parent's death for each of the parent's threads.
+    """
 
     def __init__(self):
-        self._received = False
+        self._received: float | None = None  # time.monotonic() of the first.
         # With several processes JAX listens for SIGTERM itself, and lets all of them stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
@@ -117,7 +123,7 @@ class Interrupt:
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`; all processes must ask about every step, and get the same answer."""
         if jax.process_count() == 1:
-            return self._received
+            return self._received is not None
         return multihost_utils.reached_preemption_sync_point(step)
 
     def close(self) -> None:
@@ -126,10 +132,13 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-        self.close()
-        if jax.process_count() > 1:
-            signal.raise_signal(signal.SIGTERM)
+        if self._received is None:
+            self._received = time.monotonic()
+            if jax.process_count() > 1:
+                signal.raise_signal(signal.SIGTERM)
+        elif time.monotonic() - self._received > REPEAT_SECONDS:
+            self.close()
+            signal.raise_signal(number)
 
 
 @dataclasses.dataclass

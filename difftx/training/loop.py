@@ -34,7 +34,7 @@ def train(run: Run, evaluate: Evaluate) -> int:
     try:
         if run.config.model.architecture == "diff":
             kernels.check_gradients(run.config.model.d_head)
-        with Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
+        with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             return _train(run, evaluate, interrupt, monitor)
     finally:
         interrupt.close()

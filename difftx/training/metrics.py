@@ -18,6 +18,7 @@ from difftx.errors import UserError
 from difftx.files import write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
+NEWEST_BYTES = 65_536
 
 
 class MetricsWriter:
@@ -84,8 +85,22 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a metrics.jsonl and how many lines were skipped because they are none."""
+    return _parse_rows(path.read_text(errors="replace"))
+
+
+def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the last rows of a metrics.jsonl, some dozens: cheap enough to watch a long run. None yet: empty."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
+            return _parse_rows(file.read().decode(errors="replace"))[0]
+    except FileNotFoundError:
+        return []
+
+
+def _parse_rows(text: str) -> tuple[list[dict[str, Any]], int]:
     rows, skipped = [], 0
-    for line in path.read_text(errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

@@ -1,11 +1,18 @@
 """A run: what training and evaluation share, and the files that describe it."""
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import tiktoken
@@ -19,9 +26,11 @@ from difftx.files import write_atomically
 from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.parallel.multihost import barrier, is_lead
 from difftx.parallel.presets import apply_preset
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
+LOCK_WAIT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,18 @@ class Run:
     def microbatch_rows(self) -> int:
         """Rows that go through the model at once, over all devices."""
         return self.config.batch_rows // self.config.train.accumulation
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep a second training of this workdir out, and wait for one that is about to end.
+
+        Raises:
+            UserError: it has not ended within a minute.
+        """
+        with _lock_of(self.workdir) if is_lead() else contextlib.nullcontext():
+            # Before it is held, another training may still save: none may look for the newest checkpoint.
+            barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
+            yield
 
     def write_description(self) -> None:
         """Write `config.json` and `manifest.json`, atomically."""
@@ -117,6 +138,40 @@ def changed_fields(old: Config, new: Config) -> list[str]:
         for name, value in fields.items()
         if before[group][name] != value
     ]
+
+
+@contextlib.contextmanager
+def _lock_of(workdir: Path) -> Iterator[None]:
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / ".lock").open("a+") as file:  # The system frees the lock however the process ends.
+        _wait_for_lock(file, workdir)
+        file.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+        yield
+
+
+def _wait_for_lock(file: TextIO, workdir: Path) -> None:
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
+    holder = None
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            # Some cluster file systems know no locks (Lustre without -o flock).
+            print(f"{workdir}: no file locks here, so nothing keeps a second training out", flush=True)
+            return
+        if holder is None:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            print(f"{workdir}: waiting for {holder}, which trains there", flush=True)
+        if time.monotonic() > deadline:
+            raise UserError(f"--workdir={workdir}: {holder} trains there; stop it, or use another --workdir")
+        time.sleep(0.2)
 
 
 def _git_commit() -> str | None:

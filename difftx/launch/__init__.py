@@ -1,0 +1,1 @@
+"""Starting runs: many on this machine, or job files for a cluster."""

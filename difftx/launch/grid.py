@@ -1,0 +1,105 @@
+"""The points of a sweep: a grid of names and values, crossed, as checked configs with readable names."""
+
+import dataclasses
+import itertools
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_type_hints
+
+from difftx.config import Config
+from difftx.config_reader import config_argument, load_config
+from difftx.errors import UserError, did_you_mean
+
+SEED_FIELDS = ("train.seed", "data.seed")  # Together: a pair of architectures with one seed sees the same data order.
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a sweep: `name` is its directory, `spec` and `overrides` are how train.py is told its config."""
+
+    name: str
+    spec: str
+    overrides: Mapping[str, str]
+    config: Config
+
+    def flags(self, workdir: str | Path) -> list[str]:
+        """Return train.py's arguments."""
+        changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
+        return [f"--config={self.spec}", f"--workdir={workdir}", *changes]
+
+
+def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Turn `["size=830m,1.4b", "seed=0,1"]` into `{"size": ["830m", "1.4b"], "seed": ["0", "1"]}`."""
+    grid: dict[str, list[str]] = {}
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        values = [value.strip() for value in text.split(",")]
+        if not name or not all(values):
+            raise UserError(f"--grid {argument!r} is not understood; it is written name=value,value")
+        if name in grid or len(set(values)) < len(values):
+            raise UserError(f"--grid {argument!r}: {name if name in grid else 'a value'} is given twice")
+        grid[name] = values
+    return grid
+
+
+def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str]) -> list[Point]:
+    """Cross the grid's values and load every point's config.
+
+    Args:
+        spec: `FILE.py`, or `FILE.py:ARG` where the grid fills none of the names in the file's own `ARG`.
+        grid: name → values. A name of the file's `ARG`; "seed"; or a config field, written with its dot.
+        overrides: field → value, the same for every point.
+
+    Raises:
+        UserError: an unknown name, a config that does not load, two points of one name.
+    """
+    path, _, argument = spec.partition(":")
+    form = config_argument(path) or ""
+    slots = [slot for _, slot, _, _ in string.Formatter().parse(form) if slot]
+    _check_names(path, argument, form, slots, grid)
+    filled = any(slot in grid for slot in slots)
+
+    points: list[Point] = []
+    for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        arg = form.format(**chosen) if filled else argument
+        varied = {name: value for name, value in chosen.items() if name not in slots}
+        name = "-".join([arg] * bool(arg) + [f"{n.rpartition('.')[2]}{value}" for n, value in varied.items()])
+        name = re.sub(r"[^\w.+-]+", "_", name)
+        changes = _changes(varied, overrides)
+        point_spec = f"{path}:{arg}" if arg else path
+        try:
+            config = load_config(point_spec, changes)
+        except UserError as error:
+            raise UserError(f"--grid, run {name}: {error}") from error
+        if any(point.name == name for point in points):
+            raise UserError(f"--grid: two runs would be named {name!r}; vary one of those fields in a sweep of its own")
+        points.append(Point(name, point_spec, changes, config))
+    return points
+
+
+def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid: Mapping[str, Sequence[str]]) -> None:
+    groups = get_type_hints(Config)
+    fields = [f"{group}.{field}" for group, cls in groups.items() for field in get_type_hints(cls)]
+    for name in grid:
+        if name not in (*slots, "seed", *fields):
+            raise UserError(f"--grid {name}=…: no such name.{did_you_mean(name, [*slots, 'seed', *fields])}")
+    missing = [slot for slot in slots if slot not in grid]
+    if len(missing) < len(slots):
+        if argument:
+            raise UserError(f"--config={path}:{argument}: the grid fills in {form!r}; leave :{argument} out")
+        if missing:
+            raise UserError(f"--grid: {path} is called with {form!r}; give {missing[0]}=… too")
+
+
+def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return the overrides of one point: those of all, and those of its values."""
+    changes = dict(overrides)
+    for name, value in varied.items():
+        for field in SEED_FIELDS if name == "seed" else (name,):
+            if field in changes:
+                raise UserError(f"--grid {name}=…: {field} is set twice")
+            changes[field] = value
+    return changes

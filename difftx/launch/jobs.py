@@ -1,0 +1,122 @@
+"""Job files for a cluster, one a run, from the templates beside this file."""
+
+import dataclasses
+import re
+import shlex
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from difftx.errors import UserError, did_you_mean
+from difftx.launch.grid import Point
+
+TEMPLATES = Path(__file__).with_name("templates")
+ROOT = Path(__file__).parents[2]
+MOST_NAME_CHARACTERS = 40  # Of a JobSet: with what is appended, a pod's host name must fit 63.
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """One way to start a run elsewhere."""
+
+    template: str
+    submit: str  # The command that takes the file.
+    # Whether the job sees this machine's files (Slurm). Else it has a copy of the repository, and the workdir is below
+    # a shared file system that is mounted there at `mount`.
+    local_files: bool
+
+
+LAUNCHERS = {
+    "slurm": Launcher("slurm.sbatch", "sbatch", local_files=True),
+    "jobset": Launcher("jobset_tpu.yaml", "kubectl apply -f", local_files=False),
+    "jobset-gpu": Launcher("jobset_gpu.yaml", "kubectl apply -f", local_files=False),
+    "tpu-vm": Launcher("tpu_vm.sh", "bash", local_files=False),
+}
+
+
+def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
+    """Turn `["nodes=2", "time=24:00:00"]` into a dictionary."""
+    settings = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not name or not equals or not value:
+            raise UserError(f"--set {argument!r} is not understood; it is written name=value")
+        if name in settings:
+            raise UserError(f"--set {argument!r}: given twice")
+        settings[name] = value
+    return settings
+
+
+def write_jobs(name: str, points: Sequence[Point], out: Path, settings: Mapping[str, str]) -> None:
+    """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit them.
+
+    Raises:
+        UserError: no such launcher, or settings that its template does not know or lacks.
+    """
+    if name not in LAUNCHERS:
+        raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
+    launcher = LAUNCHERS[name]
+    template = string.Template((TEMPLATES / launcher.template).read_text())
+    _check_settings(name, template, settings)
+    texts = {
+        point.name: template.substitute(settings, **_values(launcher, template, point, out, settings))
+        for point in points
+    }
+    folder = out / "jobs"
+    folder.mkdir(parents=True, exist_ok=True)
+    for run, text in texts.items():
+        file = folder / f"{run}{Path(launcher.template).suffix}"
+        file.write_text(text)
+        print(f"{launcher.submit} {shlex.quote(str(file))}")
+
+
+def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
+    """Compare with what the template asks for, beside what each run gives it."""
+    wanted = {*template.get_identifiers()} - {"name", "command"}
+    wanted = (
+        wanted - {"directory", "jobs"} if LAUNCHERS[name].local_files else wanted - {"label", "workdir"} | {"mount"}
+    )
+    for setting in settings:
+        if setting not in wanted:
+            raise UserError(f"--set {setting}=…: {name} asks for no such thing.{did_you_mean(setting, wanted)}")
+    if missing := sorted(wanted - settings.keys()):
+        raise UserError(f"--launcher={name}: give --set {' '.join(f'{m}=…' for m in missing)}; see docs/operations.md")
+
+
+def _values(
+    launcher: Launcher, template: string.Template, point: Point, out: Path, settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what a run gives its template."""
+    if launcher.local_files:
+        here = Path.cwd()
+        command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]
+        values = {"directory": shlex.quote(str(here)), "jobs": str(here / out / "jobs")}
+    else:
+        mount = PurePosixPath(settings["mount"])
+        workdir = mount / out / point.name
+        if not workdir.is_relative_to(mount):
+            raise UserError(f"--out={out}: not below mount={mount}, so the run would be lost; give --out=runs/NAME")
+        command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
+        values = {"workdir": str(workdir)}
+        if "label" in template.get_identifiers():
+            values["label"] = _dns_label(point.name)
+    return {"name": point.name, "command": shlex.join(command), **values}
+
+
+def _in_repository(point: Point) -> Point:
+    """Return the point with its config file as it is called from the repository's root."""
+    path, colon, arg = point.spec.partition(":")
+    try:
+        relative = Path(path).resolve().relative_to(ROOT)
+    except ValueError as error:
+        raise UserError(f"--config={path}: not in {ROOT}, so a job elsewhere would not have it") from error
+    return dataclasses.replace(point, spec=f"{relative}{colon}{arg}")
+
+
+def _dns_label(name: str) -> str:
+    """Return the name as Kubernetes wants it: lower-case letters, digits and hyphens."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if len(label) > MOST_NAME_CHARACTERS:
+        raise UserError(f"run {name}: a job's name has at most {MOST_NAME_CHARACTERS} characters; vary fewer fields")
+    return label

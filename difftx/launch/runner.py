@@ -1,0 +1,142 @@
+"""Runs a sweep's points on this machine, one process after another."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from difftx.errors import EXIT_PREEMPTED, UserError
+from difftx.files import write_atomically
+from difftx.launch.grid import Point
+from difftx.launch.status import RunStatus, State, View
+from difftx.training.run import changed_fields, read_config
+
+TRAIN = Path(__file__).parents[2] / "train.py"
+TETHERED = Path(__file__).with_name("tethered.py")
+POLL_SECONDS = 0.5
+# What a finished run may have had otherwise: its numbers do not depend on these beyond rounding.
+NEUTRAL_GROUPS = ("mesh", "multihost", "checkpoint", "eval", "logging")
+NEUTRAL_FIELDS = ("model.remat", "model.attention_implementation", "train.accumulation", "data.prefetch_batches")
+# How the line with the reason begins: JAX writes a note below it, so that it is not always the last.
+REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
+
+
+class Sweep:
+    """Trains the runs one after another, each in a process of its own, and keeps `sweep.json` up to date."""
+
+    def __init__(self, points: Sequence[Point], out: Path, description: Mapping[str, Any]):
+        """Look at what is in `out` already; `description` is the head of sweep.json.
+
+        Raises:
+            UserError: a finished run there is not the one of its point.
+        """
+        if not TRAIN.is_file():
+            raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
+        self._statuses = [RunStatus(point, out / point.name) for point in points]
+        for status in self._statuses:
+            status.refresh()
+            _refuse_other_settings(status)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out={out}: {error.strerror}") from error
+        self._out, self._description = out, description
+        self._view = View(self._statuses)
+        self._stopping = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Train what is unfinished; return the sweep's exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        with self._view:
+            for status in self._statuses:
+                status.refresh()
+                if status.is_finished():
+                    self._set_state(status, "done")
+                elif not self._stopping:
+                    self._train(status)
+        states = {status.state for status in self._statuses}
+        print(f"{self._out / 'sweep.json'} and each run's train.log say more", flush=True)
+        if states & {"stopped", "pending"}:
+            print("stopped by a signal; run the same command again to continue", flush=True)
+            return EXIT_PREEMPTED
+        return int("failed" in states)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on: at the first the run saves and ends, at a later one it ends at once."""
+        self._stopping = True
+        if self._process:
+            self._process.terminate()
+
+    def _train(self, status: RunStatus) -> None:
+        self._set_state(status, "running")
+        code, error = EXIT_PREEMPTED, ""
+        while code == EXIT_PREEMPTED and not self._stopping:  # Someone else's signal: the run is wanted still.
+            code, error = self._run_process(status)
+        status.refresh()
+        status.exit_code = code
+        if code == 0:
+            self._set_state(status, "done")
+        elif self._stopping and code in (EXIT_PREEMPTED, -signal.SIGTERM):
+            self._set_state(status, "stopped")
+        else:
+            status.error = error
+            self._set_state(status, "failed")
+
+    def _run_process(self, status: RunStatus) -> tuple[int, str]:
+        """Train until the process ends; return its exit code and the line that says why."""
+        command = [sys.executable, str(TRAIN), *status.point.flags(status.workdir)]
+        status.workdir.mkdir(parents=True, exist_ok=True)
+        path = status.workdir / "train.log"
+        with path.open("ab") as log:
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            begin = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(TETHERED), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # A terminal's Ctrl-C is for the sweep, which passes it on.
+            )
+        if self._stopping:  # The signal came before there was a process to pass it on to.
+            self._process.terminate()
+        while True:
+            try:
+                code = self._process.wait(POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                status.refresh()
+                self._view.update(status)
+        log_text = path.read_bytes()[begin:].decode(errors="replace")
+        return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
+
+    def _set_state(self, status: RunStatus, state: State) -> None:
+        status.state = state
+        self._view.update(status, changed=True)
+        content = {**self._description, "runs": [s.as_json() for s in self._statuses]}
+        write_atomically(self._out / "sweep.json", json.dumps(content, indent=2) + "\n")
+
+
+def find_reason(log: str) -> str:
+    """Return the line of a failed process's output that says why: the last error's, else the last."""
+    lines = log.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])
+
+
+def _refuse_other_settings(status: RunStatus) -> None:
+    """A finished run is skipped, so it must be the one that was asked for; an unfinished one train.py continues."""
+    if not status.is_finished():
+        return
+    for change in changed_fields(read_config(status.workdir), status.point.config):
+        field = change.partition(":")[0]
+        if field.partition(".")[0] not in NEUTRAL_GROUPS and field not in NEUTRAL_FIELDS:
+            raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")

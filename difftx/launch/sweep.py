@@ -1,0 +1,47 @@
+"""Run a grid of configs: difftx sweep --config=configs/scaling.py --grid size=830m,1.4b seed=0,1 --out=runs/scaling."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from difftx.config_reader import split_overrides
+from difftx.errors import UserError
+from difftx.launch import jobs
+from difftx.launch.grid import make_points, parse_grid
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the flags, then run the grid here, or write its job files.
+
+    Returns:
+        0: all runs are finished, or the jobs written; 1: a run failed; 75: stopped by a signal, call again to continue.
+    """
+    parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
+    parser.add_argument(
+        "--grid",
+        required=True,
+        nargs="+",
+        metavar="NAME=VALUE,VALUE",
+        help="a name of the file's ARG, `seed`, or a config field such as optimizer.learning_rate; all are crossed",
+    )
+    parser.add_argument("--out", required=True, type=Path, help="directory of the runs; existing ones are continued")
+    parser.add_argument("--launcher", metavar="NAME", help=f"write job files instead: {', '.join(jobs.LAUNCHERS)}")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="what a launcher's template asks for"
+    )
+    parser.epilog = "--config.path.to.field=value changes a field of every run"
+    args, rest = parser.parse_known_args(arguments)
+    overrides = split_overrides(rest, "config")
+    grid = parse_grid(args.grid)
+    points = make_points(args.config, grid, overrides)
+    if args.launcher is not None:
+        jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))
+        return 0
+    if args.set:
+        raise UserError(f"--set {args.set[0]}: only a --launcher has something to set")
+
+    # Slow to import, so after the flags are known to be good.
+    from difftx.launch.runner import Sweep
+
+    return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()

@@ -1,0 +1,13 @@
+# docker build -f difftx/launch/templates/cuda.Dockerfile -t difftx:cuda .
+# jax[cuda13] brings CUDA, cuDNN and NCCL; the host gives the driver, 580 or newer, and NVIDIA's container runtime.
+FROM python:3.12-slim
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Where GKE mounts the driver.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64
+WORKDIR /difftx
+COPY pyproject.toml requirements.txt ./
+RUN pip install --no-cache-dir -r requirements.txt \
+    $(python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['cuda'])")
+COPY configs configs
+COPY difftx difftx
+COPY train.py eval.py ./

@@ -1,0 +1,10 @@
+# docker build -f difftx/launch/templates/tpu.Dockerfile -t difftx:tpu .
+# jax[tpu] brings libtpu; of the host it needs the TPU's devices alone.
+FROM python:3.12-slim
+WORKDIR /difftx
+COPY pyproject.toml requirements.txt ./
+RUN pip install --no-cache-dir -r requirements.txt \
+    $(python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['tpu'])")
+COPY configs configs
+COPY difftx difftx
+COPY train.py eval.py ./

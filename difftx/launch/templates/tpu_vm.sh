@@ -1,0 +1,34 @@
+#!/bin/bash
+# Train $name on every worker of the TPU VM $tpu, which has the repository in ~/$directory and its packages in
+# ~/$directory/.venv. Again as long as the workers exit with 75; Ctrl-C or SIGTERM here stops them after a checkpoint.
+
+on_workers() {
+    gcloud compute tpus tpu-vm ssh "$tpu" --zone="$zone" --worker=all --command="$$1" </dev/null
+}
+
+train=$$(cat <<'END'
+cd ~/$directory && export PATH="$$PWD/.venv/bin:$$PATH" && exec $command --distributed
+END
+)
+
+signals=0
+stop() {
+    signals=$$((signals + 1))
+    on_workers "pkill -TERM -f 'python train.py .*--workdir=$workdir( |$$)'"
+}
+trap stop INT TERM
+
+while :; do
+    # In the background: bash runs a trap between commands only, but a signal ends wait. Then wait again.
+    on_workers "$$train" &
+    training=$$!
+    before=
+    while [ "$$before" != "$$signals" ]; do
+        before=$$signals
+        wait "$$training"
+        code=$$?
+    done
+    if [ "$$code" != 75 ] || [ "$$signals" != 0 ]; then
+        exit "$$code"
+    fi
+done

@@ -1,0 +1,276 @@
+"""`difftx sweep` as a user calls it: real processes, stopped, killed and started again; and the mistakes in a grid."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from difftx.errors import UserError
+from difftx.launch import sweep
+from difftx.launch.grid import make_points, parse_grid
+from difftx.launch.runner import find_reason
+from difftx.launch.status import RunStatus
+from difftx.training.metrics import NEWEST_BYTES, read_metrics
+
+STEPS = 800  # A second or so, to be stopped in.
+CONFIG = f"""
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+ARG = "{{architecture}}-{{size}}"
+WIDTHS = {{"s": 16, "m": 32, "l": 48}}
+
+
+def get_config(arg: str) -> ConfigDict:
+    architecture, _, size = arg.partition("-")
+    c = quickstart.get_config(architecture)
+    c.model.d_model = 16
+    c.model.num_layers = 1
+    c.model.num_heads = {{"diff": 1, "transformer": 2}}[architecture]
+    c.model.mlp_dim = WIDTHS[size]
+    c.data.path = "TEXT"
+    c.data.sequence_length = 16
+    c.train.global_batch_tokens = 64
+    c.train.steps = {STEPS}
+    c.mesh.fsdp = 1
+    c.checkpoint.every_steps = 10_000
+    c.eval.suites = ()
+    c.logging.tensorboard = False
+    return c
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation(tmp_path_factory):
+    """One device, no expensive passes of LLVM, a cache: what the processes compute is not what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    path = folder / "tiny.py"
+    path.write_text(CONFIG.replace("TEXT", str(text)))
+    return path
+
+
+class Sweep:
+    """A sweep in a process of its own."""
+
+    def __init__(self, config_file, out, *flags):
+        command = [sys.executable, "-m", "difftx", "sweep", f"--config={config_file}", f"--out={out}", *flags]
+        self.out = out
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def wait_for_step(self, run, step):
+        """Wait until the run has reported this step; return the process that trains it."""
+        metrics = self.out / run / "metrics.jsonl"
+        until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), self.process)
+        return int((self.out / run / ".lock").read_text().split()[1])
+
+    def end(self):
+        stdout, stderr = self.process.communicate(timeout=300)
+        return self.process.returncode, stdout, stderr
+
+
+def until(condition, process=None):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def states(out):
+    return {run["name"]: run["state"] for run in json.loads((out / "sweep.json").read_text())["runs"]}
+
+
+def attempts(out, run):
+    """Check that no step is missing or there twice; return the attempts that wrote them."""
+    rows, skipped = read_metrics(out / run / "metrics.jsonl")
+    assert skipped == 0
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return sorted({row["attempt"] for row in rows})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
+def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
+    """Its run is preempted; it is stopped; it is killed; started again each time, it ends with six finished runs."""
+    out = tmp_path / "runs"
+    flags = ["--grid", "size=s,m,l", "architecture=diff,transformer"]
+    names = ["diff-s", "transformer-s", "diff-m", "transformer-m", "diff-l", "transformer-l"]
+
+    first = Sweep(config_file, out, *flags)
+    os.kill(first.wait_for_step("diff-s", 20), signal.SIGTERM)  # As a preemption that the sweep does not see.
+    child = first.wait_for_step("transformer-s", 20)
+    assert os.getpgid(child) == child  # Else a terminal would signal it too.
+    first.process.send_signal(signal.SIGTERM)
+    code, stdout, stderr = first.end()
+    assert code == 75, stderr
+    assert list(states(out).items()) == list(zip(names, ["done", "stopped", *["pending"] * 4], strict=True))
+    assert "run the same command again to continue" in stdout
+
+    second = Sweep(config_file, out, *flags)
+    orphan = second.wait_for_step("diff-m", 20)
+    second.process.kill()
+    second.end()
+    until(lambda: not is_alive(orphan))
+    assert "stopped by a signal at step" in (out / "diff-m" / "train.log").read_text()
+
+    code, stdout, stderr = Sweep(config_file, out, *flags).end()
+    assert code == 0, stdout + stderr
+    assert set(states(out).values()) == {"done"}
+    again = ("diff-s", "transformer-s", "diff-m")
+    assert {run: attempts(out, run) for run in names} == {run: [1, 2] if run in again else [1] for run in names}
+
+    # Once more, in a terminal: nothing runs, and the table is drawn.
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "difftx", "sweep", f"--config={config_file}", f"--out={out}", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=slave)
+    os.close(slave)
+    shown = b""
+    while chunk := read(master):
+        shown += chunk
+    assert process.wait(timeout=60) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/*")} == before
+    assert all(text in shown.decode() for text in ["┃", *names, f"{STEPS}/{STEPS}"])
+
+    # A finished run is only skipped if it is the one that is asked for.
+    code, _, stderr = Sweep(config_file, out, *flags, "--config.optimizer.b1=0.8").end()
+    assert code == 2
+    assert "diff-s is finished, but with another optimizer.b1: 0.9 → 0.8" in stderr
+
+
+def read(master):
+    try:
+        return os.read(master, 65_536)
+    except OSError:  # What a terminal gives when the other side has closed it.
+        return b""
+
+
+def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
+    flags = ["--grid", "optimizer.learning_rate=1e38,1e-3", "architecture=diff", "size=s"]
+    code, stdout, _ = Sweep(config_file, tmp_path, *flags, "--config.train.steps=50").end()
+    assert code == 1
+    failed, done = json.loads((tmp_path / "sweep.json").read_text())["runs"]
+    assert (failed["name"], failed["state"], failed["exit_code"]) == ("diff-s-learning_rate1e38", "failed", 1)
+    assert failed["error"].startswith("FloatingPointError: step")
+    assert (done["name"], done["state"], done["step"]) == ("diff-s-learning_rate1e-3", "done", 50)
+    table = stdout[stdout.index("┏") :]
+    row = next(line for line in table.splitlines() if "1e38" in line)
+    assert "failed (1)" in row
+    assert "FloatingPointError: step" in row
+
+
+def test_the_reason_of_a_failure_is_found():
+    """Where a JAX error ends a run, JAX has the last word."""
+    assert find_reason("step 3\nerror: data.path is not set\n") == "error: data.path is not set"
+    jax_note = "--------------------\nFor simplicity, JAX has removed its internal frames from the traceback\n"
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1\n'
+    assert find_reason(f"{trace}jax.errors.JaxRuntimeError: out of memory\n{jax_note}").startswith("jax.errors.Jax")
+    assert find_reason("Segmentation fault\n") == "Segmentation fault"
+    assert find_reason("") == ""
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
+    (point,) = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, {})
+    (tmp_path / "checkpoints" / "400").mkdir(parents=True)
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens_per_second": 10.0}
+
+    def finished():
+        status = RunStatus(point, tmp_path)
+        status.refresh()
+        return status.is_finished()
+
+    assert not finished()
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, STEPS + 1)))
+    assert metrics.stat().st_size > NEWEST_BYTES  # The newest rows begin within a line.
+    assert not finished()
+    (tmp_path / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp").mkdir()
+    assert not finished()
+    (tmp_path / "checkpoints" / str(STEPS)).mkdir()
+    assert finished()
+    metrics.write_text(json.dumps(row | {"step": STEPS - 1}) + "\n" + '{"split": "tra')
+    assert not finished()
+
+
+def test_points_of_the_scaling_sweep():
+    grid = parse_grid(["size=830m,1.4b", "architecture=diff,transformer", "seed=0,1"])
+    points = make_points("configs/scaling.py", grid, {"train.steps": "500"})
+    assert [point.name for point in points[:3]] == ["diff-830m-seed0", "diff-830m-seed1", "transformer-830m-seed0"]
+    assert len({point.name for point in points}) == 8
+    for point in points:
+        architecture, size, seed = point.name.split("-")
+        assert point.config.model.architecture == architecture
+        assert point.config.model.d_model == {"830m": 1536, "1.4b": 2048}[size]
+        assert (point.config.train.seed, point.config.data.seed) == (int(seed[4:]),) * 2
+        assert point.config.train.steps == 500
+    flags = ["--config=configs/scaling.py:diff-830m", "--workdir=w", "--config.train.steps=500"]
+    assert points[0].flags("w") == [*flags, "--config.train.seed=0", "--config.data.seed=0"]
+
+
+def test_a_grid_of_fields_alone_keeps_the_files_own_argument():
+    grid = parse_grid(["optimizer.learning_rate=1e-4,2e-4", "model.lambda_init=none,0.8"])
+    points = make_points("configs/diff_3b.py:diff", grid, {})
+    assert points[0].name == "diff-learning_rate1e-4-lambda_initnone"
+    assert points[3].config.optimizer.learning_rate == 2e-4
+    assert points[3].config.model.lambda_init == 0.8
+
+
+@pytest.mark.parametrize(
+    ("config", "grid", "message"),
+    [
+        ("scaling.py", ["size=830m", "architecture=dif"], "run dif-830m: .*Did you mean 'diff'"),
+        ("scaling.py", ["size=83m", "architecture=diff"], "run diff-83m: .*Did you mean '830m'"),
+        ("scaling.py", ["sizes=830m"], "sizes=…: no such name. Did you mean 'size'"),
+        ("scaling.py", ["optimizer.learningrate=1"], "Did you mean 'optimizer.learning_rate'"),
+        ("scaling.py", ["size=830m"], "give architecture=… too"),
+        ("scaling.py:diff-830m", ["size=830m", "architecture=diff"], "leave :diff-830m out"),
+        ("scaling.py", ["size"], "'size' is not understood"),
+        ("scaling.py", ["size=,"], "'size=,' is not understood"),
+        ("scaling.py", ["seed=0,0"], "a value is given twice"),
+        ("scaling.py", ["seed=0", "seed=1"], "seed is given twice"),
+        ("scaling.py", ["seed=0", "train.seed=1"], "train.seed is set twice"),
+        ("scaling.py", ["train.steps=10"], "train.steps is set twice"),
+        ("scaling.py", ["seed=x"], "run seedx: train.seed='x': expected an integer"),
+        ("scaling.py", ["train.seed=0", "data.seed=0,1", "data.path=a b,a_b"], "would be named"),
+        ("scalling.py", ["seed=0"], "Did you mean 'configs/scaling.py'"),
+    ],
+)
+def test_a_mistake_in_the_grid_is_one_line(config, grid, message, tmp_path):
+    arguments = [f"--config=configs/{config}", f"--out={tmp_path / 'out'}", "--config.train.steps=500", "--grid", *grid]
+    with pytest.raises(UserError, match=message):
+        sweep.main(arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_ends_the_command_with_2(config_file, tmp_path):
+    code, _, stderr = Sweep(config_file, tmp_path / "out", "--grid", "sise=s").end()
+    assert code == 2
+    assert stderr == "error: --grid sise=…: no such name. Did you mean 'size'?\n"
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,335 @@
+"""The job files: written by `difftx sweep --launcher`, read by real parsers, and run with stubs of their tools."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from difftx.errors import UserError
+from difftx.launch import sweep
+from difftx.launch.jobs import LAUNCHERS, TEMPLATES
+
+NAME = "diff-1.4b-seed0"
+SETTINGS = {
+    "slurm": ["nodes=2", "gpus=8", "cpus=12", "time=24:00:00"],
+    "jobset": ["slices=2", "hosts=16", "chips=4", "accelerator=tpu-v5p-slice", "topology=4x4x4"],
+    "jobset-gpu": ["nodes=4", "gpus=8", "accelerator=nvidia-h100-80gb"],
+    "tpu-vm": ["tpu=pod", "zone=us-east5-a", "directory=difftx", "mount=/mnt/shared"],
+}
+for jobset in ("jobset", "jobset-gpu"):
+    SETTINGS[jobset] += ["image=example.org/difftx:1", "restarts=3", "mount=/mnt/shared", "claim=shared"]
+
+# Notes how it was called, and ends with the next of the listed exit codes.
+STUB = f"""#!{sys.executable}
+import json, os, pathlib, sys
+folder = pathlib.Path(os.environ["STUBS"])
+with (folder / (pathlib.Path(sys.argv[0]).name + ".calls")).open("a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+code, *rest = (folder / "codes").read_text().split()
+(folder / "codes").write_text(" ".join(rest))
+sys.exit(int(code))
+"""
+
+
+class Stubs:
+    """Executables in front of the PATH, which note their calls."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "bin").mkdir()
+
+    def put(self, name, text=STUB, folder="bin"):
+        path = self.folder / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def calls(self, name):
+        return [json.loads(line) for line in (self.folder / f"{name}.calls").read_text().splitlines()]
+
+    def end_with(self, codes):
+        (self.folder / "codes").write_text(codes)
+
+
+@pytest.fixture
+def stubs(tmp_path, monkeypatch):
+    monkeypatch.setenv("STUBS", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return Stubs(tmp_path)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch, capsys):
+    """Return a function: launcher → the first run's job file, checked to be what the printed commands submit."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(launcher):
+        grid = ["size=1.4b", "architecture=diff,transformer", "seed=0"]
+        flags = [f"--config={ROOT}/configs/scaling.py", "--out=runs/scaling", "--config.data.path=/data/*.txt"]
+        assert sweep.main([*flags, "--grid", *grid, f"--launcher={launcher}", "--set", *SETTINGS[launcher]]) == 0
+        commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+        files = sorted((tmp_path / "runs" / "scaling" / "jobs").iterdir())
+        assert [file.stem for file in files] == [NAME, NAME.replace("diff", "transformer")]
+        submit = shlex.split(LAUNCHERS[launcher].submit)
+        assert commands == [[*submit, str(file.relative_to(tmp_path))] for file in files]
+        return files[0]
+
+    return write
+
+
+def check_flags(flags, config, workdir):
+    """Compare, and let train.py read its flags."""
+    assert flags[:2] == [f"--config={config}:diff-1.4b", f"--workdir={workdir}"]
+    command = [sys.executable, "train.py", *flags, "--print_config"]
+    result = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert (result["model"]["d_model"], result["data"]["path"]) == (2048, "/data/*.txt")
+
+
+def run_script(file):
+    subprocess.run(["bash", "-n", file], check=True)
+    return subprocess.run(["bash", file], timeout=60, check=False).returncode
+
+
+RESTARTS = pytest.mark.parametrize(("codes", "starts", "end"), [("75 75 0", 3, 0), ("2", 1, 2), ("1", 1, 1)])
+
+
+@RESTARTS
+def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, tmp_path, monkeypatch):
+    job = write("slurm")
+    stubs.put("srun")
+    stubs.put("scontrol", '#!/bin/sh\necho "$@" >> "$STUBS/requeued"\n')
+    stubs.end_with(codes)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    requeued = tmp_path / "requeued"
+    code = run_script(job)
+    while requeued.exists() and len(stubs.calls("srun")) < 9:  # What Slurm does then.
+        assert requeued.read_text() == "requeue 42\n"
+        requeued.unlink()
+        code = run_script(job)
+    calls = stubs.calls("srun")
+    assert (len(calls), code) == (starts, end)
+    program = calls[0].index(sys.executable)
+    assert calls[0][program + 1] == str(ROOT / "train.py")
+    assert calls[0][-1] == "--distributed"
+    check_flags(calls[0][program + 2 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
+
+
+def test_slurm_options(write, tmp_path):
+    lines = write("slurm").read_text().splitlines()
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
+    assert options == {
+        "job-name": NAME,
+        "output": f"{tmp_path}/runs/scaling/jobs/{NAME}-%j.out",
+        "open-mode": "append",
+        "nodes": "2",
+        "ntasks-per-node": "8",
+        "gpus-per-node": "8",
+        "cpus-per-task": "12",
+        "time": "24:00:00",
+        "requeue": "",
+        "signal": "TERM@120",
+    }
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(not line.startswith("#SBATCH") for line in lines[first_command:])  # sbatch reads none below it.
+
+
+def test_a_cancelled_slurm_job_is_not_queued_again(stubs, write, tmp_path):
+    """`scancel` sends SIGTERM to the script as to the tasks, and these end with 75."""
+    job = write("slurm")
+    stubs.put("srun", "#!/bin/sh\nkill -TERM $PPID\nexit 75\n")
+    stubs.put("scontrol", '#!/bin/sh\ntouch "$STUBS/requeued"\n')
+    assert run_script(job) == 75
+    assert not (tmp_path / "requeued").exists()
+
+
+# `gcloud … ssh --command=…` with a shell here in place of the worker's.
+GCLOUD = f"""#!{sys.executable}
+import os, subprocess, sys
+command, = (a.removeprefix("--command=") for a in sys.argv if a.startswith("--command="))
+assert sys.argv[1:8] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-east5-a", "--worker=all"], sys.argv
+sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returncode)
+"""
+
+
+@RESTARTS
+def test_tpu_vm_starts_again_after_75(codes, starts, end, stubs, write):
+    job = write("tpu-vm")
+    stubs.put("gcloud", GCLOUD)
+    stubs.put("python", STUB, folder="home/difftx/.venv/bin")
+    stubs.end_with(codes)
+    assert run_script(job) == end
+    calls = stubs.calls("python")
+    assert len(calls) == starts
+    program, *flags, distributed = calls[0]
+    assert (program, distributed) == ("train.py", "--distributed")
+    check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
+
+
+def test_tpu_vm_is_stopped_on_all_workers(stubs, write, tmp_path):
+    job = write("tpu-vm")
+    stubs.put("gcloud", GCLOUD)
+    # Waits for SIGTERM, then ends with 75. A pkill that ends that one process, if the pattern is its command's.
+    stubs.put(
+        "python",
+        """#!/bin/bash
+trap 'kill $!; exit 75' TERM
+sleep 300 &
+echo $$ > "$STUBS/pid"
+tr '\\0' ' ' < /proc/$$/cmdline | sed 's|/bin/bash .*bin/python|python|' > "$STUBS/command_line"
+touch "$STUBS/ready"
+wait
+""",
+        folder="home/difftx/.venv/bin",
+    )
+    stubs.put("pkill", '#!/bin/sh\necho "$3" > "$STUBS/pattern"\nkill -TERM $(cat "$STUBS/pid")\n')
+    process = subprocess.Popen(["bash", str(job)])
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    pattern = (tmp_path / "pattern").read_text().rstrip("\n")
+    assert re.search(pattern, (tmp_path / "command_line").read_text())
+    assert not re.search(pattern, f"bash -c pkill -TERM -f '{pattern}'")  # Not itself.
+    other = (tmp_path / "command_line").read_text().replace("seed0 ", "seed01 ")
+    assert not re.search(pattern, other)
+
+
+def outcome(job_set, exit_codes):
+    """Return how often Kubernetes starts the pods if they end with these codes, and whether the JobSet succeeds.
+
+    Job: the first podFailurePolicy rule that matches fails the job for that reason; else backoffLimit 0 does. JobSet:
+    the first rule for the reason; else all jobs are made again, at most maxRestarts times.
+    """
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    policy = job_set["spec"]["failurePolicy"]
+    assert job["backoffLimit"] == 0
+    for starts, code in enumerate(exit_codes, 1):
+        if code == 0:
+            return starts, True
+        rules = [rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+        assert all(rule["operator"] == "In" and rule["containerName"] == "train" for rule in rules)
+        matched = any(code in rule["values"] for rule in rules)
+        reason = "PodFailurePolicy" if matched else "BackoffLimitExceeded"
+        actions = [rule["action"] for rule in policy["rules"] if reason in rule["onJobFailureReasons"]]
+        if "FailJobSet" in actions or starts > policy["maxRestarts"]:
+            return starts, False
+    raise AssertionError("the pods would be started once more")
+
+
+@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
+def test_jobset(launcher, stubs, write):
+    job_set = yaml.safe_load(write(launcher).read_text())
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert job_set["metadata"]["name"] == "diff-1-4b-seed0"  # No dots: it becomes part of host names.
+    assert outcome(job_set, [75, 75, 0]) == (3, True)
+    assert outcome(job_set, [137, 0]) == (2, True)
+    assert outcome(job_set, [2]) == (1, False)
+    assert outcome(job_set, [1, 1, 1, 1]) == (4, False)
+
+    (group,) = job_set["spec"]["replicatedJobs"]
+    job, pod = group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert container["volumeMounts"][0]["mountPath"] == "/mnt/shared"
+    assert container["image"] == "example.org/difftx:1"
+    counts = (group["replicas"], job["parallelism"], job["completions"])
+    limits = container["resources"]["limits"]
+    stubs.put("python")
+    stubs.end_with("75")
+    command = subprocess.run(
+        [*container["command"], *container["args"]], env=os.environ | {"JOB_COMPLETION_INDEX": "3"}
+    )
+    assert command.returncode == 75
+    ((program, *flags),) = stubs.calls("python")
+    assert program == "train.py"
+    if launcher == "jobset":
+        assert (counts, limits) == ((2, 16, 16), {"google.com/tpu": 4})
+        assert flags.pop() == "--distributed"
+    else:
+        assert (counts, limits) == ((1, 4, 4), {"nvidia.com/gpu": 8})
+        # The host name that an indexed job of a JobSet gives its first pod.
+        address = "--coordinator=diff-1-4b-seed0-slice-job-0-0.diff-1-4b-seed0:8476"
+        assert flags[-3:] == [address, "--processes=4", "--process=3"]
+        del flags[-3:]
+    check_flags(flags, "configs/scaling.py", f"/mnt/shared/runs/scaling/{NAME}")
+
+
+@pytest.mark.parametrize("extra", ["cuda", "tpu"])
+def test_dockerfile(extra, stubs):
+    text = (TEMPLATES / f"{extra}.Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    instructions = [line.partition(" ")[::2] for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+    assert instructions[0] == ("FROM", "python:3.12-slim")
+    assert {name for name, _ in instructions} <= {"FROM", "ENV", "WORKDIR", "COPY", "RUN"}
+    copied = []
+    for name, rest in instructions:
+        if name == "COPY":
+            *sources, target = rest.split()
+            if any((ROOT / source).is_dir() for source in sources):
+                assert [target] == sources  # Docker puts a folder's contents there, not the folder.
+            else:
+                assert target == "./"
+                assert all((ROOT / source).is_file() for source in sources)
+            copied += sources
+        if name == "ENV":
+            assert all(re.fullmatch(r"\w+=\S+", setting) for setting in rest.split())
+        if name == "RUN":
+            assert {"pyproject.toml", "requirements.txt"} <= set(copied)
+            stubs.put("pip")
+            stubs.end_with("0")
+            stubs.put("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+            subprocess.run(["sh", "-c", rest], cwd=ROOT, check=True)
+    assert {"configs", "difftx", "train.py", "eval.py"} <= set(copied)
+    (call,) = stubs.calls("pip")
+    assert call[-1].startswith(f"jax[{'cuda13' if extra == 'cuda' else 'tpu'}]>=")
+    assert call[call.index("-r") + 1] == "requirements.txt"
+
+
+MISTAKES = pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--launcher=slurn"], "Did you mean 'slurm'"),
+        (["--launcher=slurm"], "slurm: give --set cpus=… gpus=… nodes=… time=…"),
+        (["--launcher=tpu-vm", "--set", "tpu=pod", "zone=z", "directory=d"], "give --set mount=…"),
+        (["--launcher=slurm", "--set", "node=2"], "asks for no such thing. Did you mean 'nodes'"),
+        (["--launcher=slurm", "--set", "nodes"], "'nodes' is not understood"),
+        (["--set", "nodes=2"], "only a --launcher"),
+        (["--launcher=jobset", "--set", *SETTINGS["jobset"], "mount=m"], "'mount=m': given twice"),
+        (["--launcher=jobset", "--set", *SETTINGS["jobset"]], "out: not below mount=/mnt/shared"),
+    ],
+)
+
+
+@MISTAKES
+def test_mistakes(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=message):
+        sweep.main(["--config=configs/quickstart.py", "--grid", "seed=0", f"--out={tmp_path / 'out'}", *flags])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_elsewhere_needs_a_config_of_the_repository(tmp_path):
+    config = tmp_path / "own.py"
+    config.write_text((ROOT / "configs" / "quickstart.py").read_text())
+    flags = ["--grid", "seed=0", "--out=out", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
+    with pytest.raises(UserError, match="a job elsewhere would not have it"):
+        sweep.main([f"--config={config}", *flags])
+
+
+def test_a_name_too_long_for_kubernetes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grid = ["--grid", "seed=0", "optimizer.final_learning_rate=1e-5", "optimizer.weight_decay=0.05"]
+    flags = ["--out=out", "--launcher=jobset", "--set", *SETTINGS["jobset"]]
+    with pytest.raises(UserError, match="at most 40 characters"):
+        sweep.main([f"--config={ROOT}/configs/quickstart.py:diff", *grid, *flags])

@@ -1,0 +1,40 @@
+"""What a training process makes of signals."""
+
+import signal
+
+import pytest
+
+from difftx.parallel import multihost
+from difftx.parallel.multihost import Interrupt
+
+
+@pytest.fixture
+def interrupt():
+    interrupt = Interrupt()
+    yield interrupt
+    interrupt.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_request(interrupt, number):
+    assert not interrupt.requested(1)
+    signal.raise_signal(number)
+    assert interrupt.requested(1)
+    signal.raise_signal(number)  # The same request, by another way.
+    signal.raise_signal(signal.SIGINT)
+    assert interrupt.requested(2)
+
+
+def test_a_later_one_acts_at_once(interrupt, monkeypatch):
+    signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(multihost, "REPEAT_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_earlier_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    interrupt = Interrupt()
+    assert signal.getsignal(signal.SIGTERM) not in before
+    interrupt.close()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
