@@ -38,7 +38,6 @@ class Corpus:
 
     train: TokenStore
     valid: dict[str, TokenStore]
-    sha256: str  # Of all stores' fingerprints, training first.
 
 
 def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
@@ -58,8 +57,7 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
                 f"data.path={config.path!r}: only {len(store)} {name} tokens, less than a row of "
                 f"data.sequence_length={config.sequence_length} and its last target; give more text or shorter rows"
             )
-    digest = hashlib.sha256(f"{train.fingerprint} {valid.fingerprint}".encode())
-    return Corpus(train=train, valid={"valid": valid}, sha256=digest.hexdigest())
+    return Corpus(train=train, valid={"valid": valid})
 
 
 def _open_stores(config: DataConfig, folder: Path, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
