@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One call on a machine with an NVIDIA GPU: correctness of the kernels, then their speed. Under 10 minutes; builds nothing.
-# Usage, from the project's root: benchmarks/gpu.sh [kernels|long|racecheck]     (default: kernels)
+# Usage, from the project's root: benchmarks/gpu.sh [kernels|long|racecheck|throughput]     (default: kernels)
 # It needs a Python with requirements.txt and a CUDA jaxlib. Commit what it prints as records/YYYY-MM-DD_<what>.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,5 +20,8 @@ racecheck)
   compute-sanitizer --tool racecheck --error-exitcode 9 \
     python -m pytest -q tests/device -k "smallest" -p no:cacheprovider
   ;;
-*) echo "usage: benchmarks/gpu.sh [kernels|long|racecheck]" >&2; exit 2 ;;
+throughput)  # Table 9's widths and rows; a third of its layers, so that parameters, moments and activations fit one GPU.
+  timeout 560 python benchmarks/throughput.py --config=configs/diff_3b.py:diff --rounds=7 --steps=10 --profile="${OUT:-/tmp}/trace" \
+    --config.model.num_layers=9 --config.train.global_batch_tokens=16384 ;;
+*) echo "usage: benchmarks/gpu.sh [kernels|long|racecheck|throughput]" >&2; exit 2 ;;
 esac
