@@ -140,9 +140,9 @@ def _continue_or_begin(job: Job, journal: dict[str, Any]) -> None:
         if different:
             what = "the input file has changed since" if changed else "differs from"
             raise UserError(f"{different}: {what} the unfinished run in {job.work}; delete {job.out} to start anew")
+    write_atomically(path, json.dumps(journal))  # First: without it, the folders would be taken for somebody else's.
     for folder in (job.units, job.records, *(job.out / split for split in SPLITS)):
         folder.mkdir(exist_ok=True)
-    write_atomically(path, json.dumps(journal))
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     sources: list[Source] = []
     for pattern, valid in ((options.valid_input, True), (options.input, False)):
         if pattern is not None:
+            if options.out.resolve().is_relative_to(Path(pattern).resolve()):
+                raise UserError(f"--out={options.out}: lies in the input {pattern}; choose a folder outside of it")
             sources += sources_of(pattern, valid=valid, first_index=len(sources))
     inputs = {"input": options.input, "valid_input": options.valid_input}
     signal.signal(signal.SIGTERM, _interrupt)

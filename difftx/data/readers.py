@@ -4,6 +4,7 @@ A unit is read, and decompressed, in one process and taken apart into documents 
 """
 
 import dataclasses
+import functools
 import glob
 import gzip
 import importlib
@@ -12,7 +13,7 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -133,12 +134,12 @@ class Unreadable:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A piece of a source, `end` lines' bytes or rows into it."""
+    """A piece of a source."""
 
     source: int
     index: int  # Within the source.
     content: Lines | Texts | Rows | Unreadable
-    end: int
+    end: int  # Where the source goes on: decompressed bytes of lines, rows of a table.
     input_bytes: int  # As stored: what of the source's size it is.
     last: bool = False  # Of its source.
 
@@ -214,6 +215,7 @@ def input_files(pattern: str, flag: str) -> list[Path]:
     return files
 
 
+@functools.cache
 def load_hugging_face(name: str) -> Any:
     """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
     datasets = import_extra("datasets", "datasets")
@@ -273,7 +275,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Pie
         batches = table.iter_batches(batch_size=1024, row_groups=groups, columns=wanted)
         rows = (row for batch in batches for row in _rows_of(batch))
         yield from _read_rows(source, itertools.islice(rows, position - start, None), position, sum(counts), fields)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
         yield Unreadable(f"{source.files[0]}: not readable as Parquet ({reason})"), 0, 0
 
@@ -285,14 +287,13 @@ def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
     data = load_hugging_face(str(source.files[0]))
     data = data.select_columns([name for name in (fields.text, fields.id) if name in data.column_names])
-    rows = (data[i] for i in range(position, len(data)))
-    yield from _read_rows(source, rows, position, len(data), fields)
+    yield from _read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
 
 
 def _read_rows(
     source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
 ) -> Iterator[Piece]:
-    """Cut rows into units; the last may be empty, for a table without rows."""
+    """Cut rows into units of about `UNIT_BYTES` of text."""
     batch: list[dict[str, Any]] = []
     size = 0
     name = str(source.files[0])
@@ -324,9 +325,9 @@ def _why_broken(file: Path, error: BaseException) -> str:
     return f"{file}: the compressed file is {how} ({error})"
 
 
-def _document_of(record: dict[str, Any], fields: Fields, at: Any) -> Document | UserError:
+def _document_of(record: dict[str, Any], fields: Fields, at: Callable[[], str]) -> Document | UserError:
     if fields.text not in record:
-        names = ", ".join(map(repr, record)) or "none"
+        names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
         return UserError(f"{at()}: no field {fields.text!r}; its fields: {names}; choose with --text_field")
     text, name = record[fields.text], None
     if not isinstance(text, str):

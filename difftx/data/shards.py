@@ -43,7 +43,7 @@ class Plan:
 def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     """Decide on every document, in the order of the input; validation inputs come first, and so win duplicates.
 
-    16 bytes of hash and 8 of length for each document are held in memory.
+    About 100 bytes of memory a document are needed.
 
     Raises:
         UserError: no documents, or none to train on.
@@ -69,11 +69,12 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
         raise UserError("the input has no documents")
     first = _first_occurrences(hash_)
     given = np.repeat([valid for _, _, valid in units], counts)
-    valid = _held_out(hash_[:, 0], given, first, job.valid_fraction)
+    fraction = 0 if any(source.valid for source in sources) else job.valid_fraction
+    valid = _held_out(hash_[:, 0], fraction) if fraction else given
     if not (first & ~valid).any():
         raise UserError(
             f"the input has {int(first.sum())} different documents, and none is left to train on; "
-            "give more, or a lower --valid_fraction"
+            "give more, or --valid_fraction=0"
         )
     shard_of = np.full(len(length), -1)
     for split_mask in (first & ~valid, first & valid):
@@ -156,14 +157,12 @@ def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
     return first
 
 
-def _held_out(hash_: np.ndarray, given: np.ndarray, first: np.ndarray, fraction: float) -> np.ndarray:
-    """Return which documents are for validation: those given, else those whose hash lies below the fraction.
+def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which documents are for validation: those whose hash lies below the fraction of all hashes.
 
     A document's side does not depend on the others, so it keeps it when the corpus grows; only where none lies below
     the fraction, the one with the lowest hash is taken.
     """
-    if given.any() or not fraction:
-        return given
     valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     return valid if valid.any() else hash_ == hash_.min()
 

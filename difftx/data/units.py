@@ -59,7 +59,8 @@ def encode_unit(job: Job, unit: Unit) -> Done:
     tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
     sizes = np.array([len(document.utf8) for document in documents], np.int64)
     done = Done(unit.input_bytes, int(sizes.sum()), len(tokens), tuple(problems))
-    ids = "".join(json.dumps(document.id, ensure_ascii=False) + "\n" for document in documents)
+    ids = "".join(json.dumps(d.id, ensure_ascii=False) + "\n" for d in documents if job.fields.id is not None)
+    state = {"end": unit.end, "last": unit.last, "empty": empty, "done": dataclasses.asdict(done)}
     with new_file(unit_file(job, unit.source, unit.index)) as file:
         np.savez(
             file,
@@ -68,12 +69,7 @@ def encode_unit(job: Job, unit: Unit) -> Done:
             sizes=sizes,
             hashes=np.frombuffer(b"".join(hashlib.sha256(d.utf8).digest()[:16] for d in documents), ">u8"),
             ids=np.frombuffer(ids.encode(), np.uint8),
-            state=np.frombuffer(
-                json.dumps(
-                    {"end": unit.end, "last": unit.last, "empty": empty, "done": dataclasses.asdict(done)}
-                ).encode(),
-                np.uint8,
-            ),
+            state=np.frombuffer(json.dumps(state).encode(), np.uint8),
         )
     return done
 

@@ -273,6 +273,9 @@ def bad_inputs(folder):
     yield [f"--input={folder}/cut.jsonl.gz"], "cut.jsonl.gz: the compressed file is truncated"
     (folder / "one.txt").write_text("one")
     yield [f"--input={folder}/one.txt"], "1 different documents, and none is left to train on"
+    (folder / "gap.jsonl").write_text('{"text": ""}\n\n')
+    yield [f"--input={folder}/gap.jsonl"], "the input has no documents"
+    yield [f"--input={folder}"], "lies in the input"
     yield [f"--input={folder}/one.txt", "--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"
     yield [f"--input={folder}/one.txt", "--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"
     yield [f"--input={folder}/one.txt", "--valid_fraction=1"], "--valid_fraction=1.0 must lie in"
