@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grain
 import jax
 import numpy as np
 import rich.console
@@ -27,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config import Config
 from difftx.config_reader import load_config, split_overrides
-from difftx.data.corpora import TokenStore, load_corpus
 from difftx.data.loader import Batch, Loader
+from difftx.data.packing import PackedRows
+from difftx.data.sources import load_sources
+from difftx.data.store import TokenStore
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
@@ -178,16 +181,16 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
 
 def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
     length = config.data.sequence_length
-    if config.data.path is None:
+    if config.data.path is None and not config.data.sources:
         tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, RANDOM_ROWS * length, dtype=np.uint32)
         store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
+        rows = PackedRows(store, sequence_length=length, packing="concat", document_mask=False, cache_path="")
+        examples = grain.MapDataset.source(rows).shuffle(seed=config.data.seed).repeat()
     else:
-        store = load_corpus(config.data, load_tokenizer(config.data.tokenizer)).train
+        examples = load_sources(config.data, load_tokenizer(config.data.tokenizer)).examples
     return Loader(
-        store,
-        sequence_length=length,
+        examples,
         rows=config.batch_rows,
-        seed=config.data.seed,
         prefetch_batches=config.data.prefetch_batches,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},

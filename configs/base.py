@@ -48,12 +48,38 @@ def get_config() -> ConfigDict:
     c.model.attention_implementation = "auto"
 
     c.data = ConfigDict()
-    c.data.path = placeholder(str)  # "stdlib" (the running Python's library), a text file, or a glob of them.
-    c.data.tokenizer = "cl100k_base"  # "bytes", or the name of a tiktoken encoding.
+    # A store of `difftx prepare`; text: "stdlib" (the running Python's library), a text file, or a glob of them; or
+    # "synthetic:mqar", "synthetic:retrieval", "synthetic:copy" (difftx/data/synthetic.py).
+    c.data.path = placeholder(str)
+    # Several paths in place of the one: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Weights, of any
+    # sum, are shares of the rows; each source is a validation set of its name, and with weight 0 no more than that.
+    # On a command line: JSON, or one field, --config.data.sources.0.weight=0.5.
+    c.data.sources = ()
+    # Other weights later: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …); rounded up to 256 rows.
+    c.data.stages = ()
+    c.data.upsampling = ConfigDict()  # Of long documents, in each source by itself (§3.3, arXiv 2402.10171).
+    c.data.upsampling.longer_than_tokens = placeholder(int)  # Which documents are long; None: no up-sampling.
+    c.data.upsampling.share = 0.7  # Of a source's tokens that long documents get; what has more already stays.
+    c.data.synthetic = ConfigDict()  # Of paths "synthetic:…".
+    c.data.synthetic.vocab_size = 8192  # Tokens used; at most model.vocab_size.
+    c.data.synthetic.pairs = 64  # Keys with values in an example of mqar and retrieval.
+    c.data.synthetic.query_power = 0.01  # mqar: a gap g before a query has probability ∝ g**(query_power - 1).
+    c.data.synthetic.distractors = 256  # retrieval: tokens among the pairs.
+    c.data.synthetic.train_examples = 100_000  # An epoch.
+    c.data.synthetic.valid_examples = 1000
+    c.data.synthetic.seed = 0  # Of the examples; below 2**32.
+    c.data.tokenizer = "cl100k_base"  # "bytes", the name of a tiktoken encoding, or a .tiktoken file.
+    c.data.verify = False  # True: read a store's files before the first step and compare their SHA-256.
     c.data.sequence_length = 2048  # Tokens a row.
-    c.data.valid_fraction = 0.05  # Share of the documents held out, chosen by the hash of their text.
+    # Rows out of documents. "concat": documents end to end, cut every sequence_length tokens; "best_fit": documents
+    # whole where a row can hold them, with some padding.
+    c.data.packing = "concat"
+    # True: attention stays inside a document, positions start anew in each, and no document's first token is a target.
+    c.data.document_mask = False
+    c.data.valid_fraction = 0.05  # Share of a text's documents held out, by the hash of each; a store has its own.
     c.data.seed = 0  # Order of the rows; below 2**32.
     c.data.prefetch_batches = 2  # Batches prepared ahead of the step.
+    c.data.cache_path = "~/.cache/difftx"  # Folder of best_fit's indices, by content: runs share it, and all may go.
 
     c.optimizer = ConfigDict()  # AdamW. Decayed: projections and embeddings. Not: norm gains, λ vectors.
     c.optimizer.learning_rate = 1.5e-4  # After the warm-up.

@@ -8,6 +8,7 @@ the same wherever it was made.
 import contextlib
 import dataclasses
 import importlib.util
+import json
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,17 +92,27 @@ def _mistakes_in(path_text: str) -> Iterator[None]:
 
 def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
     for key, text in overrides.items():
-        *groups, name = key.split(".")
-        cls: type = Config
-        target = raw
-        for i, group in enumerate(groups):
-            annotation = _annotation(cls, group, ".".join(groups[: i + 1]))
-            if not dataclasses.is_dataclass(annotation):
-                raise UserError(f"{key}: {'.'.join(groups[: i + 1])} is a value, not a group")
-            cls = annotation
-            target = target.setdefault(group, {})
-        target[name] = _parse(text, _annotation(cls, name, key), key)
+        _override(raw, Config, key.split("."), text, key)
     return raw
+
+
+def _override(target: dict[str, Any], cls: type, names: Sequence[str], text: str, key: str) -> None:
+    """Set field `names` of a group of type `cls`; a number in `names` counts the groups of a list, from 0."""
+    name, *rest = names
+    path = ".".join(key.split(".")[: -len(rest) or None])
+    annotation = _annotation(cls, name, path)
+    if not rest:
+        target[name] = _parse(text, annotation, key)
+    elif dataclasses.is_dataclass(annotation):
+        _override(target.setdefault(name, {}), annotation, rest, text, key)  # pyrefly: ignore[bad-argument-type]
+    elif get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
+        target[name] = [dict(item) for item in target.get(name, ())]
+        number, *field = rest
+        if not number.isdecimal() or int(number) >= len(target[name]) or not field:
+            raise UserError(f"{key}: {path} is a list of {len(target[name])}; write {path}.0.field for its first")
+        _override(target[name][int(number)], get_args(annotation)[0], field, text, key)
+    else:
+        raise UserError(f"{key}: {path} is a value, not a group")
 
 
 def _build(cls: type, raw: Any, path: str) -> Any:
@@ -153,7 +164,7 @@ def _parse(text: str, annotation: Any, key: str) -> Any:
         return None
     for option in options:
         if get_origin(option) is tuple:
-            return tuple(part.strip() for part in text.split(",") if part.strip())
+            return _parse_list(text, get_args(option)[0], key)
         if option is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if option in (int, float):
@@ -162,6 +173,17 @@ def _parse(text: str, annotation: Any, key: str) -> Any:
             except ValueError:
                 continue
     return _checked(text, annotation, f"{key}")
+
+
+def _parse_list(text: str, item: Any, key: str) -> tuple[Any, ...]:
+    """Read values between commas, or for a list of groups JSON."""
+    if not dataclasses.is_dataclass(item):
+        return tuple(_parse(part.strip(), item, key) for part in text.split(",") if part.strip())
+    try:
+        return tuple(json.loads(text))
+    except (json.JSONDecodeError, TypeError) as error:
+        fields = ", ".join(f'"{name}": …' for name in get_type_hints(item))
+        raise UserError(f"{key}={text}: not a list in JSON, [{{{fields}}}, …] ({error})") from error
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "difftx"
 # docs/design.md §2: a file imports only what stands to its left, or its own package.
 ORDER = [
     "errors",
+    "files",
     "config",
     "config_reader",
     "parallel",

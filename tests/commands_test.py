@@ -140,7 +140,7 @@ def test_eval_mistakes(trained, tmp_path):
 def test_eval_lists_its_suites():
     result = run("eval.py", "--list")
     assert result.returncode == 0
-    assert {line.split()[0] for line in result.stdout.splitlines()} == {"loss", "sample"}
+    assert {line.split()[0] for line in result.stdout.splitlines()} == {"loss", "exact_match", "sample"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

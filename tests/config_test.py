@@ -7,6 +7,7 @@ from conftest import ROOT
 from difftx.config_reader import config_from_dict, load_config, override, split_overrides
 from difftx.errors import UserError
 
+SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
 
 
@@ -55,6 +56,22 @@ def test_matched_models_have_equal_head_width():
         ("mesh.tensor", "0", ["mesh.tensor=0"]),
         ("model", "1", ["model is a group", "d_model"]),
         ("data.path.x", "1", ["data.path is a value"]),
+        ("data.sources", "books", ["data.sources=books", "JSON", '"name": …, "path": …, "weight": …']),
+        ("data.sources", "7", ["data.sources=7", "JSON"]),
+        ("data.sources", '["books"]', ["data.sources[0]='books'", "a group"]),
+        ("data.sources", SOURCES.replace("weight", "wieght"), ["data.sources[0].wieght", "Did you mean 'weight'"]),
+        ("data.sources", SOURCES, ["data.path='stdlib' and data.sources are both set"]),
+        ("data.sources.0.weight", "1", ["data.sources is a list of 0"]),
+        (
+            "data.stages",
+            '[{"from_tokens": 5, "weights": [1, 2]}]',
+            ["data.stages[0].weights", "for the 0 data.sources"],
+        ),
+        ("data.packing", "bestfit", ["data.packing", "Did you mean 'best_fit'"]),
+        ("data.upsampling.share", "1.0", ["data.upsampling.share=1.0"]),
+        ("data.upsampling.longer_than_tokens", "0", ["data.upsampling.longer_than_tokens=0"]),
+        ("data.synthetic.pairs", "5000", ["data.synthetic.vocab_size=8192", "5000 different keys", "at least 10002"]),
+        ("data.synthetic.seed", "-1", ["data.synthetic.seed=-1"]),
     ],
 )
 def test_a_wrong_override_names_field_value_and_fix(field, value, expected):
@@ -106,6 +123,37 @@ def test_values_are_read_by_the_type_of_their_field():
     assert config.model.kv_heads == 2
     assert config.train.steps == 1000
     assert override(config, {"eval.loss_tokens": "7"}).eval == dataclasses.replace(config.eval, loss_tokens=7)
+
+
+def test_a_list_of_groups_on_the_command_line():
+    config = load_config(
+        QUICKSTART,
+        {
+            "data.path": "none",
+            "data.sources": SOURCES,
+            "data.sources.1.weight": "0.5",
+            "data.stages": '[{"from_tokens": 100, "weights": [1, 0]}]',
+            "data.stages.0.weights": "0.25,1",
+        },
+    )
+    assert [(s.name, s.path, s.weight) for s in config.data.sources] == [("a", "x", 1.0), ("b", "y", 0.5)]
+    assert config.data.stages[0].weights == (0.25, 1.0)
+    assert config_from_dict(json.loads(config.to_json())) == config
+    hash(config)
+    with pytest.raises(
+        UserError, match=r"data\.sources\.2\.weight: data\.sources is a list of 2; write data\.sources\.0"
+    ):
+        override(config, {"data.sources.2.weight": "1"})
+    with pytest.raises(UserError, match=r"data\.sources\.1\.wight: no such field\. Did you mean 'weight'"):
+        override(config, {"data.sources.1.wight": "1"})
+    for changes, message in [
+        ({"data.sources.1.name": "a"}, "2 sources are named 'a'"),
+        ({"data.sources.1.weight": "-1"}, r"data\.sources=\(1\.0, -1\.0\): weights must not be negative"),
+        ({"data.stages.0.weights": "0,0"}, r"data\.stages\[0\]\.weights=\(0\.0, 0\.0\)"),
+        ({"data.stages.0.from_tokens": "0"}, r"data\.stages\[0\]\.from_tokens=0 must be more than 0"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            override(config, changes)
 
 
 def test_arguments_that_are_no_overrides_are_refused():

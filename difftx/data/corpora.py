@@ -1,4 +1,4 @@
-"""Text on disk as token corpora, split into training and validation documents."""
+"""Corpora of training and validation documents: prepared token stores, or text that is tokenised at once."""
 
 import dataclasses
 import glob
@@ -12,6 +12,8 @@ import numpy as np
 import tiktoken
 
 from difftx.config import DataConfig
+from difftx.data.store import SPLITS, TokenStore, open_store, store_tokenizer
+from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 
 STDLIB = "stdlib"
@@ -31,31 +33,46 @@ DOCUMENT_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenStore:
-    """Tokenised documents end to end, each followed by the end-of-text token."""
-
-    tokens: np.ndarray  # uint16 where the vocabulary allows, else uint32.
-    offsets: np.ndarray  # uint64: where each document starts, and the end.
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-@dataclasses.dataclass(frozen=True)
 class Corpus:
     """A training set and validation sets by name."""
 
     train: TokenStore
     valid: dict[str, TokenStore]
-    sha256: str  # Of all tokens, training first.
 
 
 def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
-    """Read, split and tokenise `config.path`. The same text gives the same corpus in any order of files.
+    """Open the store at `config.path`, or read, split and tokenise the text there.
 
     Raises:
-        UserError: no path, no file, text that is not UTF-8, or too little text to split.
+        UserError: no path, no file, text that is not UTF-8, too little of it, a store that is unfinished, damaged
+            (`config.verify`) or made with another tokenizer.
     """
+    if config.path is not None and Path(config.path).is_dir():
+        train, valid = _open_stores(config, Path(config.path), encoding)
+    else:
+        train, valid = _tokenise_text(config, encoding)
+    for name, store in {"training": train, "validation": valid}.items():
+        if len(store) <= config.sequence_length:
+            raise UserError(
+                f"data.path={config.path!r}: only {len(store)} {name} tokens, less than a row of "
+                f"data.sequence_length={config.sequence_length} and its last target; give more text or shorter rows"
+            )
+    return Corpus(train=train, valid={"valid": valid})
+
+
+def _open_stores(config: DataConfig, folder: Path, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+    name, vocabulary = store_tokenizer(folder)
+    if vocabulary != fingerprint(encoding):
+        raise UserError(
+            f"data.tokenizer={config.tokenizer!r} (vocabulary {fingerprint(encoding)[:12]}) is not that of the store "
+            f"data.path={config.path!r}: {name!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare again"
+        )
+    train, valid = (open_store(folder, split, verify=config.verify) for split in SPLITS)
+    return train, valid
+
+
+def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+    """Return training and validation documents. The same text gives the same ones in any order of files."""
     documents = {}  # By hash: exact duplicates count once, and the order is that of the hashes.
     for text in _documents(config.path):
         documents[hashlib.sha256(text.encode()).digest()] = text
@@ -66,22 +83,13 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
             "at least 2 are needed, one to train and one to validate on"
         )
     texts = [documents[digest] for digest in sorted(documents)]
-    valid, train = _tokenise(texts[:held_out], encoding), _tokenise(texts[held_out:], encoding)
-    for name, store in {"training": train, "validation": valid}.items():
-        if len(store) <= config.sequence_length:
-            raise UserError(
-                f"data.path={config.path!r}: only {len(store)} {name} tokens, less than a row of "
-                f"data.sequence_length={config.sequence_length} and its last target; give more text or shorter rows"
-            )
-    digest = hashlib.sha256(train.tokens)
-    digest.update(valid.tokens)
-    return Corpus(train=train, valid={"valid": valid}, sha256=digest.hexdigest())
+    return _tokenise(texts[held_out:], encoding), _tokenise(texts[:held_out], encoding)
 
 
 def text_files(path: str | None) -> list[Path]:
     """Return the files that `data.path` names: the running Python's library, a file, or a glob."""
     if path is None:
-        raise UserError("data.path is not set; give a text file or a glob, --config.data.path='corpus/*.txt'")
+        raise UserError("data.path is not set; give a store, a text file or a glob, --config.data.path='corpus/*.txt'")
     if path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]

@@ -1,8 +1,7 @@
-"""Global batches from a token store, in an order that one integer continues.
+"""Global batches out of an endless sequence of examples, whose order one integer continues.
 
-Row i is tokens[iT : iT + T] with the tokens one later as targets. Rows are shuffled anew each epoch; update n reads
-examples nB … nB + B - 1 of that sequence and each process the rows of them that its devices hold, so the order depends
-neither on the number of processes nor on the mesh. grain does the shuffling and the prefetching.
+Update n reads examples nB … nB + B - 1 and each process the rows of them that its devices hold, so the order depends
+neither on the number of processes nor on the mesh. grain does the shuffling (`sources.py`) and the prefetching.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import grain
 import jax
 import numpy as np
 
-from difftx.data.corpora import TokenStore
+from difftx.data.packing import Row, RowSource
 from difftx.errors import UserError
 
 
@@ -25,36 +24,22 @@ class Batch:
     tokens_BT: Any  # int32
     targets_BT: Any  # int32: the token after each.
     loss_mask_BT: Any  # float32: 1 where the target counts.
-    segment_ids_BT: Any = None  # int32: document within the row; None: attention over the whole row.
-    positions_BT: Any = None  # int32: position within the document; None: within the row.
-
-
-class Rows:
-    """A random-access source of rows for grain."""
-
-    def __init__(self, store: TokenStore, sequence_length: int):
-        self.store, self.sequence_length = store, sequence_length
-
-    def __len__(self) -> int:
-        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token as a target.
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self.sequence_length
-        return self.store.tokens[start : start + self.sequence_length + 1].astype(np.int32)
+    segment_ids_BT: Any = None  # int32: piece of a document, 0 for padding; None: attention over the whole row.
+    positions_BT: Any = None  # int32: place in the document's piece in the row; None: in the row.
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSlice:
     """The examples of `rows_here` out of batches of `rows`: what one process loads."""
 
-    examples: grain.MapDataset[np.ndarray]
+    examples: Any  # Random access: a grain.MapDataset or a Mixture.
     rows: int
     rows_here: np.ndarray  # Ascending.
 
     def __len__(self) -> int:
         return len(self.examples) // self.rows * len(self.rows_here)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Row:
         batch, row = divmod(index, len(self.rows_here))
         example = self.examples[batch * self.rows + int(self.rows_here[row])]
         assert example is not None  # grain drops elements only where a filter says so.
@@ -66,11 +51,9 @@ class Loader:
 
     def __init__(
         self,
-        store: TokenStore,
+        examples: Any,
         *,
-        sequence_length: int,
         rows: int,
-        seed: int,
         prefetch_batches: int,
         sharding: jax.sharding.NamedSharding,
         signature: dict[str, Any],
@@ -78,20 +61,14 @@ class Loader:
         """Start at the first example.
 
         Args:
-            store: the tokens.
-            sequence_length: tokens a row.
+            examples: rows by number, without end: `Sources.examples`.
             rows: rows of a batch, over all processes.
-            seed: order of the rows.
             prefetch_batches: batches prepared ahead, in a thread.
-            sharding: of a `[rows, sequence_length]` array.
-            signature: what the meaning of the state depends on besides these; compared on `restore`.
+            sharding: of a `[rows, T]` array.
+            signature: what the meaning of the state depends on, as JSON; compared on `restore`.
         """
-        examples = grain.MapDataset.source(Rows(store, sequence_length)).shuffle(seed=seed).repeat()
-        slice_ = HostSlice(examples, rows, rows_here(sharding, rows))
-        batches = grain.MapDataset.source(slice_).batch(len(slice_.rows_here))
-        self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(1, prefetch_batches)))
-        self._rows, self._sharding = rows, sharding
-        self._signature = {**signature, "sequence_length": sequence_length, "seed": seed}
+        self._iterator = host_batches(HostSlice(examples, rows, rows_here(sharding, rows)), prefetch_batches)
+        self._rows, self._sharding, self._signature = rows, sharding, signature
         self._examples = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -110,15 +87,19 @@ class Loader:
         """Continue after the examples of `state`.
 
         Raises:
-            UserError: the state was made from other data, another tokenizer, row length or seed.
+            UserError: the state was made from other data, or rows, or in another order; names each difference.
         """
         theirs = state["signature"]
-        for name in self._signature | theirs:
-            if theirs.get(name) != self._signature.get(name):
-                raise UserError(
-                    f"the checkpoint was made with {name} = {theirs.get(name)!r}, this run has "
-                    f"{self._signature.get(name)!r}; restore the old value, or start a new --workdir"
-                )
+        changes = [
+            f"{name} {_short(theirs.get(name))} → {_short(self._signature.get(name))}"
+            for name in theirs | self._signature
+            if theirs.get(name) != self._signature.get(name)
+        ]
+        if changes:
+            raise UserError(
+                f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
+                "or start a new --workdir"
+            )
         batches, rest = divmod(state["examples"], self._rows)
         if rest:
             raise UserError(
@@ -127,6 +108,12 @@ class Loader:
             )
         self._iterator.set_state({"next_index": batches})
         self._examples = state["examples"]
+
+
+def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
+    """Return one process's rows of each batch, stacked, made ahead in a thread; its state is {"next_index": batch}."""
+    batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
@@ -139,15 +126,12 @@ def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
 
 
 def make_batch(
-    tokens_here: np.ndarray, rows: int, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None
+    rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None
 ) -> Batch:
-    """Turn the `[rows_here, T + 1]` tokens of this process into a global batch of `rows` rows.
+    """Turn the `[rows_here, T]` arrays of this process into a global batch of `rows` rows.
 
     `counted[i]` = False masks row i of those here: filler.
     """
-    mask = np.ones(tokens_here[:, 1:].shape, np.float32)
-    if counted is not None:
-        mask *= counted[:, None]
     here = rows_here(sharding, rows)
 
     def placed(x_here: np.ndarray) -> jax.Array:
@@ -156,29 +140,33 @@ def make_batch(
 
         return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, on_device)
 
-    return Batch(
-        tokens_BT=placed(tokens_here[:, :-1]), targets_BT=placed(tokens_here[:, 1:]), loss_mask_BT=placed(mask)
-    )
+    if counted is not None:
+        rows_of_process = rows_of_process | {"loss_mask": rows_of_process["loss_mask"] * counted[:, None]}
+    return Batch(**{f"{name}_BT": placed(x_here) for name, x_here in rows_of_process.items()})
 
 
 def ordered_batches(
-    store: TokenStore,
+    source: RowSource,
     *,
-    sequence_length: int,
     rows: int,
     limit_tokens: int,
     sharding: jax.sharding.NamedSharding,
 ) -> Iterator[Batch]:
-    """Yield a store's first `limit_tokens` tokens in order, once; the last batch is filled up with masked rows."""
-    source = Rows(store, sequence_length)
-    wanted = ordered_rows(store, sequence_length, limit_tokens)
+    """Yield a source's first rows in order, once; the last batch is filled up with masked rows."""
+    wanted = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
     for start in range(0, wanted, rows):
         indices = start + here
-        tokens_here = np.stack([source[min(int(i), wanted - 1)] for i in indices])
-        yield make_batch(tokens_here, rows, sharding, indices < wanted)
+        examples = [source[min(int(i), wanted - 1)] for i in indices]
+        stacked = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        yield make_batch(stacked, rows, sharding, (indices < wanted).astype(np.float32))
 
 
-def ordered_rows(store: TokenStore, sequence_length: int, limit_tokens: int) -> int:
-    """Return how many rows `ordered_batches` counts; their targets are tokens 1 … rows × sequence_length."""
-    return min(len(Rows(store, sequence_length)), max(1, limit_tokens // sequence_length))
+def ordered_rows(source: RowSource, limit_tokens: int) -> int:
+    """Return how many rows `ordered_batches` counts."""
+    return min(len(source), max(1, limit_tokens // source.sequence_length))
+
+
+def _short(value: Any) -> str:
+    """Return a value as text, a SHA-256 by its first digits."""
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)

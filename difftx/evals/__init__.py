@@ -8,13 +8,15 @@ from typing import Any
 import jax
 
 from difftx.errors import UserError, did_you_mean
-from difftx.evals import loss, sample
+from difftx.evals import exact_match, loss, sample
 from difftx.evals.result import Result
+from difftx.files import write_atomically
 from difftx.parallel.multihost import is_lead
-from difftx.training.run import Run, write_atomically
+from difftx.training.run import Run
 
 SUITES: dict[str, Callable[[Run, Any], Result]] = {
     "loss": loss.evaluate,
+    "exact_match": exact_match.evaluate,
     "sample": sample.evaluate,
 }
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from difftx.data.packing import PackedRows
+from difftx.errors import UserError
 from difftx.evals.result import Result
 from difftx.inference.generate import generate
 from difftx.training.run import Run
@@ -12,10 +14,14 @@ PROMPT_TOKENS = 48
 
 def evaluate(run: Run, params: Any) -> Result:
     """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
-    config, store = run.config, next(iter(run.corpus.valid.values()))
+    config = run.config
+    stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
+    if not stores:
+        raise UserError("suite 'sample': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    store = stores[0]
     prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
     prompts = [
-        store.tokens[int(start) : min(int(start) + prompt_tokens, int(end) - 1)].tolist()
+        store.slice(int(start), min(int(start) + prompt_tokens, int(end) - 1)).tolist()
         for start, end in zip(store.offsets[:PROMPTS], store.offsets[1:], strict=False)
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)

@@ -13,9 +13,10 @@ from types import FrameType
 from typing import Any
 
 from difftx.errors import EXIT_PREEMPTED, UserError
+from difftx.files import write_atomically
 from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus, State, View
-from difftx.training.run import changed_fields, read_config, write_atomically
+from difftx.training.run import changed_fields, read_config
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")

@@ -23,7 +23,7 @@ class Preset:
 # stays at 16 on the 3D tori of v4 and v5p, where libtpu turns gathers over all of 64 devices into all-reduces of twice
 # the bytes.
 PRESETS = (
-    Preset(kind="TPU v5 lite", parameters=1e9, fsdp=64, tensor=1, remat="dots", tokens=4096),  # v5e:4x4, 8x8
+    Preset(kind="TPU v5 lite", parameters=1e9, fsdp=64, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
     Preset(kind="TPU v5 lite", parameters=8e9, fsdp=64, tensor=1, remat="full", tokens=4096),  # v5e:8x8, 8x16
     Preset(kind="TPU v5 lite", parameters=14e9, fsdp=64, tensor=4, remat="full", tokens=4096),  # v5e:16x16
     Preset(kind="TPU v5", parameters=2e9, fsdp=4, tensor=1, remat="dots", tokens=65_536),  # v5p:2x2x1

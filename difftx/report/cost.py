@@ -32,12 +32,13 @@ def format_cost(config: Config) -> str:
 
 
 def format_data(run: Run) -> str:
-    """Return a line on the run's data."""
-    train = len(run.corpus.train)
-    epochs = run.config.train.steps * run.config.train.global_batch_tokens / train
-    valid = ", ".join(f"{len(store):,} {name}" for name, store in run.corpus.valid.items())
+    """Return a line on the run's data, and one on each thing that was done to it."""
+    epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
+    train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
+    valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())
     name = f"{run.tokenizer.name} ({run.tokenizer.n_vocab:,})"
-    return _lines(data=f"{train:,} training tokens ({epochs:.2f} epochs), {valid}; tokenizer {name}")
+    texts = [f"training tokens {train}; validation tokens {valid}; tokenizer {name}", *run.data.notes]
+    return "\n".join(_lines(data=text) for text in texts)
 
 
 def _lines(**texts: str) -> str:

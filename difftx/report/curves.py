@@ -9,8 +9,9 @@ import matplotlib.figure
 import rich.table
 
 from difftx.errors import UserError
+from difftx.files import write_atomically
 from difftx.training.metrics import read_metrics
-from difftx.training.run import read_config, write_atomically
+from difftx.training.run import read_config
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -94,11 +95,11 @@ def _draw(runs: dict[str, Any]) -> matplotlib.figure.Figure:
     left, right = figure.subplots(1, 2)
     for colour, (name, run) in zip(COLOURS * len(runs), runs.items(), strict=False):
         per_step = run["config"].train.global_batch_tokens
-        if run["valid"]:
-            tokens = [row["step"] * per_step for row in run["valid"]]
+        valid = [row for row in run["valid"] if "bits_per_byte" in row]  # Synthetic tasks have no bytes.
+        if valid:
             left.plot(
-                tokens,
-                [row["bits_per_byte"] for row in run["valid"]],
+                [row["step"] * per_step for row in valid],
+                [row["bits_per_byte"] for row in valid],
                 "o-",
                 color=colour,
                 label=name,

@@ -47,13 +47,11 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor)
     # ── State: the workdir's newest checkpoint, else a fresh start ──
     checkpointer = Checkpointer(run.workdir, config.checkpoint)
     loader = Loader(
-        run.corpus.train,
-        sequence_length=config.data.sequence_length,
+        run.data.examples,
         rows=config.batch_rows,
-        seed=config.data.seed,
         prefetch_batches=config.data.prefetch_batches,
         sharding=run.batch_sharding,
-        signature=run.signature,
+        signature=run.data.signature,
     )
     state, start = _restore_or_init(run, checkpointer, loader)
     if is_lead():

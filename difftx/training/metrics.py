@@ -15,7 +15,7 @@ import tensorboardX
 
 from difftx.config import LoggingConfig
 from difftx.errors import UserError
-from difftx.training.run import write_atomically
+from difftx.files import write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
 NEWEST_BYTES = 65_536

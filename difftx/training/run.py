@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import functools
 import importlib.metadata
 import json
 import os
@@ -13,16 +12,17 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 import tiktoken
 
 from difftx.config import Config
 from difftx.config_reader import config_from_dict
-from difftx.data.corpora import Corpus, load_corpus
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.sources import Sources, load_sources
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
+from difftx.files import write_atomically
 from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
@@ -41,7 +41,7 @@ class Run:
     workdir: Path
     mesh: jax.sharding.Mesh
     tokenizer: tiktoken.Encoding
-    corpus: Corpus
+    data: Sources
 
     @classmethod
     def open(cls, config: Config, workdir: Path) -> "Run":
@@ -58,12 +58,7 @@ class Run:
                 f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
                 f"data.tokenizer={config.data.tokenizer!r}; use at least {-(-tokenizer.n_vocab // 128) * 128}"
             )
-        return cls(config, workdir, mesh, tokenizer, load_corpus(config.data, tokenizer))
-
-    @functools.cached_property
-    def signature(self) -> dict[str, Any]:
-        """What the order and meaning of examples depend on, beside the loader's own settings."""
-        return {"corpus": self.corpus.sha256, "tokenizer": fingerprint(self.tokenizer)}
+        return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
@@ -102,9 +97,10 @@ class Run:
                 "mesh": dict(self.mesh.shape),
             },
             "data": {
-                **self.signature,
-                "train_tokens": len(self.corpus.train),
-                "valid_tokens": {name: len(store) for name, store in self.corpus.valid.items()},
+                **self.data.signature,
+                "train_tokens": {name: rows.tokens for name, rows in self.data.train.items()},
+                "valid_tokens": {name: rows.tokens for name, rows in self.data.valid.items()},
+                "notes": self.data.notes,
             },
         }
         write_atomically(self.workdir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
@@ -142,13 +138,6 @@ def changed_fields(old: Config, new: Config) -> list[str]:
         for name, value in fields.items()
         if before[group][name] != value
     ]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,16 @@
+import json
+
+import grain
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from difftx.data.corpora import TokenStore
-from difftx.data.loader import HostSlice, Loader, Rows, ordered_batches
+from difftx.data.loader import HostSlice, Loader, host_batches, ordered_batches
+from difftx.data.mixture import Mixture, Stage
+from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 
@@ -11,15 +18,23 @@ LENGTH, ROWS = 8, 8
 STORE = TokenStore(np.arange(50 * LENGTH + 3, dtype=np.uint16), np.array([0, 50 * LENGTH + 3], np.uint64))
 
 
+def rows_of(store, packing="concat", document_mask=False, cache="unused"):
+    return PackedRows(
+        store, sequence_length=LENGTH, packing=packing, document_mask=document_mask, cache_path=str(cache)
+    )
+
+
+def examples_of(rows, seed=1):
+    return grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+
+
 def loader_on(mesh, seed=1, rows=ROWS, signature=None):
     return Loader(
-        STORE,
-        sequence_length=LENGTH,
+        examples_of(rows_of(STORE), seed),
         rows=rows,
-        seed=seed,
         prefetch_batches=2,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
-        signature=signature or {"corpus": "c", "tokenizer": "t"},
+        signature=signature or {},
     )
 
 
@@ -32,6 +47,7 @@ def test_an_epoch_has_every_row_once_and_targets_are_one_later(mesh_of):
     batch = next(loader)
     np.testing.assert_array_equal(batch.targets_BT, np.asarray(batch.tokens_BT) + 1)
     assert np.asarray(batch.loss_mask_BT).all()
+    assert batch.segment_ids_BT is batch.positions_BT is None
     assert batch.tokens_BT.sharding.spec == Layout().act_BT
     rows = np.concatenate([np.asarray(batch.tokens_BT), *take(loader, 12)])[:, 0] // LENGTH  # 104 of 2 × 50 rows.
     assert sorted(rows[:50]) == list(range(50))
@@ -46,7 +62,7 @@ def test_state_continues_exactly(mesh_of, after):
     first = loader_on(mesh)
     take(first, after)
     second = loader_on(mesh)
-    second.restore(first.state())
+    second.restore(json.loads(json.dumps(first.state())))
     for a, b in zip(take(second, 4), whole[after : after + 4], strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -64,34 +80,79 @@ def test_state_continues_with_another_batch_size(mesh_of):
         double.restore(state)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_slices_of_hosts_concatenate_to_the_same_batches(processes):
-    import grain
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A mixture of two sources of packed rows, with masks, whose weights change on the way."""
+    rng = np.random.default_rng(0)
+    sources = []
+    for source in range(2):
+        offsets = np.cumsum([0, *rng.integers(1, 20, 60)]).astype(np.uint64)
+        store = TokenStore((np.arange(offsets[-1]) + 10_000 * source).astype(np.uint32), offsets)
+        rows = rows_of(store, ("concat", "best_fit")[source], document_mask=True, cache=tmp_path_factory.mktemp("c"))
+        sources.append(examples_of(rows, seed=source))
+    return Mixture(sources, [Stage(0, (1.0, 2.0)), Stage(1, (1.0, 0.0))], seed=5)
 
-    examples = grain.MapDataset.source(Rows(STORE, LENGTH)).shuffle(seed=1).repeat()
-    slices = [HostSlice(examples, ROWS, rows) for rows in np.split(np.arange(ROWS), processes)]
-    here = ROWS // processes
-    for batch in (0, 3, 9):
-        joined = np.concatenate([[s[batch * here + i] for i in range(here)] for s in slices])
-        np.testing.assert_array_equal(joined, [examples[batch * ROWS + i] for i in range(ROWS)])
 
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"seed": 2}, "seed"), ({"signature": {"corpus": "x", "tokenizer": "t"}}, "corpus")],
+@settings(max_examples=15, deadline=None, database=None)
+@given(
+    stopped=st.integers(0, 40),
+    before=st.sampled_from([1, 2, 4]),
+    after=st.sampled_from([1, 2, 4]),
+    scattered=st.booleans(),
 )
-def test_a_state_of_other_data_is_refused(mesh_of, changes, named):
+def test_any_number_of_hosts_loads_the_same_batches_and_continues_another(mixed, stopped, before, after, scattered):
+    def hosts(count, next_batch):
+        """Start one iterator a host; a host's rows are neighbours, or, as a mesh may have it, far apart."""
+        shares = [np.arange(h, ROWS, count) for h in range(count)] if scattered else np.split(np.arange(ROWS), count)
+        iterators = [host_batches(HostSlice(mixed, ROWS, share), 2) for share in shares]
+        for iterator in iterators:
+            iterator.set_state({"next_index": next_batch})
+        return shares, iterators
+
+    def global_batch(shares, iterators):
+        parts = [next(iterator) for iterator in iterators]
+        order = np.argsort(np.concatenate(shares))
+        return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+
+    first = hosts(before, max(0, stopped - 2))
+    batches = [global_batch(*first) for _ in range(min(stopped, 2))]
+    second = hosts(after, stopped)
+    batches += [global_batch(*second) for _ in range(2)]
+    for number, batch in enumerate(batches, start=stopped - min(stopped, 2)):
+        for row in range(ROWS):
+            expected = mixed[number * ROWS + row]
+            assert set(batch) == {"tokens", "targets", "loss_mask", "segment_ids", "positions"}
+            for name, array in expected.items():
+                np.testing.assert_array_equal(batch[name][row], array)
+
+
+def test_segments_and_positions_reach_the_batch(mesh_of, mixed):
+    sharding = jax.NamedSharding(mesh_of(fsdp=4), Layout().act_BT)
+    loader = Loader(mixed, rows=ROWS, prefetch_batches=1, sharding=sharding, signature={})
+    batch = next(loader)
+    for row in range(ROWS):
+        for name, array in mixed[row].items():
+            np.testing.assert_array_equal(np.asarray(getattr(batch, f"{name}_BT"))[row], array)
+
+
+def test_a_state_of_other_data_is_refused_with_every_difference(mesh_of):
     mesh = mesh_of()
-    with pytest.raises(UserError, match=f"made with {named} = "):
-        loader_on(mesh, **changes).restore(loader_on(mesh).state())
+    old = {"source books": 64 * "a", "seed": 1, "packing": "concat", "weights": [0.5, 0.5], "gone": 3}
+    new = {"source books": 64 * "b", "seed": 1, "packing": "best_fit", "weights": [0.5, 0.5], "added": 7}
+    with pytest.raises(UserError) as error:
+        loader_on(mesh, signature=new).restore(loader_on(mesh, signature=old).state())
+    assert str(error.value) == (
+        "the checkpoint was made with other data: source books aaaaaaaaaaaa… → bbbbbbbbbbbb…, packing 'concat' → "
+        "'best_fit', gone 3 → None, added None → 7; restore what changed, or start a new --workdir"
+    )
 
 
 def test_ordered_batches_mask_their_filler(mesh_of):
     sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
-    options = {"sequence_length": LENGTH, "rows": ROWS, "sharding": sharding}
-    batches = list(ordered_batches(STORE, limit_tokens=10**9, **options))
+    options = {"rows": ROWS, "sharding": sharding}
+    batches = list(ordered_batches(rows_of(STORE), limit_tokens=10**9, **options))
     mask = np.concatenate([np.asarray(b.loss_mask_BT) for b in batches])
     targets = np.concatenate([np.asarray(b.targets_BT) for b in batches])
     assert len(batches) == 7
     np.testing.assert_array_equal(targets[mask > 0], np.arange(1, 50 * LENGTH + 1))
-    assert len(list(ordered_batches(STORE, limit_tokens=ROWS * LENGTH, **options))) == 1
+    assert len(list(ordered_batches(rows_of(STORE), limit_tokens=ROWS * LENGTH, **options))) == 1

@@ -1,3 +1,4 @@
+import base64
 import os
 import shutil
 from pathlib import Path
@@ -6,7 +7,7 @@ import pytest
 import tiktoken
 from conftest import ROOT
 
-from difftx.data.tokenizer import fingerprint, load_tokenizer, token_bytes
+from difftx.data.tokenizer import CL100K_PATTERN, fingerprint, load_tokenizer, token_bytes
 from difftx.errors import UserError
 
 VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
@@ -35,6 +36,40 @@ def test_vocabularies_by_name(tmp_path: Path, monkeypatch, name, size):
     text = "Differential attention amplifies attention to the relevant context."
     assert b"".join(values[t] or b"" for t in encoding.encode(text)) == text.encode()
     assert fingerprint(encoding) != fingerprint(load_tokenizer("bytes"))
+
+
+@pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
+def test_the_file_of_cl100k_base_gives_its_tokens(tmp_path, monkeypatch):
+    shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
+    os.chmod(tmp_path / "cache", 0o755)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    by_name = load_tokenizer("cl100k_base")
+    lines = [b"%s %d" % (base64.b64encode(t), by_name.encode_single_token(t)) for t in by_name.token_byte_values()]
+    (tmp_path / "cl100k_base.tiktoken").write_bytes(b"\n".join(lines))
+    by_file = load_tokenizer(str(tmp_path / "cl100k_base.tiktoken"))
+    text = "It's 12345 naïve\r\n\n  tests,  isn't IT?  \t" + Path(__file__).read_text()
+    assert by_file.encode_ordinary(text) == by_name.encode_ordinary(text)
+    assert by_name._pat_str == CL100K_PATTERN
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("own", lambda lines: [*lines, b"YWI="], "line 257 is not a token in base64 and its id"),
+        ("own", lambda lines: [*lines, b"a 256"], "line 257 is not a token in base64 and its id"),
+        ("own", lambda lines: [*lines, b"YWI= 7"], "two tokens have one id"),
+        ("own", lambda lines: lines[1:], "no token for byte 0"),
+        ("own", lambda lines: [], "no token for byte 0"),
+        ("o200k_base", lambda lines: lines, "a pattern of its own; use data.tokenizer='o200k_base'"),
+    ],
+)
+def test_a_bad_vocabulary_file_is_named(tmp_path, name, change, message):
+    path = tmp_path / f"{name}.tiktoken"
+    path.write_bytes(b"\n".join(change([b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)])))
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(path))
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_an_unknown_name_suggests_one():

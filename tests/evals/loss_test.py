@@ -29,7 +29,7 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     run = run_of(config, tmp_path / "*.txt", tmp_path, eval__loss_tokens=9 * 32, data__valid_fraction=0.5)
     params = params_of(run)
     result = evals.evaluate(run, params, 7, ["loss"])["loss"]
-    tokens = run.corpus.valid["valid"].tokens[: 9 * 32 + 1].astype(np.int32)
+    tokens = run.data.valid["valid"].store.slice(0, 9 * 32 + 1).astype(np.int32)
     nats, text_bytes = 0.0, 0
     with jax.set_mesh(run.mesh):
         model = nnx.merge(graph(run.config), params)

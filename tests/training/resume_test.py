@@ -146,7 +146,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
     manifest = json.loads((workdir / "manifest.json").read_text())
     assert set(manifest) == {"commit", "python", "packages", "devices", "data"}
-    assert len(manifest["data"]["corpus"]) == 64
+    assert len(manifest["data"]["source train"]) == 64
     row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
     wanted = {
         "split",
@@ -167,7 +167,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     ("changes", "message"),
     [
         ({"model__mlp_dim": 96}, "params/blocks/mlp/down_FD is not (2, 96, 32) float32 there"),
-        ({"data__seed": 5}, "made with seed = 0, this run has 5"),
+        ({"data__seed": 5}, "the checkpoint was made with other data: seed 0 → 5;"),
         ({"model__num_kv_heads": 1}, "params/blocks/attention/key_DKGd"),
     ],
 )

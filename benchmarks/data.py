@@ -1,0 +1,168 @@
+"""The data pipeline by itself.
+
+python benchmarks/data.py loader [--store=DIR --tokenizer=NAME] [--rows=64] [--sequence_length=4096] [--rounds=7]
+
+`loader`: tokens/s of batches of rows out of a memory-mapped store, on the host alone and placed on the device as
+training takes them; medians over interleaved rounds in one process. Without --store, 64 M tokens of random documents
+(lognormal lengths, median 400) are written to a temporary folder. Also the time to pack 10 M such documents.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import rich.console
+import rich.table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from difftx.config import MeshConfig
+from difftx.config_reader import load_config
+from difftx.data.loader import HostSlice, Loader, host_batches
+from difftx.data.packing import best_fit
+from difftx.data.sources import load_sources
+from difftx.data.store import FORMAT, sha256_of, shard_file, write_meta
+from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import make_mesh
+
+BASE = Path(__file__).resolve().parent.parent / "configs" / "base.py"
+BATCHES = 20  # Of a round.
+VOCABULARY = 100_277
+SHARD_TOKENS = 2**23
+SHARDS = {"train": 8, "valid": 1}
+
+TWO_SOURCES = '[{"name": "a", "path": "STORE", "weight": 0.7}, {"name": "b", "path": "STORE", "weight": 0.3}]'
+MASKED = {"data.document_mask": "true"}
+PACKED = MASKED | {"data.packing": "best_fit"}
+CONTESTANTS = {
+    "concat": {"data.path": "STORE"},
+    "concat, document mask": {"data.path": "STORE"} | MASKED,
+    "best_fit, document mask": {"data.path": "STORE"} | PACKED,
+    "two sources, best_fit, document mask": {"data.sources": TWO_SOURCES} | PACKED,
+    "two sources up-sampled, best_fit, document mask": {"data.sources": TWO_SOURCES}
+    | PACKED
+    | {"data.upsampling.longer_than_tokens": "4096", "data.upsampling.share": "0.7"},
+}
+
+
+def measure_loader(args: argparse.Namespace) -> None:
+    """Print tokens/s of each kind of rows, then the time to pack."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = args.store
+        if store is None:
+            store = Path(folder) / "store"
+            write_store(store)
+        batches = {name: make_batches(changes, store, args, folder) for name, changes in CONTESTANTS.items()}
+        seconds: dict[str, list[list[float]]] = {name: [[], []] for name in batches}
+        for _ in range(args.rounds + 1):
+            for name, both in batches.items():
+                for kind, advance in enumerate(both):
+                    seconds[name][kind].append(timed(advance))
+    table = rich.table.Table(
+        title=f"rows of {args.sequence_length:,} tokens, {args.rows} a batch; {os.cpu_count()} CPUs, "
+        f"load {os.getloadavg()[0]:.1f}; M tokens/s, median (worst … best of {args.rounds})"
+    )
+    for name in ("rows", "on the host", "placed"):
+        table.add_column(name, justify="left" if name == "rows" else "right")
+    for name, kinds in seconds.items():
+        # The first round fills the page cache and the prefetch buffers.
+        rates = [[BATCHES * args.rows * args.sequence_length / s / 1e6 for s in kind[1:]] for kind in kinds]
+        table.add_row(name, *(f"{statistics.median(r):.1f} ({min(r):.1f} … {max(r):.1f})" for r in rates))
+    rich.console.Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+    offsets = np.concatenate([[0], np.cumsum(random_lengths(np.random.default_rng(0), 10_000_000))])
+    start = time.perf_counter()
+    rows = len(best_fit(offsets, args.sequence_length))
+    packing = time.perf_counter() - start
+    padding = 1 - offsets[-1] / (rows * args.sequence_length)
+    print(f"best_fit: 10,000,000 documents into {rows:,} rows in {packing:.1f} s, {padding:.4%} padding")
+
+
+def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace, folder: str) -> list[Callable]:
+    """Return two functions that make the next batch: on the host, and on the device."""
+    config = load_config(
+        str(BASE),
+        {name: text.replace("STORE", str(store)) for name, text in changes.items()}
+        | {
+            "data.tokenizer": args.tokenizer,
+            "data.sequence_length": str(args.sequence_length),
+            "data.cache_path": folder,
+            "train.global_batch_tokens": str(args.rows * args.sequence_length),
+        },
+    )
+    sources = load_sources(config.data, load_tokenizer(args.tokenizer))
+    for note in sources.notes:
+        print(note)
+    mesh = make_mesh(
+        MeshConfig(data=1, fsdp=1, context=1, tensor=1, slices=1, preset="none"), devices=jax.devices()[:1]
+    )
+    prefetch = config.data.prefetch_batches
+    on_host = host_batches(HostSlice(sources.examples, args.rows, np.arange(args.rows)), prefetch)
+    placed = Loader(
+        sources.examples,
+        rows=args.rows,
+        prefetch_batches=prefetch,
+        sharding=jax.NamedSharding(mesh, Layout().act_BT),
+        signature={},
+    )
+    return [lambda: next(on_host), lambda: jax.block_until_ready(next(placed))]
+
+
+def timed(advance: Callable) -> float:
+    """Return the seconds of a round."""
+    start = time.perf_counter()
+    for _ in range(BATCHES):
+        advance()
+    return time.perf_counter() - start
+
+
+def write_store(folder: Path) -> None:
+    """Write a store of random tokens."""
+    rng = np.random.default_rng(0)
+    splits = {}
+    for split, count in SHARDS.items():
+        (folder / split).mkdir(parents=True)
+        shards = []
+        for index in range(count):
+            tokens, offsets = (shard_file(folder, split, index, kind) for kind in ("tokens", "offsets"))
+            ends = np.cumsum(random_lengths(rng, SHARD_TOKENS // 400))
+            starts = np.concatenate([[0], ends[ends < SHARD_TOKENS], [SHARD_TOKENS]]).astype("<u8")
+            rng.integers(0, VOCABULARY, SHARD_TOKENS, np.uint32).tofile(tokens)
+            starts.tofile(offsets)
+            sha256 = {"tokens": sha256_of(tokens), "offsets": sha256_of(offsets)}
+            shards.append({"tokens": SHARD_TOKENS, "documents": len(starts) - 1, "sha256": sha256})
+        splits[split] = {"shards": shards}
+    tokenizer = {"name": "bytes", "vocabulary_sha256": fingerprint(load_tokenizer("bytes"))}
+    write_meta(folder, {"format": FORMAT, "dtype": "uint32", "tokenizer": tokenizer, "splits": splits})
+
+
+def random_lengths(rng: np.random.Generator, documents: int) -> np.ndarray:
+    """Return lengths in tokens, long-tailed as those of web pages."""
+    return np.exp(rng.normal(6, 1.2, documents)).astype(np.int64) + 1
+
+
+def main() -> None:
+    """Read the flags and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    loader = commands.add_parser("loader", help="tokens/s of the loader")
+    loader.set_defaults(run=measure_loader)
+    loader.add_argument("--store", type=Path, help="folder of `difftx prepare`")
+    loader.add_argument("--tokenizer", default="bytes", help="of --store")
+    loader.add_argument("--rows", type=int, default=64)
+    loader.add_argument("--sequence_length", type=int, default=4096)
+    loader.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

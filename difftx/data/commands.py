@@ -1,0 +1,125 @@
+"""Looking into a token store: python -m difftx data verify DIR, python -m difftx data show DIR --row N."""
+
+import argparse
+import itertools
+import json
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.text
+
+from difftx.data.store import SPLITS, damage, open_store, read_meta, shard_file
+from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.errors import UserError
+
+DOCUMENT_STYLES = ("cyan", "yellow")  # In turn, so that neighbours differ.
+BOUNDARY_STYLE = "bold reverse"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `data verify` or `data show`."""
+    parser = argparse.ArgumentParser("difftx data", description="Look into a token store.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("verify", help="read everything and compare it with meta.json", allow_abbrev=False)
+    check.add_argument("folder", type=Path)
+    show = commands.add_parser("show", help="print a row, decoded", allow_abbrev=False)
+    show.add_argument("folder", type=Path)
+    show.add_argument("--row", type=int, required=True, help="row i has tokens i T … i T + T - 1")
+    show.add_argument("--split", choices=SPLITS, default="train")
+    show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
+    show.add_argument("--tokenizer", help="where the store's is a .tiktoken file that is elsewhere now")
+    options = parser.parse_args(arguments)
+    if options.command == "verify":
+        return verify(options.folder)
+    return show_row(options.folder, options.split, options.row, options.sequence_length, options.tokenizer)
+
+
+def verify(folder: Path) -> int:
+    """Read a store and print what it holds.
+
+    Raises:
+        UserError: files are missing or damaged, or hold what cannot be; each problem is printed first.
+    """
+    meta = read_meta(folder)
+    problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
+    if problems:
+        print(*problems, sep="\n")
+        raise UserError(f"{folder}: {len(problems)} problems, the first: {problems[0]}")
+    for split in SPLITS:
+        counts = meta["splits"][split]
+        shards, documents, tokens = len(counts["shards"]), counts["documents"], counts["tokens"]
+        print(f"{split}: {shards} shards, {documents:,} documents, {tokens:,} tokens")
+    print(f"{folder}: every SHA-256, count, offset and token is right")
+    return 0
+
+
+def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> int:
+    """Print a row's text; documents alternate in colour, and a line names each."""
+    store = open_store(folder, split)
+    meta = read_meta(folder)
+    rows = -(-len(store) // max(1, sequence_length))
+    if sequence_length < 1 or not 0 <= row < rows:
+        raise UserError(f"--row={row}: {split} has rows 0 … {rows - 1} of --sequence_length={sequence_length}")
+    encoding = load_tokenizer(tokenizer or meta["tokenizer"]["name"], field="--tokenizer")
+    if fingerprint(encoding) != meta["tokenizer"]["vocabulary_sha256"]:
+        raise UserError(
+            f"--tokenizer={encoding.name}: not the vocabulary of {folder}, which is {meta['tokenizer']['name']!r}"
+        )
+    start, stop = row * sequence_length, min((row + 1) * sequence_length, len(store))
+    first = int(np.searchsorted(store.offsets, np.uint64(start), side="right")) - 1
+    last = int(np.searchsorted(store.offsets, np.uint64(stop), side="left"))
+    console = rich.console.Console(soft_wrap=True, highlight=False)
+    for document in range(first, last):
+        begin, end = int(store.offsets[document]), int(store.offsets[document + 1])
+        ids = store.slice(max(begin, start), min(end, stop))
+        name = _document_id(folder, meta, split, document)
+        title = f"document {document}" if name is None else f"document {document} ({name})"
+        where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
+        console.print(rich.text.Text(_printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
+        text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
+        console.print(rich.text.Text(_printable(text), style=DOCUMENT_STYLES[document % 2]))
+    return 0
+
+
+def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
+    damaged = list(damage(folder, meta, split, content=True))
+    yield from damaged
+    counts = meta["splits"][split]
+    for name in ("documents", "tokens", "bytes"):
+        if sum(shard[name] for shard in counts["shards"]) != counts[name]:
+            yield f"{folder}: the {name} of {split}'s shards do not add up to {counts[name]}"
+    known = {shard_file(folder, split, i, kind) for i, s in enumerate(counts["shards"]) for kind in s["sha256"]}
+    yield from (f"{file}: not of this store" for file in sorted((folder / split).iterdir()) if file not in known)
+    if damaged:
+        return
+    for index, shard in enumerate(counts["shards"]):
+        file = shard_file(folder, split, index, "tokens")
+        tokens = np.memmap(file, np.dtype(meta["dtype"]), mode="r")
+        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8").astype(np.int64)
+        if offsets[0] or offsets[-1] != shard["tokens"] or (np.diff(offsets) < 1).any():
+            yield f"{file.with_suffix('.offsets')}: the offsets do not rise from 0 to {shard['tokens']}"
+        elif (tokens[offsets[1:] - 1] != meta["tokenizer"]["end_of_text"]).any():
+            yield f"{file}: a document does not end with the end-of-text token"
+        if int(tokens.max()) >= meta["tokenizer"]["vocab_size"]:
+            yield f"{file}: a token is not in the vocabulary of {meta['tokenizer']['vocab_size']}"
+
+
+def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) -> str | None:
+    """Return a document's id, where the store has them."""
+    for index, shard in enumerate(meta["splits"][split]["shards"]):
+        if document < shard["documents"]:
+            if "ids" not in shard["sha256"]:
+                return None
+            with shard_file(folder, split, index, "ids").open("rb") as lines:
+                return json.loads(next(itertools.islice(lines, document, None)))
+        document -= shard["documents"]
+    return None
+
+
+def _printable(text: str) -> str:
+    """Write out what would steer the terminal."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)

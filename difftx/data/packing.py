@@ -1,0 +1,239 @@
+"""Rows out of documents: cut from the documents end to end, or packed so that documents stay whole.
+
+Everything a row needs follows from its number, so that shuffling, mixing and resuming never read a row they skip.
+"""
+#   T = tokens of a row
+
+import dataclasses
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from difftx.data.store import TokenStore
+from difftx.errors import UserError
+from difftx.files import new_file
+
+BEST_FIT_VERSION = 1  # A change to what `best_fit` returns needs another.
+GROUP_DOCUMENTS = 2**17  # Packed together: a bound on memory, and on how far apart a row's documents lie.
+
+# Arrays of T elements: "tokens" and "targets", the token after each, int32; "loss_mask", float32, 1 where the target
+# counts; with data.document_mask "segment_ids", int32, 1, 2, … and 0 for padding, and "positions", int32, from 0 in
+# each piece of a document.
+Row = dict[str, np.ndarray]
+
+
+class RowSource(Protocol):
+    """Rows by number."""
+
+    sequence_length: int  # T
+    tokens: int  # Of an epoch, without padding.
+    fingerprint: str  # With the loader's settings it says what the rows are.
+
+    def __len__(self) -> int:
+        """Return the number of rows of an epoch."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PackIndex:
+    """Which pieces of a store each row holds: row i has pieces `first[i]` … `first[i + 1] - 1`, in that order."""
+
+    first: np.ndarray  # int64 [rows + 1]
+    starts: np.ndarray  # int64 [pieces]: of a piece's tokens in the store.
+    lengths: np.ndarray  # int64 [pieces]: at most T.
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+
+class PackedRows:
+    """Rows of a token store, for grain.
+
+    "concat" cuts the documents, end to end, every T tokens. The last, incomplete row is left out; with
+    `document_mask`, which tells padding apart, it is filled up. "best_fit" keeps documents whole where T allows.
+
+    A target counts where the model has been given its document: always within a piece; across two documents only under
+    "concat" without `document_mask`, where attention crosses too.
+    """
+
+    def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
+        """Find or build the pack index; `cache_path` is the folder of such indices."""
+        self.store, self.fingerprint = store, store.fingerprint
+        self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
+        self._offsets = store.offsets.view(np.int64)  # Signed: uint64 and Python's integers meet as floats.
+        self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
+
+    def __len__(self) -> int:
+        if self._index is not None:
+            return len(self._index)
+        if self._document_mask:
+            return -(-len(self.store) // self.sequence_length)
+        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token as a target.
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        if self._index is None:
+            return self._concat_row(index * self.sequence_length)
+        pieces = slice(self._index.first[index], self._index.first[index + 1])
+        starts, lengths = self._index.starts[pieces], self._index.lengths[pieces]
+        stops = starts + lengths
+        goes_on = self._offsets[self._offsets.searchsorted(stops)] != stops
+        row = self._empty_row(lengths)
+        at = 0
+        for start, stop, more in zip(starts.tolist(), stops.tolist(), goes_on.tolist(), strict=True):
+            self._fill(row, at, start, stop, more)
+            at += stop - start
+        return row
+
+    def _concat_row(self, start: int) -> Row:
+        stop = min(start + self.sequence_length, len(self.store))
+        if not self._document_mask:
+            tokens = self.store.slice(start, stop + 1).astype(np.int32)
+            return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": _ones(self.sequence_length)}
+        first, last = np.searchsorted(self._offsets, [start + 1, stop])
+        row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
+        self._fill(row, 0, start, stop, self._offsets[last] != stop)
+        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # The next token is another document's.
+        return row
+
+    def _empty_row(self, lengths: np.ndarray) -> Row:
+        """Return a row of padding, with the segments and positions of pieces of these lengths."""
+        row = {
+            "tokens": np.zeros(self.sequence_length, np.int32),
+            "targets": np.zeros(self.sequence_length, np.int32),
+            "loss_mask": np.zeros(self.sequence_length, np.float32),
+        }
+        if self._document_mask:
+            row["segment_ids"], row["positions"] = segments(lengths, self.sequence_length)
+        return row
+
+    def _fill(self, row: Row, at: int, start: int, stop: int, goes_on: bool) -> None:
+        """Put the store's tokens start … stop - 1 at place `at`; the last target counts if its document goes on."""
+        tokens = self.store.slice(start, stop + goes_on)
+        row["tokens"][at : at + stop - start] = tokens[: stop - start]
+        row["targets"][at : at + len(tokens) - 1] = tokens[1:]
+        row["loss_mask"][at : at + len(tokens) - 1] = 1
+
+
+def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return segment ids and positions, int32 [T] each, of pieces of these lengths and padding behind them."""
+    ids, positions = np.zeros(row_tokens, np.int32), np.zeros(row_tokens, np.int32)
+    filled = int(np.sum(lengths))
+    ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    positions[:filled] = np.arange(filled) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return ids, positions
+
+
+def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
+    """Return `best_fit`, mapped into memory from `folder`, after building and keeping it there if need be.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
+    content.update(np.ascontiguousarray(offsets))
+    path = folder.expanduser() / f"{content.hexdigest()}.npy"
+    try:
+        if not path.exists():
+            _write(path, best_fit(offsets, row_tokens))
+        return _read(path)
+    except OSError as error:
+        raise UserError(
+            f"data.cache_path: {path} cannot be written or read ({error.strerror}); name another folder"
+        ) from error
+
+
+def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
+    """Pack documents into rows, best-fit decreasing in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
+
+    A longer document is first cut into rows of its own and a rest. Rows, and the pieces in a row, are in the order of
+    the documents, not of their lengths, so that the first rows are as good a sample as any.
+
+    Args:
+        offsets: int64 [documents + 1]: where each document starts, and the end.
+        row_tokens: T.
+    """
+    counts, starts, lengths = [np.zeros(1, np.int64)], [], []
+    for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
+        piece_starts, piece_lengths = _pieces(offsets[group : group + GROUP_DOCUMENTS + 1], row_tokens)
+        _, seen, bin_of_piece = np.unique(
+            _best_fit_decreasing(piece_lengths, row_tokens), return_index=True, return_inverse=True
+        )
+        row_of_piece = np.argsort(np.argsort(seen))[bin_of_piece]  # Rows by their first piece.
+        order = np.argsort(row_of_piece, kind="stable")
+        counts.append(np.bincount(row_of_piece))
+        starts.append(piece_starts[order])
+        lengths.append(piece_lengths[order])
+    return PackIndex(np.cumsum(np.concatenate(counts)), np.concatenate(starts), np.concatenate(lengths))
+
+
+def _pieces(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and length of the pieces, at most T each, of the documents between the bounds."""
+    count = -(-np.diff(bounds) // row_tokens)
+    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    starts = np.repeat(bounds[:-1], count) + nth * row_tokens
+    return starts, np.minimum(np.repeat(bounds[1:], count) - starts, row_tokens)
+
+
+def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
+    """Return each item's bin: the longest first, each into the fullest bin of `room` that it still fits into.
+
+    All items of one length go at once: the fullest bin takes as many as it can, then the next one. The work beside the
+    sort grows with the number of different lengths, not of items.
+    """
+    bins, count = np.empty(len(lengths), np.int64), 0
+    open_bins: dict[int, list[np.ndarray]] = {}  # By the room that is left.
+    rooms = 0  # Bit r: a bin with room r is open. The lowest bit from `length` on is the best fit.
+    by_length = np.argsort(-lengths, kind="stable")
+    edges = np.flatnonzero(np.diff(lengths[by_length])) + 1
+    for items in np.split(by_length, edges) if len(lengths) else []:
+        length = int(lengths[items[0]])
+        while len(items):
+            fitting = rooms >> length
+            left = length + (fitting & -fitting).bit_length() - 1 if fitting else room
+            each = left // length
+            if fitting:
+                candidates = np.concatenate(open_bins.pop(left))
+                rooms ^= 1 << left
+            else:
+                candidates = np.arange(count, count - (-len(items) // each))
+                count += len(candidates)
+            placed, items = items[: each * len(candidates)], items[each * len(candidates) :]
+            bins[placed] = np.repeat(candidates, each)[: len(placed)]
+            full, some = divmod(len(placed), each)
+            for taken, those in ((each, slice(full)), (some, slice(full, full + 1)), (0, slice(full + 1, None))):
+                rest = left - taken * length
+                if rest and len(candidates[those]):
+                    open_bins.setdefault(rest, []).append(candidates[those])
+                    rooms |= 1 << rest
+    return bins
+
+
+def _write(path: Path, index: PackIndex) -> None:
+    """Write one array, number of rows first, so that one rename makes the whole index appear."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as file:
+        np.save(file, np.concatenate([[len(index)], index.first, index.starts, index.lengths]))
+
+
+def _read(path: Path) -> PackIndex:
+    array = np.asarray(np.load(path, mmap_mode="r"))  # Still mapped; np.memmap's own slices are slow.
+    rows = int(array[0])
+    first, pieces = array[1 : rows + 2], array[rows + 2 :]
+    return PackIndex(first, pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :])
+
+
+@functools.cache
+def _ones(row_tokens: int) -> np.ndarray:
+    ones = np.ones(row_tokens, np.float32)
+    ones.setflags(write=False)
+    return ones

@@ -1,0 +1,350 @@
+"""Input files as units of work: about `UNIT_BYTES` of text each, cut at places that depend on the input alone.
+
+A unit is read, and decompressed, in one process and taken apart into documents in another: `Unit.documents`.
+"""
+
+import dataclasses
+import functools
+import glob
+import gzip
+import importlib
+import itertools
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from difftx.errors import UserError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+UNIT_BYTES = 4 * 2**20
+HUGGING_FACE = "hf:"
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
+BROKEN_STREAM = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """Which fields of a record are read."""
+
+    text: str
+    id: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text, the same as UTF-8 and, where ids are asked for, what names it."""
+
+    text: str
+    utf8: bytes
+    id: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Whole lines of JSON from byte `start` of a file, decompressed."""
+
+    file: Path
+    start: int
+    data: bytes
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        """Yield a document, or what is wrong with it, for each line that is not blank."""
+        position = self.start
+        for index, line in enumerate(self.data.split(b"\n")):
+            if line.strip():
+                yield self._document(line, index, position, fields)
+            position += len(line) + 1
+
+    def _document(self, line: bytes, index: int, position: int, fields: Fields) -> Document | UserError:
+        try:
+            record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
+        except UnicodeDecodeError as error:
+            return UserError(f"{self._at(index)}: byte {position + error.start} of the file is not UTF-8")
+        except json.JSONDecodeError as error:
+            return UserError(f"{self._at(index)}: broken JSON ({error.msg}, column {error.colno})")
+        except (ValueError, RecursionError) as error:  # Numbers of too many digits, brackets too deep.
+            return UserError(f"{self._at(index)}: broken JSON ({error})")
+        if not isinstance(record, dict):
+            return UserError(f"{self._at(index)}: not a JSON object")
+        return _document_of(record, fields, lambda: self._at(index))
+
+    def _at(self, index: int) -> str:
+        """Name a line; the lines before this unit are counted only now that one is needed."""
+        before = 0
+        if self.start:
+            with open_stream(self.file) as stream:
+                left = self.start
+                while left and (data := stream.read(min(left, 2**20))):
+                    before += data.count(b"\n")
+                    left -= len(data)
+        return f"{self.file}: line {before + index + 1}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Whole files, a document each."""
+
+    files: tuple[tuple[Path, bytes | UserError], ...]  # Content, or why there is none.
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        """Yield a document, or what is wrong with it, for each file; its id is its path."""
+        for file, data in self.files:
+            if isinstance(data, UserError):
+                yield data
+                continue
+            try:
+                yield Document(data.decode(), data, fields.id and str(file))
+            except UnicodeDecodeError as error:
+                yield UserError(f"{file}: byte {error.start} is not UTF-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a table from `start`, with the fields that are read."""
+
+    table: str
+    start: int
+    rows: tuple[dict[str, Any], ...]
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        """Yield a document, or what is wrong with it, for each row."""
+        for index, row in enumerate(self.rows, start=self.start):
+            yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """The rest of a file that cannot be read."""
+
+    reason: str
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        """Yield why."""
+        yield UserError(self.reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A piece of a source."""
+
+    source: int
+    index: int  # Within the source.
+    content: Lines | Texts | Rows | Unreadable
+    end: int  # Where the source goes on: decompressed bytes of lines, rows of a table.
+    input_bytes: int  # As stored: what of the source's size it is.
+    last: bool = False  # Of its source.
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Files that are read one after the other, by one reader."""
+
+    index: int
+    kind: Literal["lines", "texts", "parquet", "hf"]
+    files: tuple[Path, ...]  # For "hf": NAME[:SPLIT[:CONFIG]].
+    size: int  # Bytes as stored.
+    valid: bool  # Given as validation text.
+
+    def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
+        """Read from `position`, where unit `index` begins."""
+        read = {"lines": _read_lines, "texts": _read_texts, "parquet": _read_parquet, "hf": _read_hugging_face}
+        pieces = _stop_at_breaks(read[self.kind](self, fields, position), self.files[0])
+        numbered = (Unit(self.index, i, *piece) for i, piece in enumerate(pieces, start=index))
+        # One unit is read ahead, to know the last.
+        for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
+            assert unit is not None
+            yield dataclasses.replace(unit, last=following is None)
+
+
+type Piece = tuple[Lines | Texts | Rows | Unreadable, int, int]  # content, end, input_bytes
+
+
+def open_stream(file: Path) -> BinaryIO:
+    """Open a file, decompressed by its suffix: .gz, .zst, .xz, or plain."""
+    return cast(BinaryIO, OPENERS.get(file.suffix, open)(file, "rb"))
+
+
+def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
+    """List what a path, folder, glob or `hf:` name holds, in the order of the paths.
+
+    Raises:
+        UserError: nothing there.
+    """
+    flag = "--valid_input" if valid else "--input"
+    if pattern.startswith(HUGGING_FACE):
+        name = pattern.removeprefix(HUGGING_FACE)
+        return [Source(first_index, "hf", (Path(name),), load_hugging_face(name).data.nbytes, valid)]
+    files = input_files(pattern, flag)
+    sizes = {file: file.stat().st_size for file in files}
+    groups: list[tuple[str, list[Path]]] = []
+    for file in files:
+        kind = _kind(file)
+        group = groups[-1] if groups else ("", [])
+        if kind == "texts" == group[0] and sum(sizes[f] for f in group[1]) < UNIT_BYTES:
+            group[1].append(file)
+        else:
+            groups.append((kind, [file]))
+    return [
+        Source(index, cast(Any, kind), tuple(group), sum(sizes[file] for file in group), valid)
+        for index, (kind, group) in enumerate(groups, start=first_index)
+    ]
+
+
+def input_files(pattern: str, flag: str) -> list[Path]:
+    """Return the files of a path, folder or glob, sorted; what begins with a dot is left out of a folder."""
+    path = Path(pattern)
+    if path.is_dir():
+        found = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+    elif path.exists():
+        found = iter([path])
+    else:
+        found = (Path(name) for name in glob.glob(pattern, recursive=True))
+    files = sorted(file for file in found if file.is_file())
+    if not files:
+        reason = "the folder holds no files" if path.is_dir() else "no such file, and no file matches it as a glob"
+        raise UserError(f"{flag}={pattern}: {reason}")
+    return files
+
+
+@functools.cache
+def load_hugging_face(name: str) -> Any:
+    """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
+    datasets = import_extra("datasets", "datasets")
+    dataset, split, config, *_ = [*name.split(":"), "", ""]
+    try:
+        return datasets.load_dataset(dataset, config or None, split=split or "train")
+    except Exception as error:  # Whatever the library raises for a wrong name, no network or a broken file.
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(f"--input={HUGGING_FACE}{name}: {type(error).__name__}: {reason}") from error
+
+
+def _kind(file: Path) -> str:
+    plain = file.with_suffix("") if file.suffix in OPENERS else file
+    if plain.suffix in JSON_LINES:
+        return "lines"
+    return "parquet" if file.suffix == ".parquet" else "texts"
+
+
+def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+    file = source.files[0]
+    with file.open("rb") as stored, cast(BinaryIO, OPENERS.get(file.suffix, _same)(stored, "rb")) as stream:
+        stream.seek(position)
+        before = stored.tell()
+        while data := stream.read(UNIT_BYTES):
+            data += stream.readline()
+            end, read = position + len(data), stored.tell() - before
+            yield Lines(file, position, data), end, read
+            position, before = end, before + read
+        if not position:
+            yield Unreadable(f"{file}: the file is empty"), 0, source.size
+
+
+def _same(stream: BinaryIO, mode: str) -> BinaryIO:
+    return stream
+
+
+def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+    texts: list[tuple[Path, bytes | UserError]] = []
+    for file in source.files:
+        try:
+            with open_stream(file) as stream:
+                texts.append((file, stream.read() or UserError(f"{file}: the file is empty")))
+        except BROKEN_STREAM as error:
+            texts.append((file, UserError(_why_broken(file, error))))
+    yield Texts(tuple(texts)), 1, source.size
+
+
+def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+    pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
+    try:
+        table = parquet.ParquetFile(source.files[0])
+        wanted = [name for name in (fields.text, fields.id) if name in table.schema_arrow.names]
+        counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+        groups, start = list(range(len(counts))), 0
+        while groups and start + counts[groups[0]] <= position:
+            start += counts[groups.pop(0)]
+        batches = table.iter_batches(batch_size=1024, row_groups=groups, columns=wanted)
+        rows = (row for batch in batches for row in _rows_of(batch))
+        yield from _read_rows(source, itertools.islice(rows, position - start, None), position, sum(counts), fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        yield Unreadable(f"{source.files[0]}: not readable as Parquet ({reason})"), 0, 0
+
+
+def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
+    return batch.to_pylist() if batch.num_columns else ({} for _ in range(batch.num_rows))
+
+
+def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+    data = load_hugging_face(str(source.files[0]))
+    data = data.select_columns([name for name in (fields.text, fields.id) if name in data.column_names])
+    yield from _read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
+
+
+def _read_rows(
+    source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
+) -> Iterator[Piece]:
+    """Cut rows into units of about `UNIT_BYTES` of text."""
+    batch: list[dict[str, Any]] = []
+    size = 0
+    name = str(source.files[0])
+    for row in rows:
+        batch.append(row)
+        size += len(str(row.get(fields.text, "")))
+        if size >= UNIT_BYTES:
+            end = position + len(batch)
+            yield Rows(name, position, tuple(batch)), end, source.size * len(batch) // total
+            batch, size, position = [], 0, end
+    if batch:
+        yield Rows(name, position, tuple(batch)), position + len(batch), source.size * len(batch) // total
+    elif not position:
+        yield Unreadable(f"{name}: the table has no rows"), 0, source.size
+
+
+def _stop_at_breaks(pieces: Iterator[Piece], file: Path) -> Iterator[Piece]:
+    """Pass pieces on; where a file breaks off, the last says so."""
+    try:
+        yield from pieces
+    except BROKEN_STREAM as error:
+        yield Unreadable(_why_broken(file, error)), 0, 0
+
+
+def _why_broken(file: Path, error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{file}: cannot be read ({error.strerror})"
+    how = "truncated" if isinstance(error, EOFError) else "damaged"
+    return f"{file}: the compressed file is {how} ({error})"
+
+
+def _document_of(record: dict[str, Any], fields: Fields, at: Callable[[], str]) -> Document | UserError:
+    if fields.text not in record:
+        names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
+        return UserError(f"{at()}: no field {fields.text!r}; its fields: {names}; choose with --text_field")
+    text, name = record[fields.text], None
+    if not isinstance(text, str):
+        return UserError(f"{at()}: field {fields.text!r} is not text but {type(text).__name__}")
+    if fields.id is not None:
+        if fields.id not in record:
+            return UserError(f"{at()}: no field {fields.id!r}; choose with --id_field")
+        name = str(record[fields.id])
+    try:
+        return Document(text, text.encode(), name)
+    except UnicodeEncodeError as error:
+        return UserError(f"{at()}: character {error.start} is half of a surrogate pair, which is not UTF-8")
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a library that only some inputs or runners need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{module} is not installed: pip install 'difftx[{extra}]'") from error

@@ -1,0 +1,182 @@
+"""From tokenised units to the shards of a store: which document goes where, writing a shard, finishing the store."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftx.data.job import Job
+from difftx.data.readers import Source
+from difftx.data.store import SPLITS, shard_file, write_meta
+from difftx.data.units import finished_units, unit_file
+from difftx.errors import UserError
+from difftx.files import new_file, write_atomically
+
+SKIPPED = "skipped.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A shard to write: of which units, which documents (a mask)."""
+
+    split: str
+    index: int
+    picks: tuple[tuple[int, int, np.ndarray], ...]  # source, unit, bool [documents of the unit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where every document goes."""
+
+    shards: list[Shard]
+    duplicates: dict[str, int]  # By split.
+    empty: int
+    problems: list[str]
+
+
+def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
+    """Decide on every document, in the order of the input; validation inputs come first, and so win duplicates.
+
+    About 100 bytes of memory a document are needed.
+
+    Raises:
+        UserError: no documents, or none to train on.
+    """
+    units: list[tuple[int, int, bool]] = []  # source, unit, given as validation text.
+    counts, lengths, hashes = [], [], []
+    problems: list[str] = []
+    empty = 0
+    for source in sources:
+        _, _, states = finished_units(job, source)
+        for index, state in enumerate(states):
+            with np.load(unit_file(job, source.index, index)) as archive:
+                lengths.append(archive["lengths"])
+                hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
+            counts.append(len(lengths[-1]))
+            units.append((source.index, index, source.valid))
+            problems += state["done"]["problems"]
+            empty += state["empty"]
+    if problems and not job.skip:  # Left out by an earlier call, with another --on_error.
+        raise UserError(f"{problems[0]}; repair it, or leave such out with --on_error=skip")
+    length, hash_ = np.concatenate(lengths), np.concatenate(hashes)
+    if not len(length):
+        raise UserError("the input has no documents")
+    first = _first_occurrences(hash_)
+    given = np.repeat([valid for _, _, valid in units], counts)
+    fraction = 0 if any(source.valid for source in sources) else job.valid_fraction
+    valid = _held_out(hash_[:, 0], fraction) if fraction else given
+    if not (first & ~valid).any():
+        raise UserError(
+            f"the input has {int(first.sum())} different documents, and none is left to train on; "
+            "give more, or --valid_fraction=0"
+        )
+    shard_of = np.full(len(length), -1)
+    for split_mask in (first & ~valid, first & valid):
+        starts = np.cumsum(length[split_mask]) - length[split_mask]
+        shard_of[split_mask] = np.unique(starts // job.shard_tokens, return_inverse=True)[1]
+    shards = [
+        Shard(split, index, picks)
+        for split, mask in zip(SPLITS, (first & ~valid, first & valid), strict=True)
+        for index, picks in enumerate(_picks(units, counts, np.where(mask, shard_of, -1)))
+    ]
+    duplicates = {"train": int((~first & ~valid).sum()), "valid": int((~first & valid).sum())}
+    return Plan(shards, duplicates, empty, problems)
+
+
+def write_shard(job: Job, shard: Shard) -> None:
+    """Put a shard together from its units, and keep its entry of meta.json as the record that it is finished."""
+    if _record_file(job, shard).exists():
+        return
+    kinds = ("tokens", "offsets", "ids") if job.fields.id else ("tokens", "offsets")
+    hashes = {kind: hashlib.sha256() for kind in kinds}
+    documents, tokens, text_bytes = 0, 0, 0
+    with contextlib.ExitStack() as stack:
+        files = {
+            kind: stack.enter_context(new_file(shard_file(job.out, shard.split, shard.index, kind))) for kind in kinds
+        }
+
+        def write(kind: str, data: np.ndarray | bytes) -> None:
+            hashes[kind].update(data)
+            files[kind].write(data)
+
+        for source, unit, mask in shard.picks:
+            with np.load(unit_file(job, source, unit)) as archive:
+                length = archive["lengths"]
+                write("tokens", archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)])
+                write("offsets", (tokens + np.cumsum(length[mask]) - length[mask]).astype("<u8"))
+                if "ids" in kinds:
+                    lines = archive["ids"].tobytes().splitlines(keepends=True)
+                    write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
+                documents += int(mask.sum())
+                tokens += int(length[mask].sum())
+                text_bytes += int(archive["sizes"][mask].sum())
+        write("offsets", np.array([tokens], "<u8"))
+    record = {
+        "documents": documents,
+        "tokens": tokens,
+        "bytes": text_bytes,
+        "sha256": {kind: digest.hexdigest() for kind, digest in hashes.items()},
+    }
+    write_atomically(_record_file(job, shard), json.dumps(record))
+
+
+def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
+    """Write `meta.json`, which makes the folder a store, and remove what does not belong to it."""
+    meta = dict(description) | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
+    for split in SPLITS:
+        own = [json.loads(_record_file(job, shard).read_text()) for shard in plan.shards if shard.split == split]
+        for leftover in (job.out / split).glob(".*"):  # Of a run that was killed.
+            leftover.unlink()
+        meta["splits"][split] = {
+            **{name: sum(record[name] for record in own) for name in ("documents", "tokens", "bytes")},
+            "duplicates": plan.duplicates[split],
+            "shards": own,
+        }
+    if plan.problems:
+        write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
+    write_meta(job.out, meta)
+    shutil.rmtree(job.work)
+
+
+def _record_file(job: Job, shard: Shard) -> Path:
+    return job.records / f"{shard.split}-{shard.index:05d}.json"
+
+
+def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
+    """Return which rows of `[documents, 2]` appear for the first time."""
+    order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # Stable: equal ones stay in the order of the input.
+    repeated = (hash_[order[1:]] == hash_[order[:-1]]).all(axis=1)
+    first = np.ones(len(hash_), bool)
+    first[order[1:][repeated]] = False
+    return first
+
+
+def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which documents are for validation: those whose hash lies below the fraction of all hashes.
+
+    A document's side does not depend on the others, so it keeps it when the corpus grows; only where none lies below
+    the fraction, the one with the lowest hash is taken.
+    """
+    valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    return valid if valid.any() else hash_ == hash_.min()
+
+
+def _picks(
+    units: Sequence[tuple[int, int, bool]], counts: Sequence[int], shard_of: np.ndarray
+) -> Iterator[tuple[tuple[int, int, np.ndarray], ...]]:
+    """Yield each shard's documents by unit."""
+    picks: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+    start = 0
+    for (source, unit, _), count in zip(units, counts, strict=True):
+        inside = shard_of[start : start + count]
+        for shard in np.unique(inside[inside >= 0]):
+            picks.setdefault(int(shard), []).append((source, unit, inside == shard))
+        start += count
+    for shard in sorted(picks):
+        yield tuple(picks[shard])

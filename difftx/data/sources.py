@@ -1,0 +1,103 @@
+"""What the config's group `data` names: training rows, one source or a mixture, and validation sets."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import grain
+import tiktoken
+
+from difftx.config import SYNTHETIC, DataConfig
+from difftx.data.corpora import load_corpus
+from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
+from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
+from difftx.data.synthetic import SyntheticRows
+from difftx.data.tokenizer import fingerprint
+from difftx.data.upsampling import UpsampledStore
+
+GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: keeps the seeds of sources, to which grain adds epochs, apart.
+ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of what data.path gives.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """Rows to train on, by source, and to validate on, by set; several sources give a set each."""
+
+    config: DataConfig
+    train: dict[str, RowSource]
+    valid: dict[str, RowSource]
+    signature: dict[str, Any]  # Of the order and the meaning of the examples, as JSON.
+    notes: tuple[str, ...]  # What up-sampling and packing did, for the user.
+
+    @functools.cached_property
+    def examples(self) -> Any:
+        """Training rows by number, without end: each source shuffled anew in each of its epochs, then mixed."""
+        seeds = [(self.config.seed + i * GOLDEN) % 2**32 for i in range(len(self.train))]
+        shuffled = [
+            grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+            for rows, seed in zip(self.train.values(), seeds, strict=True)
+        ]
+        return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
+
+    def epochs(self, examples: int) -> dict[str, float]:
+        """Return how often each source has been read after so many examples; of a mixture, in whole blocks."""
+        if len(self.train) == 1:
+            return {name: examples / len(rows) for name, rows in self.train.items()}
+        used = self.examples.used(-(-examples // BLOCK_ROWS))
+        return {name: int(n) / len(rows) for n, (name, rows) in zip(used, self.train.items(), strict=True)}
+
+    def _stages(self) -> list[Stage]:
+        block_tokens = BLOCK_ROWS * self.config.sequence_length
+        first = Stage(0, tuple(source.weight for source in self.config.sources))
+        return [first, *(Stage(-(-stage.from_tokens // block_tokens), stage.weights) for stage in self.config.stages)]
+
+
+def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
+    """Read, tokenise or open every source, up-sample and pack it.
+
+    Raises:
+        UserError: a source cannot be read, or gives no row.
+    """
+    train, valid, notes = {}, {}, []
+    if not config.sources:
+        train[ONLY_SOURCE], valid[ONLY_SET], notes = _load(config.path, config, encoding)
+    for source in config.sources:
+        train[source.name], valid[source.name], lines = _load(source.path, config, encoding)
+        notes += [f"{source.name}: {line}" for line in lines]
+    signature = {
+        **{f"source {name}": rows.fingerprint for name, rows in train.items()},
+        "weights": [source.weight for source in config.sources],
+        "stages": [[stage.from_tokens, *stage.weights] for stage in config.stages],
+        "upsampling": dataclasses.asdict(config.upsampling) if config.upsampling.longer_than_tokens else None,
+        "tokenizer": fingerprint(encoding),
+        "sequence_length": config.sequence_length,
+        "packing": config.packing if config.packing == "concat" else f"best_fit {BEST_FIT_VERSION}",
+        "document_mask": config.document_mask,
+        "seed": config.seed,
+    }
+    return Sources(config, train, valid, signature, tuple(notes))
+
+
+def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[RowSource, RowSource, list[str]]:
+    """Return a path's training and validation rows, and notes."""
+    if path is not None and path.startswith(SYNTHETIC):
+        return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
+    corpus = load_corpus(dataclasses.replace(config, path=path, sources=(), stages=()), encoding)
+    store, notes = corpus.train, []
+    if config.upsampling.longer_than_tokens is not None:
+        store = UpsampledStore(
+            store, longer_than_tokens=config.upsampling.longer_than_tokens, share=config.upsampling.share
+        )
+        notes.append(store.report)
+    pack = functools.partial(
+        PackedRows,
+        sequence_length=config.sequence_length,
+        packing=config.packing,
+        document_mask=config.document_mask,
+        cache_path=config.cache_path,
+    )
+    train, valid = pack(store), pack(corpus.valid[ONLY_SET])
+    if config.packing == "best_fit":
+        padding = 1 - train.tokens / (len(train) * train.sequence_length)
+        notes.append(f"packed into {len(train):,} rows, {padding:.2%} of them padding")
+    return train, valid, notes

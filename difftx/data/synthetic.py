@@ -1,0 +1,138 @@
+"""Tasks that only recall solves, made as they are read: example i is a function of seed, split and i alone.
+
+`data.path` names one as "synthetic:TASK"; the parameters are the group `data.synthetic`. Only answers count in the
+loss. Token 0 fills and separates; of the others keys are the lower half and values the upper half.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import numpy as np
+
+from difftx.config import SYNTHETIC, DataConfig, SyntheticConfig
+from difftx.data.packing import Row, segments
+from difftx.errors import UserError, did_you_mean
+
+FILLER = 0  # Behind an example that is shorter than its row, and between the prefix and its copy.
+SPLITS = {"train": 0, "valid": 1}
+
+# The tokens of an example, at which of them an answer counts, and the answers.
+Example = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
+    """Multi-query associative recall: pairs first, then each key once more, to be answered by its value.
+
+    As Zoology defines it (arXiv 2312.04927): a query comes after a gap, in steps of two tokens, drawn from a power law
+    over the rest of the row; all that is no query is random, also behind a query, where its value would stand.
+    """
+    keys, values = _keys_and_values(config, rng)
+    context = 2 * config.pairs
+    tokens = rng.integers(1, config.vocab_size, row_tokens)
+    tokens[0:context:2], tokens[1:context:2] = keys, values
+    steps = (row_tokens - context) // 2
+    law = np.arange(1, steps + 1) ** (config.query_power - 1.0)
+    queries = context + 2 * rng.choice(steps, config.pairs, replace=False, p=law / law.sum())
+    tokens[queries] = keys
+    return tokens, queries, values
+
+
+def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
+    """Noisy key-value retrieval: pairs among distractors, in any order, and one of the keys as the last token.
+
+    A distractor may look like a key or a value, but is none of the keys.
+    """
+    keys, values = _keys_and_values(config, rng)
+    others = np.setdiff1d(np.arange(1, config.vocab_size), keys)
+    is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
+    starts = np.cumsum(1 + is_pair) - 1 - is_pair
+    tokens = np.empty(_retrieval_tokens(config, row_tokens), np.int64)
+    tokens[starts[is_pair]], tokens[starts[is_pair] + 1] = keys, values
+    tokens[starts[~is_pair]] = rng.choice(others, config.distractors)
+    asked = rng.integers(config.pairs)
+    tokens[-1] = keys[asked]
+    return tokens, np.array([len(tokens) - 1]), values[[asked]]
+
+
+def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
+    """Copying: random tokens as many as half a row, a separator, and the same again, which is the answer."""
+    prefix = rng.integers(1, config.vocab_size, row_tokens // 2)
+    tokens = np.concatenate([prefix, [FILLER], prefix[:-1]])
+    return tokens, np.arange(len(prefix), len(tokens)), prefix
+
+
+def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
+    return 2 * config.pairs + config.distractors + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How to make an example, and the tokens that it needs."""
+
+    make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
+    tokens: Callable[[SyntheticConfig, int], int]
+
+
+TASKS = {
+    "mqar": Task(mqar, lambda config, _: 4 * config.pairs),
+    "retrieval": Task(retrieval, _retrieval_tokens),
+    "copy": Task(copy, lambda _, row_tokens: max(2, row_tokens)),
+}
+
+
+class SyntheticRows:
+    """Rows of a task, an example each."""
+
+    def __init__(self, path: str, config: DataConfig, split: str):
+        """Check the parameters; `split` is "train" or "valid", which share no random numbers.
+
+        Raises:
+            UserError: no such task, or an example does not fit into a row.
+        """
+        name = path.removeprefix(SYNTHETIC)
+        if name not in TASKS:
+            raise UserError(f"data path {path!r}: no such task.{did_you_mean(name, TASKS)}")
+        self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
+        self._document_mask = config.document_mask
+        needed = self._task.tokens(self._config, self.sequence_length)
+        if needed > self.sequence_length:
+            raise UserError(
+                f"data.sequence_length={self.sequence_length} is too short for {path!r}, whose examples have {needed} "
+                "tokens; use longer rows, or fewer data.synthetic.pairs or distractors"
+            )
+        self._key = np.array([self._config.seed, SPLITS[split]], np.uint64)
+        self._length = self._config.train_examples if split == "train" else self._config.valid_examples
+        self.tokens = self._length * self.sequence_length
+        # Without the number of the other split's examples.
+        parameters = {k: v for k, v in dataclasses.asdict(self._config).items() if not k.endswith("_examples")}
+        self.fingerprint = json.dumps([path, split, self._length, parameters])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < self._length:
+            raise IndexError(f"example {index} of {self._length}")
+        # A counter-based generator: every example has a stretch of numbers of its own, and starting one is cheap.
+        rng = np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
+        tokens, places, answers = self._task.make(self._config, self.sequence_length, rng)
+        row = {
+            "tokens": np.full(self.sequence_length, FILLER, np.int32),
+            "targets": np.full(self.sequence_length, FILLER, np.int32),
+            "loss_mask": np.zeros(self.sequence_length, np.float32),
+        }
+        row["tokens"][: len(tokens)] = tokens
+        row["targets"][: len(tokens) - 1] = tokens[1:]
+        row["targets"][places] = answers
+        row["loss_mask"][places] = 1
+        if self._document_mask:
+            row["segment_ids"], row["positions"] = segments(np.array([len(tokens)]), self.sequence_length)
+        return row
+
+
+def _keys_and_values(config: SyntheticConfig, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    middle = config.vocab_size // 2
+    keys = 1 + rng.choice(middle - 1, config.pairs, replace=False)
+    values = middle + rng.choice(config.vocab_size - middle, config.pairs, replace=False)
+    return keys, values

@@ -1,0 +1,68 @@
+"""Suite `exact_match`: how often a synthetic task is answered right, on its validation examples."""
+#   B = batch, T = tokens, D = model width
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from difftx.config import Config
+from difftx.data.loader import Batch, ordered_batches, ordered_rows
+from difftx.data.synthetic import SyntheticRows
+from difftx.errors import UserError
+from difftx.evals.result import Result
+from difftx.training.loss import is_most_likely
+from difftx.training.run import Run
+from difftx.training.state import graph
+
+
+def evaluate(run: Run, params: Any) -> Result:
+    """Take the most likely token at each answer; sets are averaged without weights.
+
+    `accuracy` is the share of answers that are right (Zoology's), `exact_match` of examples with all of them right.
+
+    Raises:
+        UserError: no validation set is a synthetic task.
+    """
+    tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
+    if not tasks:
+        raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")
+    sets = {name: _score_set(run, params, rows) for name, rows in tasks.items()}
+    return Result(
+        numbers={name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")},
+        details={"sets": sets},
+    )
+
+
+def _score_set(run: Run, params: Any, source: SyntheticRows) -> dict[str, float]:
+    score = _scorer(run.config)
+    batches = ordered_batches(source, rows=run.microbatch_rows, limit_tokens=source.tokens, sharding=run.batch_sharding)
+    counts = sum(np.array(jax.device_get(score(params, batch)), np.int64) for batch in batches)
+    right, answers, right_examples = (int(n) for n in np.asarray(counts))
+    examples = ordered_rows(source, source.tokens)
+    return {
+        "accuracy": right / answers,
+        "exact_match": right_examples / examples,
+        "answers": answers,
+        "examples": examples,
+    }
+
+
+@functools.cache
+def _scorer(config: Config):
+    graphdef = graph(config)
+
+    @jax.jit
+    def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the number of right answers, of answers, and of rows with right answers only."""
+        model = nnx.merge(graphdef, params)
+        x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+        counts_BT = batch.loss_mask_BT > 0
+        right_BT = is_most_likely(x_BTD, model.unembedding(), batch.targets_BT) & counts_BT
+        right_B, answers_B = jnp.sum(right_BT, axis=1), jnp.sum(counts_BT, axis=1)
+        return jnp.sum(right_B), jnp.sum(answers_B), jnp.sum((right_B == answers_B) & (answers_B > 0))
+
+    return score

@@ -1,0 +1,96 @@
+import collections
+import itertools
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx.data import mixture
+from difftx.data.mixture import BLOCK_ROWS, PERIOD_BLOCKS, Mixture, Stage, StageTable
+
+WEIGHTS = st.lists(st.sampled_from([0.0, 1e-5, 0.1, 1.0, 3.7, 1000.0]), min_size=1, max_size=6).filter(any)
+
+
+def mixture_of(*stages, seed=3):
+    sources = [[f"{s}:{i}" for i in range(20_000)] for s in range(len(stages[0][1]))]
+    return Mixture(sources, [Stage(block, tuple(weights)) for block, weights in stages], seed)
+
+
+@settings(max_examples=15, deadline=None, database=None)
+@given(weights=WEIGHTS, seed=st.integers(0, 2**32 - 1))
+def test_blocks_hold_the_weights_to_within_one_and_use_each_source_in_turn(weights, seed):
+    mixed = mixture_of((0, weights), seed=seed)
+    located = [mixed.locate(n) for n in range(4 * BLOCK_ROWS)]
+    share = np.array(weights) / sum(weights)
+    for block in range(4):
+        counts = collections.Counter(s for s, _ in located[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS])
+        for source in range(len(weights)):
+            assert abs(counts[source] - share[source] * BLOCK_ROWS) <= 1
+            assert counts[source] == 0 or weights[source] > 0
+    for source in range(len(weights)):
+        used = [example for s, example in located if s == source]
+        assert sorted(used) == list(range(len(used)))  # None twice, none left out.
+
+
+@settings(max_examples=15, deadline=None, database=None)
+@given(weights=WEIGHTS)
+def test_what_one_block_rounds_off_later_ones_make_good(weights):
+    table = StageTable(weights)
+    blocks = np.arange(1, PERIOD_BLOCKS + 1)
+    used = np.array([table.before(int(b)) for b in blocks])
+    exact = blocks[:, None] * BLOCK_ROWS * (np.array(weights) / sum(weights))
+    assert np.abs(used - exact).max() < 10
+    assert np.abs(used[-1] - exact[-1]).max() <= 1 + len(weights)  # A period is exact but for the weights' rounding.
+    np.testing.assert_array_equal(table.before(3 * PERIOD_BLOCKS + 5), 3 * used[-1] + used[4])
+    assert (used.sum(axis=1) == blocks * BLOCK_ROWS).all()
+
+
+def test_stages_change_the_weights_and_go_on_where_the_sources_were():
+    mixed = mixture_of((0, (3.0, 1.0)), (2, (0.0, 1.0)), (5, (1.0, 0.0)))
+    located = [mixed.locate(n) for n in range(7 * BLOCK_ROWS)]
+    counts = [collections.Counter(s for s, _ in located[b * BLOCK_ROWS :][:BLOCK_ROWS]) for b in range(7)]
+    assert [c[0] for c in counts] == [192, 192, 0, 0, 0, 256, 256]
+    for source in (0, 1):
+        used = [example for s, example in located if s == source]
+        assert sorted(used) == list(range(len(used)))
+    np.testing.assert_array_equal(mixed.used(6), [2 * 192 + 256, 2 * 64 + 3 * 256])
+
+
+def test_the_order_within_a_block_is_shuffled_by_the_seed():
+    first, again, other = (mixture_of((0, (1.0, 1.0)), seed=seed) for seed in (1, 1, 2))
+    orders = [[m[n] for n in range(2 * BLOCK_ROWS)] for m in (first, again, other)]
+    assert orders[0] == orders[1] != orders[2]
+    sources = [name[0] for name in orders[0]]
+    assert sources[:BLOCK_ROWS] != sources[BLOCK_ROWS:]  # Another order in each block.
+    runs = 1 + sum(a != b for a, b in itertools.pairwise(sources))
+    assert 200 < runs < 312  # 256 expected of 512 coins, standard deviation 11.
+
+
+def test_any_example_is_found_at_once(monkeypatch):
+    """Far into training an example costs one look-up, not a walk through what was before."""
+    mixed = mixture_of((0, (2.0, 1.0)), (10**9, (1.0, 2.0)))
+    calls = []
+    monkeypatch.setattr(mixture.StageTable, "before", counted(mixture.StageTable.before, calls))
+    n = (10**9 + 7) * BLOCK_ROWS + 11
+    source, example = mixed.locate(n)
+    assert len(calls) == 1
+    expected = {0: 2 / 3 * 10**9 * BLOCK_ROWS, 1: 1 / 3 * 10**9 * BLOCK_ROWS}[source]
+    assert example == pytest.approx(expected, rel=1e-5)
+
+
+def counted(function, calls):
+    return lambda *args: calls.append(args) or function(*args)
+
+
+def test_sources_are_shuffled_and_repeated_each_on_its_own():
+    rows = [
+        grain.MapDataset.source([f"{s}{i}" for i in range(n)]).shuffle(seed=s).repeat() for s, n in ((0, 5), (1, 9))
+    ]
+    mixed = Mixture(rows, [Stage(0, (1.0, 3.0))], seed=0)
+    examples = sorted((mixed.locate(n)[0], mixed.locate(n)[1], mixed[n]) for n in range(BLOCK_ROWS))
+    for source, length in ((0, 5), (1, 9)):
+        names = [name for s, _, name in examples if s == source]
+        for epoch in range(len(names) // length):
+            assert len(set(names[epoch * length : (epoch + 1) * length])) == length

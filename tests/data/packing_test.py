@@ -1,0 +1,168 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx.data import packing
+from difftx.data.packing import PackedRows, best_fit
+from difftx.data.store import TokenStore
+from difftx.errors import UserError
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+ROW_TOKENS = st.integers(1, 17)
+
+
+def store_of(lengths):
+    """Documents of the tokens 1, 2, 3, …: a token says where it comes from, and 0 is padding."""
+    offsets = np.cumsum([0, *lengths]).astype(np.uint64)
+    return TokenStore(np.arange(1, offsets[-1] + 1, dtype=np.uint32), offsets)
+
+
+def rows_of(store, row_tokens, policy, cache, document_mask=True):
+    return PackedRows(
+        store,
+        sequence_length=row_tokens,
+        packing=policy,
+        document_mask=document_mask,
+        cache_path=str(cache),
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("policy", ["concat", "best_fit"])
+@settings(max_examples=60, deadline=None, database=None)
+@given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
+def test_every_token_once_an_epoch_with_the_segments_of_a_plain_oracle(cache, policy, lengths, row_tokens):
+    rows = rows_of(store_of(lengths), row_tokens, policy, cache)
+    first_tokens = {1 + sum(lengths[:i]) for i in range(len(lengths))}
+    last_tokens = {sum(lengths[: i + 1]) for i in range(len(lengths))}
+    seen, learnt = [], []
+    for index in range(len(rows)):
+        row = rows[index]
+        assert {name: (array.dtype, array.shape) for name, array in row.items()} == {
+            "tokens": (np.int32, (row_tokens,)),
+            "targets": (np.int32, (row_tokens,)),
+            "loss_mask": (np.float32, (row_tokens,)),
+            "segment_ids": (np.int32, (row_tokens,)),
+            "positions": (np.int32, (row_tokens,)),
+        }
+        segment, position, before = 0, 0, None
+        for t, token in enumerate(row["tokens"].tolist()):
+            if token == 0:
+                expected = (0, 0, 0)
+            else:
+                starts = token in first_tokens or token - 1 != before
+                segment, position = (segment + 1, 0) if starts else (segment, position + 1)
+                expected = (segment, position, token not in last_tokens)
+                seen.append(token)
+            assert (row["segment_ids"][t], row["positions"][t], row["loss_mask"][t]) == expected
+            if row["loss_mask"][t]:
+                assert row["targets"][t] == token + 1
+                learnt.append(token + 1)
+            before = token
+        filled = np.count_nonzero(row["tokens"])
+        assert row["tokens"][:filled].all()  # Padding is at the end.
+    everything = range(1, sum(lengths) + 1)
+    assert sorted(seen) == list(everything)
+    assert sorted(learnt) == [token for token in everything if token not in first_tokens]
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
+def test_concat_without_a_mask_is_windows_of_the_store(cache, lengths, row_tokens):
+    store = store_of(lengths)
+    rows = rows_of(store, row_tokens, "concat", cache, document_mask=False)
+    assert len(rows) == (sum(lengths) - 1) // row_tokens
+    for index in range(len(rows)):
+        row = rows[index]
+        expected = 1 + index * row_tokens + np.arange(row_tokens + 1)
+        assert set(row) == {"tokens", "targets", "loss_mask"}
+        np.testing.assert_array_equal(row["tokens"], expected[:-1])
+        np.testing.assert_array_equal(row["targets"], expected[1:])
+        assert row["loss_mask"].all()
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
+def test_best_fit_without_a_mask_differs_in_nothing_else(cache, lengths, row_tokens):
+    masked, plain = (rows_of(store_of(lengths), row_tokens, "best_fit", cache, document_mask=m) for m in (True, False))
+    for index in range(len(plain)):
+        assert set(plain[index]) == {"tokens", "targets", "loss_mask"}
+        for name, array in plain[index].items():
+            np.testing.assert_array_equal(array, masked[index][name])
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
+def test_documents_that_fit_stay_whole_and_rows_are_as_full_as_by_the_textbook(lengths, row_tokens):
+    offsets = np.cumsum([0, *lengths])
+    index = best_fit(offsets, row_tokens)
+    pieces = set(zip(index.starts.tolist(), index.lengths.tolist(), strict=True))
+    for start, length in zip(offsets.tolist(), lengths, strict=False):
+        if length <= row_tokens:
+            assert (start, length) in pieces
+    filled = [int(index.lengths[a:b].sum()) for a, b in itertools.pairwise(index.first)]
+    assert sorted(filled) == sorted(textbook_best_fit_decreasing(index.lengths.tolist(), row_tokens))
+    first_pieces = index.starts[index.first[:-1]]
+    assert (np.diff(first_pieces) > 0).all()  # In the order of the documents.
+
+
+def textbook_best_fit_decreasing(lengths, capacity):
+    bins = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [i for i, filled in enumerate(bins) if filled + length <= capacity]
+        if fitting:
+            bins[max(fitting, key=lambda i: bins[i])] += length
+        else:
+            bins.append(length)
+    return bins
+
+
+def test_groups_of_documents_are_packed_one_after_another(monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 9, 100)
+    offsets = np.cumsum([0, *lengths])
+    monkeypatch.setattr(packing, "GROUP_DOCUMENTS", 40)
+    whole = best_fit(offsets, 8)
+    parts = [best_fit(offsets[a : a + 41], 8) for a in (0, 40, 80)]
+    np.testing.assert_array_equal(whole.starts, np.concatenate([p.starts for p in parts]))
+    assert len(whole) == sum(map(len, parts))
+
+
+def test_an_index_is_built_once_for_each_content(tmp_path, monkeypatch):
+    store = store_of([5, 3, 4, 9])
+    built = []
+    monkeypatch.setattr(packing, "best_fit", lambda *args: built.append(args) or best_fit(*args))
+    first = rows_of(store, 8, "best_fit", tmp_path / "new" / "cache")
+    again = rows_of(store, 8, "best_fit", tmp_path / "new" / "cache")
+    assert len(built) == 1
+    for index in range(len(first)):
+        np.testing.assert_array_equal(first[index]["tokens"], again[index]["tokens"])
+    rows_of(store, 9, "best_fit", tmp_path / "new" / "cache")
+    rows_of(store_of([5, 3, 4, 8]), 8, "best_fit", tmp_path / "new" / "cache")
+    assert len(built) == 3
+    assert sorted(p.suffix for p in (tmp_path / "new" / "cache").iterdir()) == [".npy"] * 3
+
+
+def test_a_crash_while_writing_leaves_no_index(tmp_path, monkeypatch):
+    def save(file, array):
+        file.write(b"half an index")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packing.np, "save", save)
+    with pytest.raises(UserError, match=r"data\.cache_path: .* \(No space left on device\); name another folder"):
+        rows_of(store_of([5, 3]), 8, "best_fit", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.cache_path: .*/file/.* cannot be written or read \(File exists\)"):
+        rows_of(store_of([5, 3]), 8, "best_fit", tmp_path / "file")

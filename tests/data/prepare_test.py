@@ -1,0 +1,335 @@
+"""difftx prepare, as a user calls it."""
+
+import base64
+import fcntl
+import gzip
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from difftx.data.store import open_store, read_meta
+from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
+
+COMMAND = [sys.executable, "-m", "difftx", "prepare", "--tokenizer=bytes"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
+
+
+def prepare(*flags, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, flags)], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def prepared(out, *flags):
+    result = prepare(f"--out={out}", *flags)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def refused(out, *flags):
+    """Run a command that must fail; return its one line."""
+    result = prepare(f"--out={out}", *flags)
+    assert result.returncode == 2, result.stderr
+    assert not (out / "meta.json").exists()
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in result.stderr
+    return line
+
+
+def tree(folder):
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def texts_of(store):
+    tokens = store.slice(0, len(store))
+    return [bytes(tokens[int(a) : int(b) - 1].astype(np.uint8)).decode() for a, b in itertools.pairwise(store.offsets)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Forty files, each a unit, of a thousand documents; some are empty, some duplicates across files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    noise = random.Random(0)
+    texts = [f"{i} {'naïve €😀 <|endoftext|>' * noise.randrange(9)}" for i in range(950)]
+    texts += noise.choices(texts, k=40) + [""] * 10
+    noise.shuffle(texts)
+    for number, part in enumerate(itertools.batched(texts, 25)):
+        lines = "".join(json.dumps({"text": t, "id": f"{number}/{i}"}) + "\n" for i, t in enumerate(part))
+        (folder / f"{number:02d}.jsonl").write_text(lines)
+    return folder, texts
+
+
+@pytest.fixture(scope="module")
+def flags(corpus):
+    return [f"--input={corpus[0]}", "--id_field=id", "--valid_fraction=0.1", "--shard_tokens=8000"]
+
+
+@pytest.fixture(scope="module")
+def reference(flags, tmp_path_factory):
+    out = tmp_path_factory.mktemp("reference") / "store"
+    result = prepared(out, *flags, "--workers=1")
+    return out, result
+
+
+def test_every_different_document_is_in_one_split_in_the_order_of_the_input(corpus, reference):
+    out, result = reference
+    train, valid = open_store(out, "train"), open_store(out, "valid")
+    found = {"train": texts_of(train), "valid": texts_of(valid)}
+    different = list(dict.fromkeys(text for text in corpus[1] if text))
+    assert sorted(found["train"] + found["valid"]) == sorted(different)
+    assert found["train"] == [t for t in different if t in set(found["train"])]
+    assert 60 < len(found["valid"]) < 130  # Of 950, a tenth.
+    meta = read_meta(out)
+    assert len(meta["splits"]["train"]["shards"]) > 5
+    for split, texts in found.items():
+        counts = meta["splits"][split]
+        assert counts["documents"] == len(texts)
+        assert counts["bytes"] == sum(len(t.encode()) for t in texts)
+        assert counts["tokens"] == counts["bytes"] + len(texts)
+    assert sum(meta["splits"][split]["duplicates"] for split in found) == 40
+    assert (meta["empty"], meta["skipped"]) == (10, 0)
+    assert "40" not in result.stderr
+    ids = [json.loads(line) for file in sorted((out / "train").glob("*.ids")) for line in file.open()]
+    first = {}
+    for number, text in enumerate(corpus[1]):
+        first.setdefault(text, f"{number // 25}/{number % 25}")
+    assert ids == [first[text] for text in found["train"]]
+
+
+def test_the_number_of_workers_does_not_matter(flags, reference, tmp_path):
+    prepared(tmp_path / "store", *flags, "--workers=3")
+    assert tree(tmp_path / "store") == tree(reference[0])
+
+
+def test_killed_at_ten_moments_the_store_is_the_same(flags, reference, tmp_path):
+    """A moment is a number of files that are there: the run writes 40 units, then three files and a record a shard."""
+    out = tmp_path / "store"
+    shards = sum(len(split["shards"]) for split in read_meta(reference[0])["splits"].values())
+    moments = sorted(random.Random(1).sample(range(1, 40 + 4 * shards), 10))
+    killed = 0
+    for number, moment in enumerate(moments):
+        process = subprocess.Popen(
+            [*COMMAND, *flags, f"--out={out}", f"--workers={1 + number % 2}"],
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_until(lambda p=process, m=moment: p.poll() is not None or finished_files(out) >= m)
+        if number % 2:
+            process.kill()  # The workers must leave by themselves.
+        elif process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.wait() == 0:  # Faster than this test could look.
+            assert tree(out) == tree(reference[0])
+            shutil.rmtree(out)
+        else:
+            assert process.returncode == -signal.SIGKILL
+            killed += 1
+            wait_until(lambda p=process: not group_lives(p.pid))
+            assert not (out / "meta.json").exists()
+    assert killed >= 5
+    prepared(out, *flags, "--workers=2")
+    assert tree(out) == tree(reference[0])
+
+
+def finished_files(out):
+    kinds = (".npz", ".tokens", ".offsets", ".ids")
+    names = [os.path.join(folder, name) for folder, _, files in os.walk(out) for name in files]
+    return sum(name.endswith(kinds) or "/shards/" in name for name in names)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_stopped_by_a_signal_it_says_so_and_goes_on(flags, reference, tmp_path):
+    out = tmp_path / "store"
+    process = subprocess.Popen(
+        [*COMMAND, *flags, f"--out={out}", "--workers=1"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: process.poll() is not None or finished_files(out))
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75, error
+    assert "the same command goes on" in error
+    assert "Traceback" not in error
+    assert not (out / "meta.json").exists()
+    prepared(out, *flags)
+    assert tree(out) == tree(reference[0])
+    finished = {f: f.stat().st_mtime_ns for f in out.rglob("*")}
+    prepared(out, *flags)  # Nothing is left to do.
+    assert {f: f.stat().st_mtime_ns for f in out.rglob("*")} == finished
+
+
+def test_a_beam_pipeline_writes_the_same_bytes(flags, reference, tmp_path):
+    pytest.importorskip("apache_beam", reason="needs the extra beam")
+    prepared(tmp_path / "store", *flags, "--runner=direct")
+    assert tree(tmp_path / "store") == tree(reference[0])
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    for options in ("", "--direct_running_mode=multi_processing --direct_num_workers=2"):
+        flags = [f"--input={tmp_path}/bad.jsonl", "--runner=direct", f"--runner_options={options}"]
+        result = prepare(f"--out={tmp_path / 'bad'}", *flags)
+        assert result.returncode == 2
+        assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/bad.jsonl: line 2: broken JSON (Expecting")
+        assert "while running" not in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
+@pytest.mark.parametrize("name", ["cl100k_base", "gpt2"])
+def test_tokens_are_those_of_tiktoken(corpus, tmp_path, monkeypatch, name):
+    shutil.copytree(VOCABULARIES, tmp_path / "cache", copy_function=shutil.copyfile)
+    os.chmod(tmp_path / "cache", 0o755)
+    monkeypatch.setitem(ENVIRONMENT, "TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    prepared(tmp_path / "store", f"--input={corpus[0]}", f"--tokenizer={name}", "--valid_fraction=0")
+    store = open_store(tmp_path / "store", "train")
+    encoding = load_tokenizer(name)
+    different = list(dict.fromkeys(text for text in corpus[1] if text))
+    expected = [[*ids, encoding.eot_token] for ids in encoding.encode_ordinary_batch(different)]
+    assert store.dtype == (np.uint32 if name == "cl100k_base" else np.uint16)
+    assert store.slice(0, len(store)).tolist() == [i for ids in expected for i in ids]
+    assert read_meta(tmp_path / "store")["tokenizer"]["name"] == name
+
+
+def test_validation_text_of_its_own_is_kept_out_of_training(tmp_path):
+    (tmp_path / "valid.txt").write_text("held out")
+    for name, text in {"a": "one", "b": "held out", "c": "two"}.items():
+        (tmp_path / f"{name}.train").write_text(text)
+    out = tmp_path / "store"
+    prepared(out, f"--input={tmp_path}/*.train", f"--valid_input={tmp_path}/valid.txt", "--valid_fraction=0.9")
+    assert texts_of(open_store(out, "train")) == ["one", "two"]
+    assert texts_of(open_store(out, "valid")) == ["held out"]
+    assert read_meta(out)["splits"]["train"]["duplicates"] == 1
+
+
+def test_a_document_keeps_its_split_when_the_corpus_grows(corpus, reference, tmp_path):
+    for file in sorted(corpus[0].iterdir())[:20]:
+        shutil.copyfile(file, tmp_path / file.name)
+    prepared(tmp_path / "store", f"--input={tmp_path}/*.jsonl", "--valid_fraction=0.1")
+    for split in ("train", "valid"):
+        assert set(texts_of(open_store(tmp_path / "store", split))) < set(texts_of(open_store(reference[0], split)))
+
+
+def test_what_cannot_be_read_is_skipped_counted_and_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": \n{"text": "\xff"}\n{"text": "b"}\n')
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+        file.write(random.Random(0).randbytes(5000).hex().encode())
+    (tmp_path / "b.jsonl.gz").write_bytes((tmp_path / "b.jsonl.gz").read_bytes()[:-50])
+    flags = [f"--input={tmp_path}/*.json*", "--valid_fraction=0"]
+    out = tmp_path / "store"
+    assert "a.jsonl: line 2: broken JSON" in refused(out, *flags)
+    result = prepared(out, *flags, "--on_error=skip")
+    assert texts_of(open_store(out, "train")) == ["a", "b"]
+    assert read_meta(out)["skipped"] == 3
+    assert "3 unreadable" in result.stdout
+    named = (out / "skipped.txt").read_text().splitlines()
+    assert len(named) == 3
+    assert all(f"left out: {line}" in result.stderr for line in named)
+    for line, message in zip(named, ["line 2: broken JSON", "line 3: byte 34", "is truncated"], strict=True):
+        assert message in line
+
+
+def bad_inputs(folder):
+    """Yield input flags and the message for each."""
+    yield [f"--input={folder}/none.txt"], "no such file"
+    (folder / "empty.txt").touch()
+    yield [f"--input={folder}/empty.txt"], "empty.txt: the file is empty"
+    (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    yield (
+        [f"--input={folder}/latin.txt"],
+        "latin.txt: byte 2 is not UTF-8; repair it, or leave such out with --on_error",
+    )
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    yield [f"--input={folder}/broken.jsonl"], "broken.jsonl: line 2: broken JSON"
+    (folder / "field.jsonl").write_text('{"text": "a"}\n{"content": "b"}\n')
+    yield [f"--input={folder}/field.jsonl"], "field.jsonl: line 2: no field 'text'; its fields: 'content'"
+    with gzip.open(folder / "cut.jsonl.gz", "wb") as file:
+        file.write(b'{"text": "a"}\n' * 100)
+    (folder / "cut.jsonl.gz").write_bytes((folder / "cut.jsonl.gz").read_bytes()[:-9])
+    yield [f"--input={folder}/cut.jsonl.gz"], "cut.jsonl.gz: the compressed file is truncated"
+    (folder / "one.txt").write_text("one")
+    yield [f"--input={folder}/one.txt"], "1 different documents, and none is left to train on"
+    (folder / "gap.jsonl").write_text('{"text": ""}\n\n')
+    yield [f"--input={folder}/gap.jsonl"], "the input has no documents"
+    yield [f"--input={folder}"], "lies in the input"
+    yield [f"--input={folder}/one.txt", "--tokenizer=cl100k"], "--tokenizer='cl100k': no such encoding"
+    yield [f"--input={folder}/one.txt", "--tokenizer=no.tiktoken"], "--tokenizer='no.tiktoken': cannot be read"
+    yield [f"--input={folder}/one.txt", "--valid_fraction=1"], "--valid_fraction=1.0 must lie in"
+    yield [f"--input={folder}/one.txt", "--workers=0"], "--workers=0 must be positive"
+
+
+def test_bad_input_ends_with_2_and_its_reason(tmp_path):
+    for number, (flags, message) in enumerate(bad_inputs(tmp_path)):
+        assert message in refused(tmp_path / f"out{number}", "--workers=1", *flags)
+
+
+def test_an_unfinished_run_of_something_else_is_refused(corpus, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "a"}\n{"text": \n')
+    out = tmp_path / "store"
+    refused(out, f"--input={source}")
+    assert "valid_fraction (0.01, now 0.5)" in refused(out, f"--input={source}", "--valid_fraction=0.5")
+    source.write_text('{"text": "a"}\n{"text": "b"}\n')
+    message = refused(out, f"--input={source}")
+    assert f"{source}: the input file has changed since the unfinished run" in message
+    assert f"delete {out}" in message
+    shutil.rmtree(out)
+    with_lock = out / ".prepare"
+    with_lock.mkdir(parents=True)
+    with (with_lock / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another `difftx prepare` is at work there" in refused(out, f"--input={source}")
+    prepared(out, f"--input={source}")
+    result = prepare(f"--out={out}", f"--input={source}", "--text_field=content")
+    assert (result.returncode, "holds a store of other source.text_field" in result.stderr) == (2, True)
+    assert "not empty, and no unfinished store" in refused(tmp_path, f"--input={source}")
+
+
+def test_a_full_disk_is_said_and_room_lets_it_go_on(flags, reference, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(options, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        assert "No space left on device; make room and run the same command again" in refused(disk / "store", *flags)
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        prepared(disk / "store", *flags)
+        assert tree(disk / "store") == tree(reference[0])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_vocabulary_file(tmp_path):
+    ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
+    path = tmp_path / "own.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(ranks)))
+    (tmp_path / "in.txt").write_text(f"the then {END_OF_TEXT}")
+    prepared(tmp_path / "store", f"--input={tmp_path}/in.txt", f"--tokenizer={path}", "--valid_fraction=0")
+    store = open_store(tmp_path / "store", "train")
+    assert store.slice(0, len(store)).tolist() == [257, 32, 257, 110, 32, *END_OF_TEXT.encode(), 258]
+    assert Path(read_meta(tmp_path / "store")["tokenizer"]["name"]) == path

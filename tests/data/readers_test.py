@@ -1,0 +1,181 @@
+import gzip
+import json
+import lzma
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx.data import readers
+from difftx.data.readers import Document, Fields, sources_of, zstd
+from difftx.errors import UserError
+
+FIELDS = Fields("text", "id")
+WRITERS = {"": open, ".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
+
+
+def read(path, fields=FIELDS):
+    sources = sources_of(str(path), valid=False, first_index=0)
+    return [d for source in sources for unit in source.units(fields) for d in unit.content.documents(fields)]
+
+
+def write_lines(path, records, suffix=""):
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    with WRITERS[suffix](path, "wb") as file:
+        file.write(data)
+
+
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), min_size=1, max_size=30),
+    unit_bytes=st.integers(1, 400),
+    suffix=st.sampled_from(list(WRITERS)),
+    final_newline=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_units_of_any_size_hold_every_line_once_and_go_on_anywhere(
+    tmp_path_factory, texts, unit_bytes, suffix, final_newline
+):
+    path = tmp_path_factory.mktemp("lines") / f"a.jsonl{suffix}"
+    data = "\n".join(json.dumps({"text": t, "id": i}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts))
+    with WRITERS[suffix](path, "wb") as file:
+        file.write((data + "\n" * final_newline).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "UNIT_BYTES", unit_bytes)
+        [source] = sources_of(str(path), valid=False, first_index=0)
+        units = list(source.units(FIELDS))
+        documents = [d for unit in units for d in unit.content.documents(FIELDS)]
+        assert [(d.text, d.utf8, d.id) for d in documents] == [(t, t.encode(), str(i)) for i, t in enumerate(texts)]
+        assert [unit.last for unit in units] == [False] * (len(units) - 1) + [True]
+        assert sum(unit.input_bytes for unit in units) == source.size == path.stat().st_size
+        for i, unit in enumerate(units[:-1], start=1):
+            rest = list(source.units(FIELDS, unit.end, i))
+            assert [(u.index, u.content) for u in rest] == [(u.index, u.content) for u in units[i:]]
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "UNIT_BYTES", 10)
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("left out")
+    (tmp_path / "a.py").write_text("print('naïve')\n")
+    (tmp_path / "b" / "one.txt").write_text("one")
+    (tmp_path / "b" / "two.md").write_text("two")
+    with gzip.open(tmp_path / "c.txt.gz", "wb") as file:
+        file.write(b"three")
+    write_lines(tmp_path / "d.jsonl", [{"text": "four", "id": 4}, {"text": "five", "id": 5}])
+    documents = read(tmp_path)
+    assert [d.text for d in documents] == ["print('naïve')\n", "one", "two", "three", "four", "five"]
+    assert [d.id for d in documents[:2]] == [str(tmp_path / "a.py"), str(tmp_path / "b" / "one.txt")]
+    assert [d.text for d in read(tmp_path / "**" / "*.txt")] == ["one"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x", "id": 1}\r\n\r\n{"text": "y", "id": 2}')
+    assert [d.text for d in read(tmp_path / "a.jsonl")] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut off', "line 3: broken JSON"),
+        (b'"only a string"', "line 3: not a JSON object"),
+        (b'{"content": "x"}', "line 3: no field 'text'; its fields: 'content'; choose with --text_field"),
+        (b'{"text": "x"}', "line 3: no field 'id'; choose with --id_field"),
+        (b'{"text": null, "id": 1}', "line 3: field 'text' is not text but NoneType"),
+        (b'{"text": "a\\ud800", "id": 1}', "line 3: character 1 is half of a surrogate pair"),
+        (b'{"text": "a\xff", "id": 1}', "line 3: byte 61 of the file is not UTF-8"),
+        (b"[" * 100_000, "line 3: broken JSON"),
+    ],
+)
+@pytest.mark.parametrize("unit_bytes", [1, 1000])
+def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message, unit_bytes):
+    monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
+    good = [json.dumps({"text": text, "id": text}).encode() for text in ("a", "b", "c")]
+    assert len(good[0] + good[1]) + 2 == 50
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
+        file.write(b"\n".join([good[0], good[1], line, good[2]]))
+    found = read(tmp_path / "a.jsonl.gz")
+    assert [d.text for d in found if isinstance(d, Document)] == ["a", "b", "c"]
+    [problem] = [d for d in found if isinstance(d, UserError)]
+    assert str(problem).startswith(f"{tmp_path}/a.jsonl.gz: ")
+    assert message in str(problem)
+    assert "\n" not in str(problem)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_truncated_file_says_so_after_its_whole_units(tmp_path, monkeypatch, suffix, kind):
+    monkeypatch.setattr(readers, "UNIT_BYTES", 2000)
+    path = tmp_path / f"a.{kind}{suffix}"
+    # Text that compresses badly: much can be read before the break.
+    noise = random.Random(1)
+    write_lines(path, [{"text": noise.randbytes(200).hex(), "id": i} for i in range(2000)], suffix)
+    path.write_bytes(path.read_bytes()[:-100])
+    *good, problem = read(path)
+    assert isinstance(problem, UserError)
+    assert "the compressed file is truncated" in str(problem)
+    assert all(isinstance(d, Document) for d in good)
+    assert (len(good) > 0) == (kind == "jsonl")
+
+
+def test_damaged_and_empty_files_are_named(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
+        file.write(b'{"text": "x", "id": 1}\n' * 5000)
+    data = bytearray((tmp_path / "a.jsonl.gz").read_bytes())
+    data[-6] ^= 1  # Of the CRC.
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    (tmp_path / "b.jsonl").touch()
+    (tmp_path / "c.txt").touch()
+    (tmp_path / "d.txt").write_bytes(b"ab\xffc")
+    problems = [str(d) for d in read(tmp_path) if isinstance(d, UserError)]
+    expected = [
+        "a.jsonl.gz: the compressed file is damaged",
+        "b.jsonl: the file is empty",
+        "c.txt: the file is empty",
+        "d.txt: byte 2 is not UTF-8",
+    ]
+    assert len(problems) == 4
+    assert all(message in problem for message, problem in zip(expected, problems, strict=True))
+
+
+def test_nothing_there_is_said(tmp_path):
+    for pattern, message in [
+        (tmp_path / "none.txt", "no such file"),
+        (tmp_path / "*.txt", "no such file"),
+        (tmp_path, "the folder holds no files"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            read(pattern)
+
+
+def test_parquet(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(readers, "UNIT_BYTES", 100)
+    texts = [f"text {i} " * (i % 7) for i in range(300)]
+    table = pyarrow.table({"text": texts, "id": list(range(300)), "other": [0.5] * 300})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=40)
+    [source] = sources_of(str(tmp_path), valid=False, first_index=0)
+    units = list(source.units(FIELDS))
+    assert len(units) > 50
+    assert [(d.text, d.id) for u in units for d in u.content.documents(FIELDS)] == [
+        (t, str(i)) for i, t in enumerate(texts)
+    ]
+    for i in (1, 10, len(units) - 1):
+        rest = list(source.units(FIELDS, units[i - 1].end, i))
+        assert rest == units[i:]
+    [problem] = {str(d) for d in read(tmp_path, Fields("content", None))[:1]}
+    assert "row 0: no field 'content'" in problem
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    [problem] = read(tmp_path)
+    assert "not readable as Parquet" in str(problem)
+
+
+def test_a_hugging_face_dataset(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra datasets")
+    write_lines(tmp_path / "a.jsonl", [{"text": f"text {i}", "id": i} for i in range(20)])
+    documents = read(f"hf:{tmp_path}:train")
+    assert [(d.text, d.id) for d in documents] == [(f"text {i}", str(i)) for i in range(20)]
+    with pytest.raises(UserError, match="--input=hf:no/such"):
+        read("hf:no/such")

@@ -1,0 +1,114 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from difftx.config import SourceConfig, StageConfig, UpsamplingConfig
+from difftx.data.loader import Loader
+from difftx.data.mixture import BLOCK_ROWS
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+
+ENCODING = load_tokenizer("bytes")
+LENGTH = 16
+
+
+@pytest.fixture
+def data_of(config, tmp_path):
+    """Two sources of short documents, one of letters, one of digits, in the config's data group."""
+    for name, alphabet in (("letters", "abcdefgh"), ("digits", "0123456789")):
+        rng = np.random.default_rng(0)
+        (tmp_path / name).mkdir()
+        for i in range(60):
+            text = "".join(rng.choice(list(alphabet), rng.integers(5, 90)))
+            (tmp_path / name / f"{i}.txt").write_text(text)
+
+    def make(weights=(3.0, 1.0), **changes):
+        sources = tuple(
+            SourceConfig(name=name, path=str(tmp_path / name / "*.txt"), weight=weight)
+            for name, weight in zip(("letters", "digits"), weights, strict=True)
+        )
+        options = {"path": None, "sources": sources, "sequence_length": LENGTH, "valid_fraction": 0.2}
+        options |= {"cache_path": str(tmp_path / "cache")} | changes
+        return dataclasses.replace(config().data, **options)
+
+    return make
+
+
+def is_digits(row):
+    padding_or_end = (row["tokens"] == 0) | (row["tokens"] == ENCODING.eot_token)
+    return bytes(row["tokens"][~padding_or_end].astype(np.uint8)).isdigit()
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_mixture_of_texts_has_its_weights_and_a_validation_set_each(data_of, packing):
+    stages = (StageConfig(from_tokens=2 * BLOCK_ROWS * LENGTH, weights=(0.0, 1.0)),)
+    sources = load_sources(data_of(packing=packing, document_mask=False, stages=stages), ENCODING)
+    rows = [sources.examples[i] for i in range(3 * BLOCK_ROWS)]
+    digits = [is_digits(row) for row in rows]
+    assert [sum(digits[b * BLOCK_ROWS :][:BLOCK_ROWS]) for b in range(3)] == [64, 64, 256]
+    assert list(sources.valid) == ["letters", "digits"]
+    assert is_digits(sources.valid["digits"][0])
+    assert not is_digits(sources.valid["letters"][0])
+    epochs = sources.epochs(3 * BLOCK_ROWS)
+    assert epochs["letters"] == 384 / len(sources.train["letters"])
+    assert epochs["digits"] == 384 / len(sources.train["digits"])
+
+
+def test_a_source_of_weight_zero_is_for_validation_only(data_of):
+    sources = load_sources(data_of(weights=(0.0, 1.0)), ENCODING)
+    assert all(is_digits(sources.examples[i]) for i in range(BLOCK_ROWS))
+    assert not is_digits(sources.valid["letters"][0])
+
+
+def test_upsampling_and_packing_are_reported_and_leave_validation_alone(data_of):
+    plain = load_sources(data_of(packing="best_fit"), ENCODING)
+    upsampling = UpsamplingConfig(longer_than_tokens=60, share=0.8)
+    sources = load_sources(data_of(packing="best_fit", upsampling=upsampling), ENCODING)
+    assert sources.notes[0].startswith("letters: documents of more than 60 tokens: ")
+    assert "→ 8" in sources.notes[0] or "→ 7" in sources.notes[0]
+    assert sources.notes[3].startswith("digits: packed into ")
+    assert sources.valid["digits"].fingerprint == plain.valid["digits"].fingerprint
+    assert sources.train["digits"].fingerprint != plain.train["digits"].fingerprint
+
+
+def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, mesh_of, tmp_path):
+    import jax
+
+    from difftx.parallel.layout import Layout
+
+    def loader_of(sources):
+        sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
+        return Loader(sources.examples, rows=4, prefetch_batches=1, sharding=sharding, signature=sources.signature)
+
+    state = loader_of(load_sources(data_of(), ENCODING)).state()
+    changes = {
+        "seed 0 → 5": {"seed": 5},
+        "packing 'concat' → 'best_fit 1'": {"packing": "best_fit"},
+        "document_mask False → True": {"document_mask": True},
+        "sequence_length 16 → 8": {"sequence_length": 8},
+        "weights [3.0, 1.0] → [3.0, 2.0]": {"weights": (3.0, 2.0)},
+        "stages [] → [[4096, 1.0, 0.0]]": {"stages": (StageConfig(from_tokens=4096, weights=(1.0, 0.0)),)},
+        "upsampling None → {'longer_than_tokens': 60, 'share': 0.8}": {
+            "upsampling": UpsamplingConfig(longer_than_tokens=60, share=0.8)
+        },
+        "source letters ": {"valid_fraction": 0.3},
+    }
+    for named, change in changes.items():
+        with pytest.raises(UserError) as error:
+            loader_of(load_sources(data_of(**change), ENCODING)).restore(state)
+        assert named in str(error.value)
+        assert "\n" not in str(error.value)
+    (tmp_path / "digits" / "new.txt").write_text("12345")
+    with pytest.raises(UserError, match=r"other data: source digits [0-9a-f]{12}… → [0-9a-f]{12}…; restore"):
+        loader_of(load_sources(data_of(), ENCODING)).restore(state)
+
+
+def test_one_path_is_one_source(config, text_file):
+    data = dataclasses.replace(config().data, path=str(text_file))
+    sources = load_sources(data, ENCODING)
+    assert list(sources.train) == ["train"]
+    assert list(sources.valid) == ["valid"]
+    assert sources.epochs(len(sources.train["train"])) == {"train": 1.0}
+    assert sources.notes == ()

@@ -1,0 +1,217 @@
+import dataclasses
+import hashlib
+import itertools
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from difftx.data.commands import main as data_command
+from difftx.data.corpora import load_corpus
+from difftx.data.store import TokenStore, open_store, read_meta, store_tokenizer, write_meta
+from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.errors import UserError
+
+TEXTS = [f"document {i} says [red]{'äöü€' * (i % 5)}[/red] and \x1b[2J ends" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    lines = (json.dumps({"text": text, "name": f"n{i}"}) + "\n" for i, text in enumerate(TEXTS))
+    (folder / "in.jsonl").write_text("".join(lines))
+    command = [sys.executable, "-m", "difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store"]
+    flags = ["--tokenizer=bytes", "--shard_tokens=500", "--valid_fraction=0.3", "--workers=1", "--id_field=name"]
+    subprocess.run([*command, *flags], check=True, cwd=ROOT)
+    return folder / "store"
+
+
+@pytest.fixture
+def store(prepared, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(prepared, tmp_path / "store")
+
+
+def whole(folder, split):
+    """All tokens and offsets, read without the code under test."""
+    tokens, offsets = [], [np.zeros(1, np.uint64)]
+    for file in sorted((folder / split).glob("*.tokens")):
+        starts = np.fromfile(file.with_suffix(".offsets"), np.uint64)
+        offsets.append(starts[1:] + offsets[-1][-1])
+        tokens.append(np.fromfile(file, np.uint16))
+    assert len(tokens) > 1
+    return np.concatenate(tokens), np.concatenate(offsets)
+
+
+@given(data=st.data())
+def test_slices_run_over_shards(prepared, data):
+    tokens, offsets = whole(prepared, "train")
+    opened = open_store(prepared, "train")
+    assert (len(opened), opened.dtype) == (len(tokens), np.uint16)
+    np.testing.assert_array_equal(opened.offsets, offsets)
+    assert opened.offsets.dtype == np.uint64
+    in_memory = TokenStore(tokens, offsets)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(tokens))] * 2)))
+    for one in (opened, in_memory, pickle.loads(pickle.dumps(opened)), pickle.loads(pickle.dumps(in_memory))):
+        np.testing.assert_array_equal(one.slice(start, stop), tokens[start:stop])
+        assert one.slice(start, stop).dtype == np.uint16
+
+
+def test_a_slice_outside_is_an_error(prepared):
+    opened = open_store(prepared, "train")
+    for start, stop in [(-1, 3), (0, len(opened) + 1), (5, 4)]:
+        with pytest.raises(IndexError):
+            opened.slice(start, stop)
+
+
+def test_a_pickle_holds_no_tokens(prepared):
+    opened = open_store(prepared, "train")
+    assert len(opened.offsets)
+    assert len(opened.slice(0, 10)) == 10
+    assert len(pickle.dumps(opened)) < 300 * len(list((prepared / "train").glob("*.tokens")))
+
+
+def test_fingerprints_tell_stores_apart(prepared, store):
+    train, valid = open_store(store, "train"), open_store(store, "valid")
+    assert train.fingerprint == open_store(prepared, "train").fingerprint != valid.fingerprint
+    tokens, offsets = whole(prepared, "train")
+    other = tokens.copy()
+    other[7] += 1
+    assert TokenStore(tokens, offsets).fingerprint != TokenStore(other, offsets).fingerprint
+
+
+def test_an_old_map_is_not_taken_for_a_new_store(store):
+    before = open_store(store, "train").slice(0, 10).copy()
+    shutil.rmtree(store)
+    text = store.parent / "in.txt"
+    text.write_text("another text")
+    command = [sys.executable, "-m", "difftx", "prepare", f"--input={text}", f"--out={store}", "--tokenizer=bytes"]
+    subprocess.run([*command, "--valid_fraction=0", "--workers=1"], check=True, cwd=ROOT)
+    after = open_store(store, "train")
+    assert bytes(after.slice(0, len(after) - 1).astype(np.uint8)) == b"another text"
+    assert (after.slice(0, 10) != before).any()
+
+
+def verify(folder):
+    return subprocess.run(
+        [sys.executable, "-m", "difftx", "data", "verify", str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["tokens", "offsets", "ids"])
+def test_a_flipped_bit_is_found(store, config, kind):
+    assert verify(store).returncode == 0
+    damaged = store / "train" / f"00001.{kind}"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 16
+    damaged.write_bytes(data)
+    result = verify(store)
+    assert result.returncode == 2
+    assert f"{damaged}: damaged" in result.stderr
+    assert "00000" not in result.stdout + result.stderr
+    settings = dataclasses.replace(config().data, path=str(store))
+    assert load_corpus(settings, load_tokenizer("bytes")).train  # Not looked for unless asked.
+    with pytest.raises(UserError, match=rf"00001\.{kind}: damaged"):
+        load_corpus(dataclasses.replace(settings, verify=True), load_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: (d / "train" / "00001.tokens").unlink(), r"00001\.tokens: missing"),
+        (lambda d: (d / "train" / "00001.tokens").write_bytes(b"abcd"), r"00001\.tokens: 4 bytes, meta\.json says"),
+        (lambda d: (d / "meta.json").unlink(), r"no meta\.json, so it is not a finished token store"),
+        (lambda d: (d / "meta.json").write_text("{"), r"meta\.json: not JSON"),
+        (lambda d: (d / "meta.json").write_text("{}"), r"meta\.json: not a store of format 1"),
+        (
+            lambda d: (d / "meta.json").write_text((d / "meta.json").read_text().replace("uint16", "uint32")),
+            r"meta\.json: damaged",
+        ),
+    ],
+)
+def test_what_is_not_a_whole_store_is_refused(store, config, change, message):
+    change(store)
+    with pytest.raises(UserError, match=message) as error:
+        load_corpus(dataclasses.replace(config().data, path=str(store)), load_tokenizer("bytes"))
+    assert "\n" not in str(error.value)
+    assert verify(store).returncode == 2
+
+
+def rewrite(store, split, index, kind, array):
+    """Write a shard's file with a matching hash: what only a look at the content finds."""
+    file = store / split / f"{index:05d}.{kind}"
+    file.write_bytes(array.tobytes())
+    meta = read_meta(store)
+    meta["splits"][split]["shards"][index]["sha256"][kind] = hashlib.sha256(array).hexdigest()
+    write_meta(store, meta)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("tokens", lambda a: np.where(np.arange(len(a)) == 3, 257, a), "a token is not in the vocabulary of 257"),
+        ("tokens", lambda a: np.where(np.arange(len(a)) == len(a) - 1, 65, a), "does not end with the end-of-text"),
+        ("offsets", lambda a: a[[0, 2, 1, *range(3, len(a))]], "the offsets do not rise"),
+        ("offsets", lambda a: a + np.uint64(1), "the offsets do not rise"),
+    ],
+)
+def test_verify_looks_at_the_content(store, kind, change, message):
+    array = np.fromfile(store / "train" / f"00001.{kind}", np.uint16 if kind == "tokens" else np.uint64)
+    rewrite(store, "train", 1, kind, change(array).astype(array.dtype))
+    result = verify(store)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert f"00001.{kind}" in result.stderr
+
+
+def test_verify_counts_and_finds_strangers(store):
+    (store / "valid" / "00099.tokens").touch()
+    meta = read_meta(store)
+    meta["splits"]["train"]["documents"] += 1
+    write_meta(store, meta)
+    result = verify(store)
+    assert "the documents of train's shards do not add up" in result.stdout
+    assert "00099.tokens: not of this store" in result.stdout
+
+
+def test_the_tokenizer_must_be_the_stores(store, config):
+    assert store_tokenizer(store) == ("bytes", fingerprint(load_tokenizer("bytes")))
+    meta = read_meta(store)
+    meta["tokenizer"] |= {"name": "other", "vocabulary_sha256": "f" * 64}
+    write_meta(store, meta)
+    with pytest.raises(UserError, match=r"data\.tokenizer='bytes' \(vocabulary 399f.*'other' \(vocabulary ffff"):
+        load_corpus(dataclasses.replace(config().data, path=str(store)), load_tokenizer("bytes"))
+
+
+def test_a_store_is_a_corpus(prepared, config):
+    corpus = load_corpus(dataclasses.replace(config().data, path=str(prepared)), load_tokenizer("bytes"))
+    for split, opened in {"train": corpus.train, "valid": corpus.valid["valid"]}.items():
+        np.testing.assert_array_equal(opened.slice(0, len(opened)), whole(prepared, split)[0])
+
+
+def test_show_prints_a_row_with_its_boundaries(prepared, capsys):
+    tokens, offsets = whole(prepared, "valid")
+    start, stop = 100, 200
+    assert data_command(["show", str(prepared), "--row=1", "--split=valid", "--sequence_length=100"]) == 0
+    shown = capsys.readouterr().out
+    first = int(np.searchsorted(offsets, start, side="right")) - 1
+    documents = [(a, b) for a, b in itertools.pairwise(offsets.tolist()) if a < stop and b > start]
+    assert shown.count("── document") == len(documents) > 1
+    assert "\x1b" not in shown  # No terminal here, and the text's own is written out.
+    body = "\n".join(line for line in shown.splitlines() if not line.startswith("──"))
+    expected = bytes(t for t in tokens[start:stop].astype(np.uint16).tolist() if t < 256).decode(errors="replace")
+    assert body.replace("<|endoftext|>", "").replace("\n", "") == expected.replace("\x1b", "\\x1b")
+    assert f"(n{TEXTS.index(decode(tokens, offsets, first))})" in shown
+    with pytest.raises(UserError, match="--row=99999: valid has rows 0"):
+        data_command(["show", str(prepared), "--row=99999", "--split=valid"])
+
+
+def decode(tokens, offsets, document):
+    return bytes(tokens[int(offsets[document]) : int(offsets[document + 1]) - 1].astype(np.uint8)).decode()

@@ -1,0 +1,64 @@
+"""How units are done: in which order, and what is left of them after an interruption."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from difftx.data import readers
+from difftx.data.job import Job
+from difftx.data.readers import Fields, sources_of
+from difftx.data.units import encode_unit, finished_units, unit_file, units_to_do
+from difftx.data.workers import Workers
+from difftx.errors import UserError
+
+
+def job_in(folder):
+    job = Job(
+        out=folder / "out",
+        tokenizer="bytes",
+        fields=Fields("text", None),
+        valid_fraction=0.1,
+        shard_tokens=1000,
+        skip=False,
+    )
+    job.units.mkdir(parents=True)
+    return job
+
+
+@pytest.mark.parametrize("done", [(), (0,), (0, 1, 2), (0, 2, 3), (1,), tuple(range(10))])
+def test_only_what_has_no_file_is_read_again(tmp_path, monkeypatch, done):
+    monkeypatch.setattr(readers, "UNIT_BYTES", 300)
+    for name in ("a", "b"):
+        lines = (json.dumps({"text": f"{name} {i} " * 5}) + "\n" for i in range(60))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    job, sources = job_in(tmp_path), sources_of(f"{tmp_path}/*.jsonl", valid=False, first_index=0)
+    units = list(units_to_do(job, sources))
+    assert len([unit for unit in units if unit.source == 0]) > 4
+    for number in done:
+        encode_unit(job, units[number])
+    assert list(units_to_do(job, sources)) == [unit for i, unit in enumerate(units) if i not in done]
+    for unit in units:
+        encode_unit(job, unit)
+    assert not list(units_to_do(job, sources))
+    for source in sources:
+        position, index, states = finished_units(job, source)
+        assert (position, index) == (source.size, -1)
+        assert len(states) == len([unit for unit in units if unit.source == source.index])
+    assert unit_file(job, 1, 0).exists()
+
+
+def fail_in_turn(job: Job, task: int) -> None:
+    """Task 1 fails at once, task 0 long enough after it for the parent to have heard."""
+    while task == 0 and not Path(job.out / "failed").exists():
+        time.sleep(0.01)
+    (job.out / "failed").touch()
+    time.sleep(0.5 * (task == 0))
+    raise UserError(f"task {task}")
+
+
+def test_of_several_errors_the_first_in_the_input_is_raised(tmp_path):
+    job = job_in(tmp_path)
+    with Workers(2, job) as workers, pytest.raises(UserError, match="task 0"):
+        list(workers._map(fail_in_turn, job, [0, 1]))

@@ -1,0 +1,56 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from difftx import evals
+from difftx.errors import UserError
+from difftx.training.run import Run
+from difftx.training.state import graph
+from evals.loss_test import params_of
+
+SMALL = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "data__synthetic__distractors": 5}
+SMALL |= {"data__synthetic__valid_examples": 21}
+
+
+def test_answers_that_are_right_are_seen_to_be(config, tmp_path, monkeypatch):
+    """21 examples in batches of 8: the filler rows of the last one do not count."""
+    run = Run.open(config(data__path="synthetic:copy", mesh__fsdp=8, **SMALL), tmp_path)
+    params = params_of(run)
+    rows = run.data.valid["valid"]
+    with jax.set_mesh(run.mesh):
+        model = nnx.merge(graph(run.config), params)
+        forward = jax.jit(lambda tokens: model(tokens)[0])
+    make, ranked = type(rows).__getitem__, {}
+    for start in (0, 8, 16):
+        tokens = np.stack([make(rows, min(i, 20))["tokens"] for i in range(start, start + 8)])
+        with jax.set_mesh(run.mesh):
+            logits = np.asarray(forward(jax.device_put(tokens, run.batch_sharding)))
+        ranked |= dict(enumerate(np.argsort(-logits, axis=-1), start=start))
+
+    def with_the_models_answers(self, index):
+        """Every answer is what the model says, but for one of example 5 and two of example 7: its second choice."""
+        row = make(self, index)
+        targets = np.where(row["loss_mask"] > 0, ranked[index][:, 0], row["targets"]).astype(np.int32)
+        wrong = {5: [16], 7: [20, 31]}.get(index, [])
+        targets[wrong] = ranked[index][wrong, 1]
+        return row | {"targets": targets}
+
+    monkeypatch.setattr(type(rows), "__getitem__", with_the_models_answers)
+    result = evals.evaluate(run, params, 0, ["exact_match"])["exact_match"]
+    assert result.numbers == {"accuracy": (21 * 16 - 3) / (21 * 16), "exact_match": 19 / 21}
+    assert result.details == {"sets": {"valid": {**result.numbers, "answers": 21 * 16, "examples": 21}}}
+
+
+def test_text_is_refused_and_tasks_have_a_loss_without_bytes(config, text_file, tmp_path):
+    run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
+    with pytest.raises(UserError, match="no data path is a synthetic task"):
+        evals.evaluate(run, None, 0, ["exact_match"])
+    run = Run.open(config(data__path="synthetic:retrieval", mesh__fsdp=8, **SMALL), tmp_path)
+    result = evals.evaluate(run, params_of(run), 0, ["loss"])["loss"]
+    assert set(result.numbers) == {"loss", "perplexity"}
+    assert result.details["sets"]["valid"]["tokens"] == 21  # Answers only.
+    with pytest.raises(UserError, match="suite 'sample': no validation set is text"):
+        evals.evaluate(dataclasses.replace(run), None, 0, ["sample"])
