@@ -19,17 +19,19 @@ class Preset:
     tokens: int  # Most tokens of a microbatch on a device.
 
 
-# The first rule that fits is taken. What a comment names was compiled by `difftx plan`: see docs/operations.md. `fsdp`
-# stays at 16 on the 3D tori of v4 and v5p, where libtpu turns gathers over all of 64 devices into all-reduces of twice
-# the bytes.
+# The first rule that fits is taken. What a comment names was compiled by `difftx plan`: see docs/operations.md. `fsdp` is
+# small because libtpu turns the gathers of a group that spans a whole 3D torus, and of shards of fewer than 128 columns,
+# into all-reduces of twice the bytes.
 PRESETS = (
-    Preset(kind="TPU v5 lite", parameters=1e9, fsdp=64, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
-    Preset(kind="TPU v5 lite", parameters=8e9, fsdp=64, tensor=1, remat="full", tokens=4096),  # v5e:8x8, 8x16
-    Preset(kind="TPU v5 lite", parameters=14e9, fsdp=64, tensor=4, remat="full", tokens=4096),  # v5e:16x16
-    Preset(kind="TPU v5", parameters=2e9, fsdp=4, tensor=1, remat="dots", tokens=65_536),  # v5p:2x2x1
-    Preset(kind="TPU v5", parameters=14e9, fsdp=16, tensor=1, remat="dots", tokens=8192),  # v5p:2x2x4, 4x4x4
+    Preset(kind="TPU v5 lite", parameters=1e9, fsdp=8, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
+    Preset(kind="TPU v5 lite", parameters=3e9, fsdp=8, tensor=1, remat="full", tokens=4096),  # v5e:8x8, 8x8*2
+    Preset(kind="TPU v5 lite", parameters=8e9, fsdp=16, tensor=1, remat="full", tokens=4096),  # v5e:8x16, 16x16
+    Preset(kind="TPU v5 lite", parameters=14e9, fsdp=16, tensor=4, remat="full", tokens=4096),  # v5e:16x16
+    Preset(kind="TPU v5", parameters=3e9, fsdp=4, tensor=1, remat="dots", tokens=32_768),  # v5p:2x2x1, 2x2x2
+    Preset(kind="TPU v5", parameters=8e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # v5p:2x2x4, 4x4x4
+    Preset(kind="TPU v5", parameters=14e9, fsdp=16, tensor=1, remat="dots", tokens=8192),  # v5p:4x4x4
     Preset(kind="TPU v4", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # Not compiled.
-    Preset(kind="TPU v6", parameters=14e9, fsdp=64, tensor=1, remat="full", tokens=8192),  # Not compiled.
+    Preset(kind="TPU v6", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # Not compiled.
     Preset(kind="NVIDIA H200", parameters=4e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # Counted, not run.
     Preset(kind="NVIDIA H200", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=16_384),  # Counted, not run.
     Preset(kind="NVIDIA H100", parameters=14e9, fsdp=32, tensor=1, remat="full", tokens=8192),  # Counted, not run.
