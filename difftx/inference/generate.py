@@ -81,6 +81,7 @@ def _sampler(config: Config, new_tokens: int, vocab_size: int):
 
         def next_token(i: jax.Array, tokens_BT: jax.Array) -> jax.Array:
             x_BTD, _ = model.hidden(tokens_BT)
+            x_BTD = jax.sharding.reshard(x_BTD, P(BATCH, None, None))  # The last token is on one of `context`.
             last_B1 = (length_B + i - 1)[:, None]
             x_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1, mode="clip")
             logits_BV = jax.sharding.reshard(model.logits(x_B1D)[:, 0], P(BATCH, None))

@@ -33,7 +33,7 @@ class Layout:
     act_BTHGd: P = P(BATCH, "context", "tensor", None, None)
     act_BTHE: P = P(BATCH, "context", "tensor", None)
     act_BTF: P = P(BATCH, "context", "tensor")
-    logits_BTV: P = P(BATCH, "context", "tensor")
+    logits_BTV: P = P(BATCH, None, "tensor")  # Of few tokens: a loss has its own, in chunks.
 
     # In attention each device holds whole rows of a share of the heads: tokens are exchanged for heads over `context`
     # (DeepSpeed Ulysses, arXiv 2309.14509), so that kernels, masks and load balance stay those of one device.

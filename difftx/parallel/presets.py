@@ -19,9 +19,9 @@ class Preset:
     tokens: int  # Most tokens of a microbatch on a device.
 
 
-# The first rule that fits is taken. What a comment names was compiled by `difftx plan`: see docs/operations.md. `fsdp` is
-# small because libtpu turns the gathers of a group that spans a whole 3D torus, and of shards of fewer than 128 columns,
-# into all-reduces of twice the bytes.
+# The first rule that fits is taken. What a comment names was compiled by `difftx plan`: see docs/operations.md. `fsdp`
+# is small because libtpu turns gathers into all-reduces of twice the bytes where the group spans a whole 3D torus or
+# the shards have fewer than 128 columns.
 PRESETS = (
     Preset(kind="TPU v5 lite", parameters=1e9, fsdp=8, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
     Preset(kind="TPU v5 lite", parameters=3e9, fsdp=8, tensor=1, remat="full", tokens=4096),  # v5e:8x8, 8x8*2

@@ -16,7 +16,7 @@ def setup(config, mesh, architecture):
         return c, jax.jit(lambda: init_state(c))().params
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}, {"context": 2, "fsdp": 2}])
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
 def test_greedy_equals_a_plain_loop(config, mesh_of, architecture, sizes):
     mesh = mesh_of(**sizes)
