@@ -123,7 +123,10 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
         shape = (config.batch_rows, config.data.sequence_length)
         tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
-        batch = Batch(tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask)
+        documents = tokens if config.data.document_mask else None
+        batch = Batch(
+            tokens_BT=tokens, targets_BT=tokens, loss_mask_BT=mask, segment_ids_BT=documents, positions_BT=documents
+        )
         return jax.jit(make_train_step(config), donate_argnums=0).trace(state, batch)
 
 

@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     # Slow to import, so after the flags are known to be good.
     from rich.console import Console
 
+    from difftx.files import write_atomically
     from difftx.launch import estimate, search, tables
     from difftx.model.flops import count_parameters
     from difftx.parallel.presets import apply_preset
-    from difftx.training.run import write_atomically
 
     devices, what = find_devices(topology), f"{args.config} on {topology}"
     parameters = count_parameters(config.model).total
