@@ -2,12 +2,14 @@
 
 import re
 
+import grain
 import jax
 import numpy as np
 import pytest
 
-from difftx.data.corpora import TokenStore
 from difftx.data.loader import Loader
+from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
 from difftx.parallel.layout import Layout
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.state import init_state, make_train_step
@@ -23,11 +25,12 @@ STORE = TokenStore(TOKENS, np.array([0, len(TOKENS)], np.uint64))
 
 
 def loader_on(mesh, c):
+    rows = PackedRows(
+        STORE, sequence_length=c.data.sequence_length, packing="concat", document_mask=False, cache_path=""
+    )
     return Loader(
-        STORE,
-        sequence_length=c.data.sequence_length,
+        grain.MapDataset.source(rows).shuffle(seed=0).repeat(),
         rows=c.batch_rows,
-        seed=0,
         prefetch_batches=1,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},
