@@ -14,8 +14,10 @@ import pytest
 from conftest import ROOT
 from jax import P
 
+from difftx.config import MeshConfig
 from difftx.launch.hlo import list_collectives
 from difftx.launch.topology import CHIPS, find_devices, parse_topology
+from difftx.parallel.mesh import make_mesh
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -50,6 +52,14 @@ def test_between_two_slices():
     inside, between = (sum(c.sent_bytes for c in found if c.between_slices is b) for b in (False, True))
     assert inside >= 2 * 4096 * 3 / 4
     assert between == 4096  # All that there is, not a quarter: libtpu 0.0.50 reduces inside first, and then everywhere.
+
+
+def test_slices_cut_the_data_axis_alone():
+    config = MeshConfig(data=4, fsdp=-1, context=1, tensor=1, slices=2, preset="none")
+    mesh = make_mesh(config, find_devices(parse_topology("v5e:2x4*2")))
+    assert mesh.devices.shape == (4, 4, 1, 1)
+    slices = [{device.slice_index for device in row.flat} for row in mesh.devices]
+    assert slices == [{0}, {0}, {1}, {1}]
 
 
 @pytest.mark.parametrize("kind", SMALLEST)

@@ -163,3 +163,8 @@ def test_mesh_errors_name_the_field(config):
     c = config(mesh__fsdp=8, train__global_batch_tokens=128)
     with pytest.raises(UserError, match=r"train\.global_batch_tokens: 4 rows"):
         check_divisible(c, make_mesh(c.mesh))
+    with pytest.raises(UserError, match=r"mesh\.slices=2: it must divide .* number of slices, which is 1 here"):
+        make_mesh(config(mesh__data=2, mesh__fsdp=4, mesh__slices=2).mesh)
+    c = config(mesh__fsdp=1, mesh__context=8)
+    with pytest.raises(UserError, match=r"model.num_heads: 2 .* mesh.tensor × mesh.context = 8 .* such as 8"):
+        check_divisible(c, make_mesh(c.mesh))
