@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,9 +43,9 @@ def environment(devices):
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def train(text_file, workdir, devices=1, **changes):
+def train(text_file, workdir, *flags, devices=1, **changes):
     return subprocess.run(
-        command(text_file, workdir, **changes),
+        [*command(text_file, workdir, **changes), *flags],
         cwd=ROOT,
         env=environment(devices),
         capture_output=True,
@@ -114,8 +115,6 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     workdir = tmp_path / "killed"
     assert stop_at(45, text, workdir) == 75
     newest = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    import shutil
-
     shutil.rmtree(newest)  # As if the last checkpoint had never been written.
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')
@@ -164,20 +163,27 @@ def test_run_directory_describes_the_run(uninterrupted):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("flags", "changes", "message"),
     [
-        ({"model__mlp_dim": 96}, "params/blocks/mlp/down_FD is not (2, 96, 32) float32 there"),
-        ({"data__seed": 5}, "the checkpoint was made with other data: seed 0 → 5;"),
-        ({"model__num_kv_heads": 1}, "params/blocks/attention/key_DKGd"),
+        ((), {"model__mlp_dim": 96}, "changed since the checkpoint of step 60: model.mlp_dim: 64 → 96; restore"),
+        (
+            ("--allow_config_change",),
+            {"model__mlp_dim": 96},
+            "params/blocks/mlp/down_FD is not (2, 96, 32) float32 there",
+        ),
+        (
+            (),
+            {"data__seed": 5},
+            "data.seed: 0 → 5; restore what changed, use a new --workdir, or go on all the same with ",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, changes, message):
-    import shutil
-
+def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flags, changes, message):
     text, whole = uninterrupted
     shutil.copytree(whole, tmp_path / "run")
-    result = train(text, tmp_path / "run", train__steps=90, **changes)
+    result = train(text, tmp_path / "run", *flags, train__steps=90, **changes)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert "changed since the checkpoint: train.steps: 60 → 90" in result.stdout
+    assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
+    assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
