@@ -35,7 +35,7 @@ def main() -> int:
     from difftx.training.loop import train
     from difftx.training.run import Run, fit_to_devices
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
     config = fit_to_devices(config)
