@@ -1,0 +1,95 @@
+"""What a checkpoint costs: its checksums, and how long the next step waits.
+
+python benchmarks/checkpoint.py [--gigabytes=1] [--rounds=5] [--folder=DIR]
+
+Saves a train state of random float32 arrays again and again, a third of it parameters. "save": until the checkpoint is
+on disk, as a synchronous save would wait; "blocked": until `save` returns, as training waits; "manifest": reading all
+files back and writing the manifest, which is part of "save"; "verify": the check before a restore; "restore": the
+restore itself. Medians over rounds in one process.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from difftx.config_reader import load_config
+from difftx.training import checkpoint
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.manifest import damage
+from difftx.training.state import TrainState
+
+ARRAYS = 8  # Of parameters, and of each moment.
+LOADER = {"examples": 0, "signature": {}}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one if not given")
+    args = parser.parse_args()
+    rows = round(args.gigabytes * 1e9 / (3 * ARRAYS * 4 * 1024))
+    keys = iter(jax.random.split(jax.random.key(0), 3 * ARRAYS))
+    trees = [{f"w{i}": jax.random.normal(next(keys), (rows, 1024)) for i in range(ARRAYS)} for _ in range(3)]
+    config = load_config(str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"), {})
+    mesh = jax.make_mesh((1,), ("data",))
+    seconds: dict[str, list[float]] = {name: [] for name in ("save", "blocked", "manifest", "verify", "restore")}
+
+    write_manifest = checkpoint.write_manifest
+
+    def timed_manifest(*arguments: object) -> None:
+        began = time.perf_counter()
+        write_manifest(*arguments)  # pyrefly: ignore[bad-argument-type]
+        seconds["manifest"].append(time.perf_counter() - began)
+
+    checkpoint.write_manifest = timed_manifest
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        writer = Checkpointer(Path(folder), config.checkpoint)
+        for step in range(1, args.rounds + 2):  # The first is not counted: it warms up.
+            state = TrainState(jnp.int32(step), trees[0], trees[1:])
+            jax.block_until_ready(state)
+            began = time.perf_counter()
+            writer.save(state, LOADER, config)
+            seconds["blocked"].append(time.perf_counter() - began)
+            writer.save_and_wait(state, LOADER, config)
+            seconds["save"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            assert damage(writer.folder / str(step), step=step, content=True) is None
+            seconds["verify"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            jax.block_until_ready(writer.restore(step, jax.eval_shape(lambda s=state: s), mesh))
+            seconds["restore"].append(time.perf_counter() - began)
+        writer.close()
+
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    table = rich.table.Table(
+        title=f"{args.gigabytes:g} GB in {3 * ARRAYS} arrays; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; "
+        f"median (best … worst of {args.rounds})"
+    )
+    for name, justify in (("", "left"), ("seconds", "right"), ("share", "left")):
+        table.add_column(name, justify=justify)
+    shares = {
+        "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",
+        "manifest": f"{medians['manifest'] / (medians['save'] - medians['manifest']):.1%} of save without it",
+        "verify": f"{medians['verify'] / medians['restore']:.1%} of restore",
+    }
+    for name, values in seconds.items():
+        spread = f"{medians[name]:.3f} ({min(values[1:]):.3f} … {max(values[1:]):.3f})"
+        table.add_row(name, spread, shares.get(name, ""))
+    rich.console.Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()
