@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +50,12 @@ def main() -> None:
 
     write_manifest = checkpoint.write_manifest
 
-    def timed_manifest(*arguments: object) -> None:
+    def timed_manifest(*arguments: Any) -> None:
         began = time.perf_counter()
-        write_manifest(*arguments)  # pyrefly: ignore[bad-argument-type]
+        write_manifest(*arguments)
         seconds["manifest"].append(time.perf_counter() - began)
 
-    checkpoint.write_manifest = timed_manifest
+    vars(checkpoint)["write_manifest"] = timed_manifest
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         writer = Checkpointer(Path(folder), config.checkpoint)
         for step in range(1, args.rounds + 2):  # The first is not counted: it warms up.

@@ -13,7 +13,6 @@ import rich.markup
 import rich.table
 
 from difftx.errors import UserError
-from difftx.files import read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,15 +97,14 @@ def diff(a: Path, b: Path, values: bool) -> int:
     Raises:
         UserError: one of them does not verify.
     """
-    from difftx.config_reader import config_from_dict
     from difftx.training.changes import changed_fields
+    from difftx.training.checkpoint import config_of
     from difftx.training.manifest import damage, read_manifest
 
     for folder in (a, b):
         if why := damage(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
-    before, after = (config_from_dict(read_json(folder / "config" / "metadata")) for folder in (a, b))
-    lines = [f"config {change}" for change in changed_fields(before, after)]
+    lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
     old, new = read_manifest(a).arrays, read_manifest(b).arrays
     lines += [f"{name}: only in {a}" for name in old if name not in new]
     lines += [f"{name}: only in {b}" for name in new if name not in old]

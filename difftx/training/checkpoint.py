@@ -92,8 +92,7 @@ class Checkpointer:
 
     def config(self, step: int) -> Config:
         """Return the config that the checkpoint was trained with."""
-        args = ocp.args.Composite(config=ocp.args.JsonRestore())
-        return config_from_dict(self._orbax.restore(self.folder / str(step), args=args)["config"])
+        return config_of(self.folder / str(step))
 
     def _find_newest(self) -> int | None:
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
@@ -232,6 +231,12 @@ class Checkpointer:
         print(
             f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}", flush=True
         )
+
+
+def config_of(folder: Path) -> Config:
+    """Return the config that the checkpoint in `folder` was trained with."""
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return config_from_dict(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:

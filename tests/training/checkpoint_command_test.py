@@ -60,17 +60,15 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
     assert capsys.readouterr().out == "no difference in config, names, shapes and dtypes\n"
     assert run("diff", "10", workdir / "checkpoints" / "30", "--workdir", workdir) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "config optimizer.learning_rate: 0.001 → 0.5",
+        "config optimizer.learning_rate: 0.004 → 0.5",
         "params/layer/w: (3, 2) float32 → (4, 2) float32",
         "opt_state/mu: (3, 2) float32 → (4, 2) float32",
     ]
     assert run("diff", "10", "20", "--values", "--workdir", workdir) == 0
     norm = (6 * 10**2) ** 0.5  # Six numbers that went from 10 to 20.
-    assert (
-        f"params/layer/w: ‖difference‖ {norm:.4g}, ‖before‖ {norm:.4g}, ‖after‖ {2 * norm:.4g}"
-        in capsys.readouterr().out
-    )
-    with pytest.raises(UserError, match="'15': no such checkpoint; .* has the steps 10, 20, 30"):
+    line = f"params/layer/w: ‖difference‖ {norm:.4g}, ‖before‖ {norm:.4g}, ‖after‖ {2 * norm:.4g}\n"
+    assert line in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"'15': no such checkpoint; .* has the steps 10, 20, 30"):
         run("diff", "10", "15", "--workdir", workdir)
 
 
