@@ -9,11 +9,13 @@ restore itself. Medians over rounds in one process.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +48,21 @@ def main() -> None:
     trees = [{f"w{i}": jax.random.normal(next(keys), (rows, 1024)) for i in range(ARRAYS)} for _ in range(3)]
     config = load_config(str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"), {})
     mesh = jax.make_mesh((1,), ("data",))
-    seconds: dict[str, list[float]] = {name: [] for name in ("save", "blocked", "manifest", "verify", "restore")}
+    wall: dict[str, list[float]] = {name: [] for name in ("save", "blocked", "manifest", "verify", "restore")}
+    cpu: dict[str, list[float]] = {name: [] for name in wall}
+
+    @contextlib.contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        yield
+        wall[name].append(time.perf_counter() - began)
+        cpu[name].append(time.process_time() - cpu_began)
 
     write_manifest = checkpoint.write_manifest
 
     def timed_manifest(*arguments: Any) -> None:
-        began = time.perf_counter()
-        write_manifest(*arguments)
-        seconds["manifest"].append(time.perf_counter() - began)
+        with timed("manifest"):
+            write_manifest(*arguments)
 
     vars(checkpoint)["write_manifest"] = timed_manifest
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -61,35 +70,36 @@ def main() -> None:
         for step in range(1, args.rounds + 2):  # The first is not counted: it warms up.
             state = TrainState(jnp.int32(step), trees[0], trees[1:])
             jax.block_until_ready(state)
-            began = time.perf_counter()
-            writer.save(state, LOADER, config)
-            seconds["blocked"].append(time.perf_counter() - began)
-            writer.save_and_wait(state, LOADER, config)
-            seconds["save"].append(time.perf_counter() - began)
-            began = time.perf_counter()
-            assert damage(writer.folder / str(step), step=step, content=True) is None
-            seconds["verify"].append(time.perf_counter() - began)
-            began = time.perf_counter()
-            jax.block_until_ready(writer.restore(step, jax.eval_shape(lambda s=state: s), mesh))
-            seconds["restore"].append(time.perf_counter() - began)
+            with timed("save"):
+                with timed("blocked"):
+                    writer.save(state, LOADER, config)
+                writer.save_and_wait(state, LOADER, config)
+            with timed("verify"):
+                assert damage(writer.folder / str(step), step=step, content=True) is None
+            with timed("restore"):
+                jax.block_until_ready(writer.restore(step, jax.eval_shape(lambda s=state: s), mesh))
         writer.close()
 
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     table = rich.table.Table(
         title=f"{args.gigabytes:g} GB in {3 * ARRAYS} arrays; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; "
         f"median (best … worst of {args.rounds})"
     )
-    for name, justify in (("", "left"), ("seconds", "right"), ("share", "left")):
-        table.add_column(name, justify=justify)
-    shares = {
-        "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",
-        "manifest": f"{medians['manifest'] / (medians['save'] - medians['manifest']):.1%} of save without it",
-        "verify": f"{medians['verify'] / medians['restore']:.1%} of restore",
-    }
-    for name, values in seconds.items():
-        spread = f"{medians[name]:.3f} ({min(values[1:]):.3f} … {max(values[1:]):.3f})"
-        table.add_row(name, spread, shares.get(name, ""))
-    rich.console.Console(width=None if sys.stdout.isatty() else 120).print(table)
+    for name in ("", "wall seconds", "share", "CPU seconds", "share"):
+        table.add_column(name, justify="right" if "seconds" in name else "left")
+
+    def cells(kind: dict[str, list[float]], name: str) -> tuple[str, str]:
+        medians = {other: statistics.median(values[1:]) for other, values in kind.items()}
+        shares = {
+            "blocked": f"{medians['blocked'] / medians['save']:.1%} of save",
+            "manifest": f"{medians['manifest'] / (medians['save'] - medians['manifest']):.1%} of the rest of save",
+            "verify": f"{medians['verify'] / medians['restore']:.1%} of restore",
+        }
+        spread = f"{medians[name]:.3f} ({min(kind[name][1:]):.3f} … {max(kind[name][1:]):.3f})"
+        return spread, shares.get(name, "")
+
+    for name in wall:
+        table.add_row(name, *cells(wall, name), *cells(cpu, name))
+    rich.console.Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
     assert run("diff", "10", workdir / "checkpoints" / "30", "--workdir", workdir) == 0
     assert capsys.readouterr().out.splitlines() == [
         "config optimizer.learning_rate: 0.004 → 0.5",
-        "params/layer/w: (3, 2) float32 → (4, 2) float32",
         "opt_state/mu: (3, 2) float32 → (4, 2) float32",
+        "params/layer/w: (3, 2) float32 → (4, 2) float32",
     ]
     assert run("diff", "10", "20", "--values", "--workdir", workdir) == 0
     norm = (6 * 10**2) ** 0.5  # Six numbers that went from 10 to 20.
