@@ -61,7 +61,7 @@ class Checkpointer:
             UserError: there are checkpoints, but none verifies.
         """
         self._settle()
-        step = decided_by_lead(self._find_newest, DECISION_SECONDS)
+        step = decided_by_lead(self.find_newest, DECISION_SECONDS)
         if step is not None:
             self._verified.add(step)
         return step
@@ -94,7 +94,8 @@ class Checkpointer:
         """Return the config that the checkpoint was trained with."""
         return config_of(self.folder / str(step))
 
-    def _find_newest(self) -> int | None:
+    def find_newest(self) -> int | None:
+        """Do what `newest` says in this process alone."""
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons = []

@@ -90,7 +90,7 @@ def _checkpoint_in(source: Path) -> Path:
             raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
         return source.resolve()
     reader = Checkpointer(source)
-    step = reader.newest()
+    step = reader.find_newest()
     if step is None:
         raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
     return reader.folder / str(step)
