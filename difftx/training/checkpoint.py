@@ -224,14 +224,10 @@ class Checkpointer:
         self._failures += 1
         limit = self._config.max_failed_saves
         why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        text = f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}"
         if self._failures >= limit:
-            raise RunError(
-                f"checkpoint of step {step} could not be saved, nor could {self._failures - 1} before it "
-                f"(checkpoint.max_failed_saves={limit}): {why}; earlier checkpoints are untouched"
-            )
-        print(
-            f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}", flush=True
-        )
+            raise RunError(f"{text}; earlier checkpoints are untouched (checkpoint.max_failed_saves={limit})")
+        print(text, flush=True)
 
 
 def config_of(folder: Path) -> Config:

@@ -282,7 +282,7 @@ def test_too_many_failed_saves_end_the_run_and_harm_nothing(config, tmp_path, fu
     writer = Checkpointer(tmp_path, c.checkpoint)
     writer.save_and_wait(state_at(10), LOADER, c)
     full_disk.append(True)
-    with pytest.raises(RunError, match=r"step 20 could not be saved, nor could 1 before .*No space left on device"):
+    with pytest.raises(RunError, match=r"step 20 was not saved, failure 2 of 2 .*No space left on device"):
         writer.save_and_wait(state_at(20), LOADER, c)
     assert names(tmp_path / "checkpoints") == ["10"]
     assert Checkpointer(tmp_path).newest() == 10
