@@ -16,6 +16,9 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
+    parser.add_argument(
+        "--allow_config_change", action="store_true", help="go on though model, data or the like changed"
+    )
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args()
@@ -32,14 +35,16 @@ def main() -> int:
     from difftx.training.loop import train
     from difftx.training.run import Run, fit_to_devices
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
     run = Run.open(config, args.workdir or Path())
     multihost.say(format_data(run))
-    return 0 if args.dry_run else train(run, evals.evaluate)
+    if args.dry_run:
+        return 0
+    return train(run, evals.evaluate, allow_config_change=args.allow_config_change)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,15 @@ def get_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 1000  # Also at the last step and on SIGTERM.
     c.checkpoint.keep = 3  # Newest checkpoints kept.
+    c.checkpoint.keep_every_steps = placeholder(int)  # Also keep the steps that this divides; None: none.
+    # Also keep the best by a number of a suite of eval.suites, such as "loss/loss", that runs at every checkpoint.
+    c.checkpoint.keep_best = placeholder(str)  # None: not.
+    c.checkpoint.keep_best_mode = "min"  # Which is best: "min" the least, "max" the largest.
+    # Before a restore compare with the manifest: "checksums": every byte; "sizes": only which files, and how long.
+    c.checkpoint.verify = "checksums"
+    c.checkpoint.max_failed_saves = 3  # So many failures to save in a row end the run; each is tried again.
+    # Weights to start from: a run's directory (its newest checkpoint) or a checkpoint's; None: random ones.
+    c.checkpoint.init_from = placeholder(str)
 
     c.eval = ConfigDict()
     c.eval.every_steps = 1000  # In the training loop; also at the last step.

@@ -13,6 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "difftx.data.prepare",
         "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     ),
+    "checkpoint": ("difftx.report.checkpoints", "list, verify, compare or delete a run's checkpoints"),
     "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
 }
 

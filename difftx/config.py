@@ -258,10 +258,20 @@ class CheckpointConfig:
 
     every_steps: int
     keep: int
+    keep_every_steps: int | None
+    keep_best: str | None
+    keep_best_mode: Literal["min", "max"]
+    verify: Literal["checksums", "sizes"]
+    max_failed_saves: int
+    init_from: str | None
 
     def __post_init__(self):
-        _require_positive("checkpoint", "every_steps", self.every_steps)
-        _require_positive("checkpoint", "keep", self.keep)
+        for name in ("every_steps", "keep", "max_failed_saves"):
+            _require_positive("checkpoint", name, getattr(self, name))
+        if self.keep_every_steps is not None:
+            _require_positive("checkpoint", "keep_every_steps", self.keep_every_steps)
+        if self.keep_best is not None and self.keep_best.count("/") != 1:
+            raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,12 +331,29 @@ class Config:
                 f"; use fewer, such as {self.train.steps // 10}"
             )
 
+        self._check_keep_best()
         paths = [self.data.path, *(source.path for source in self.data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
         if is_synthetic and self.data.synthetic.vocab_size > self.model.vocab_size:
             raise UserError(
                 f"data.synthetic.vocab_size={self.data.synthetic.vocab_size} is more than "
                 f"model.vocab_size={self.model.vocab_size}; use at most that"
+            )
+
+    def _check_keep_best(self) -> None:
+        """Refuse what would never find a number to compare."""
+        if self.checkpoint.keep_best is None:
+            return
+        suite = self.checkpoint.keep_best.split("/")[0]
+        if suite not in self.eval.suites:
+            raise UserError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best!r}: {suite} is not one of eval.suites="
+                f"{self.eval.suites}; add it there"
+            )
+        if self.checkpoint.every_steps % self.eval.every_steps:
+            raise UserError(
+                f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
+                f"{self.checkpoint.every_steps}, so checkpoint.keep_best has nothing to compare; use a divisor"
             )
 
     @property

@@ -4,12 +4,17 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
 
 
 class UserError(ValueError):
     """A wrong config, path or input file. The message is one line: field or file, value, fix."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on through no mistake of the user's. The message is one line: what, how often, why."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -20,9 +25,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main`; a `UserError` becomes one line on stderr and exit code 2."""
+    """Run a command's `main`; a `UserError` becomes one line on stderr and exit code 2, a `RunError` one and 1."""
     try:
         sys.exit(main())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)

@@ -1,11 +1,15 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and JSON that may be broken."""
 
 import contextlib
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from difftx.errors import UserError
 
 
 @contextlib.contextmanager
@@ -31,3 +35,24 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a crash leaves the old one or the new one, never a part."""
     with new_file(path) as file:
         file.write(text.encode())
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        UserError: it cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:  # Not UTF-8, a number of thousands of digits, brackets without end.
+        raise UserError(f"{path}: not JSON ({error})") from error
+
+
+def json_sha256(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -89,13 +89,7 @@ class Loader:
         Raises:
             UserError: the state was made from other data, or rows, or in another order; names each difference.
         """
-        theirs = state["signature"]
-        changes = [
-            f"{name} {_short(theirs.get(name))} → {_short(self._signature.get(name))}"
-            for name in theirs | self._signature
-            if theirs.get(name) != self._signature.get(name)
-        ]
-        if changes:
+        if changes := signature_changes(state["signature"], self._signature):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
                 "or start a new --workdir"
@@ -108,6 +102,15 @@ class Loader:
             )
         self._iterator.set_state({"next_index": batches})
         self._examples = state["examples"]
+
+
+def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return "name old → new" for each part of a loader's signature that differs."""
+    return [
+        f"{name} {_short(old.get(name))} → {_short(new.get(name))}"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    ]
 
 
 def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:

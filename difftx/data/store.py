@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import write_atomically
+from difftx.files import json_sha256, write_atomically
 
 META = "meta.json"
 FORMAT = 1
@@ -138,14 +138,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not JSON ({error}); restore it, or prepare the store again") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
-    if meta.pop("sha256", None) != _sha256_of_meta(meta):
+    if meta.pop("sha256", None) != json_sha256(meta):
         raise UserError(f"{path}: damaged, its SHA-256 is not that of its text; restore it, or prepare the store again")
     return meta
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write `meta.json`, which makes the folder a store; its last field is the SHA-256 of the others."""
-    text = json.dumps(meta | {"sha256": _sha256_of_meta(meta)}, indent=1, ensure_ascii=False)
+    text = json.dumps(meta | {"sha256": json_sha256(meta)}, indent=1, ensure_ascii=False)
     write_atomically(folder / META, text + "\n")
 
 
@@ -173,10 +173,6 @@ def sha256_of(file: Path) -> str:
     """Return a file's SHA-256."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sha256_of_meta(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 # A map holds a file descriptor, of which a process often may have 1,024: the oldest are closed and opened again.

@@ -16,14 +16,12 @@ from difftx.errors import EXIT_PREEMPTED, UserError
 from difftx.files import write_atomically
 from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus, State, View
-from difftx.training.run import changed_fields, read_config
+from difftx.training.changes import changed_fields
+from difftx.training.run import read_config
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
-# What a finished run may have had otherwise: its numbers do not depend on these beyond rounding.
-NEUTRAL_GROUPS = ("mesh", "multihost", "checkpoint", "eval", "logging")
-NEUTRAL_FIELDS = ("model.remat", "model.attention_implementation", "train.accumulation", "data.prefetch_batches")
 # How the line with the reason begins: JAX writes a note below it, so that it is not always the last.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
@@ -137,6 +135,5 @@ def _refuse_other_settings(status: RunStatus) -> None:
     if not status.is_finished():
         return
     for change in changed_fields(read_config(status.workdir), status.point.config):
-        field = change.partition(":")[0]
-        if field.partition(".")[0] not in NEUTRAL_GROUPS and field not in NEUTRAL_FIELDS:
+        if not change.is_neutral:
             raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")

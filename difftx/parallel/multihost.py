@@ -8,6 +8,8 @@ key-value store. A collective that one process never enters hangs the others for
 import argparse
 import dataclasses
 import faulthandler
+import itertools
+import json
 import os
 import signal
 import socket
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -26,6 +29,7 @@ from difftx.config import MultihostConfig
 from difftx.errors import EXIT_BAD_INPUT, UserError
 
 REPEAT_SECONDS = 1.0
+_decisions = itertools.count()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +109,29 @@ def barrier(name: str, timeout_seconds: float) -> None:
             if absent
             else f"barrier {name!r}: {error}"
         ) from error
+
+
+def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
+    """Return what `decide` returns, as JSON, in process 0, where alone it is called; the others wait for the answer.
+
+    All processes must ask the same questions in the same order.
+
+    Raises:
+        UserError: `decide` raised it; in every process.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    client, key = _service(), f"difftx/decision/{next(_decisions)}"
+    if is_lead():
+        try:
+            answer = {"value": decide()}
+        except UserError as error:
+            answer = {"mistake": str(error)}
+        client.key_value_set(key, json.dumps(answer))
+    answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
+    if "mistake" in answer:
+        raise UserError(answer["mistake"])
+    return answer["value"]
 
 
 class Interrupt:

@@ -42,12 +42,9 @@ def run_suites(
     config = override(read_config(workdir), {f"eval.{name}": text for name, text in overrides.items()})
     multihost.start(processes, config.multihost)
     checkpointer = Checkpointer(workdir)
-    steps = checkpointer.steps()
-    if not steps:
+    step = checkpointer.newest() if step is None else checkpointer.verified(step)
+    if step is None:
         raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-    if step is not None and step not in steps:
-        raise UserError(f"--step={step}: no such checkpoint; there are {', '.join(map(str, steps))}")
-    step = steps[-1] if step is None else step
     run = Run.open(config, workdir)
     with jax.set_mesh(run.mesh):
         state, _ = checkpointer.restore(step, jax.eval_shape(lambda: init_state(config)), run.mesh)

@@ -1,7 +1,16 @@
-"""Checkpoints of a run: train state, loader state and config, saved by orbax in the background."""
+"""Checkpoints of a run: train state, loader state and config, saved by orbax in the background, read if they verify.
 
+A save goes into a folder of another name. When every process has written its part, process 0 reads all files back,
+writes the manifest beside them, and orbax gives the folder its name, the step: so a folder of that name was whole once.
+Process 0 alone checks, renames and deletes, on the file system that all processes share; the others are told.
+"""
+
+import concurrent.futures
 import dataclasses
+import itertools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,53 +19,61 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.config_reader import config_from_dict
-from difftx.errors import UserError
+from difftx.errors import RunError, UserError
+from difftx.parallel.multihost import decided_by_lead, is_lead, say
+from difftx.training.manifest import damage, describe_arrays, quarantined_in, read_manifest, steps_in, write_manifest
+from difftx.training.retention import remove, remove_leftovers, steps_to_keep
 from difftx.training.state import TrainState
+
+# Until process 0 has read a checkpoint: the monitor notices earlier that it is gone.
+DECISION_SECONDS = 24 * 3600.0
 
 
 class Checkpointer:
     """The checkpoints in `<workdir>/checkpoints`, one folder a step."""
 
     def __init__(self, workdir: Path, config: CheckpointConfig | None = None):
-        """Open the folder; `config` is needed to save, and makes the folder."""
+        """Open the folder: to train, with `config`, or only to read; a reader changes nothing."""
         self.folder = workdir.resolve() / "checkpoints"
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep if config else None,
-                create=config is not None,
-                read_only=config is None,
-            ),
-            # Named handlers: without them a manager that has not saved cannot read the metadata.
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "loader": ocp.JsonCheckpointHandler(),
-                "config": ocp.JsonCheckpointHandler(),
-            },
-        )
+        self._workdir, self._config = workdir, config
+        self._orbax = _open_orbax(self._finish_folder)
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
+        self._unfinished = self.folder  # What orbax calls the folder of the save in progress,
+        self._describe: Callable[[Path], None] | None = None  # and what writes its manifest.
+        self._verified: set[int] = set()  # Steps that this process has restored or saved.
+        self._failures = 0  # Of saves, in a row.
+        if config is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Start to save under the state's step; returns when the arrays may be donated. Waits for an earlier save."""
-        step = int(jax.device_get(state.step))
-        if step in self._manager.all_steps():
-            return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_as_tree(state)),
-                loader=ocp.args.JsonSave(loader),
-                config=ocp.args.JsonSave(json.loads(config.to_json())),
-            ),
-            force=True,
-        )
+    # ── Reading ──
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, ascending."""
-        return sorted(self._manager.all_steps())
+        """Return the steps that have a folder, ascending, whether it verifies or not."""
+        return steps_in(self.folder)
 
     def newest(self) -> int | None:
-        """Return the newest step, or None."""
-        return max(self.steps(), default=None)
+        """Return the newest step that verifies; None if there never was a checkpoint.
+
+        In training, what does not verify is renamed, so that it is in nobody's way and not lost.
+
+        Raises:
+            UserError: there are checkpoints, but none verifies.
+        """
+        self._settle()
+        step = decided_by_lead(self.find_newest, DECISION_SECONDS)
+        if step is not None:
+            self._verified.add(step)
+        return step
+
+    def verified(self, step: int) -> int:
+        """Return `step`.
+
+        Raises:
+            UserError: there is no such checkpoint, or it does not verify.
+        """
+        decided_by_lead(lambda: self._require_verified(step), DECISION_SECONDS)
+        return step
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, in the shards of `abstract` on `mesh`, and the loader's state.
@@ -64,48 +81,223 @@ class Checkpointer:
         Raises:
             UserError: the checkpoint's arrays are not those of `abstract`.
         """
-        wanted = jax.tree.map(lambda x: _on_mesh(x, mesh), _as_tree(abstract))
-        self._check_shapes(step, wanted)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore()),
+        folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
+        saved = _check_arrays(folder, wanted)
+        if saved:
+            raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's train state")
+        restored = self._orbax.restore(
+            folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
         )
         return TrainState(**restored["state"]), restored["loader"]
 
     def config(self, step: int) -> Config:
         """Return the config that the checkpoint was trained with."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
-        return config_from_dict(restored["config"])
+        return config_of(self.folder / str(step))
+
+    def find_newest(self) -> int | None:
+        """Do what `newest` says in this process alone."""
+        if self._config is not None and (leftovers := remove_leftovers(self.folder)):
+            say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
+        reasons = []
+        for step in reversed(self.steps()):
+            why = self._damage(step)
+            if why is None:
+                return step
+            reasons.append(f"{step}: {why}")
+            fate = "skipped" if self._config is None else f"renamed {_quarantine(self.folder / str(step))}"
+            say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
+        reasons += [path.name for path in quarantined_in(self.folder)] if not reasons else []
+        if reasons:
+            raise UserError(
+                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
+                "restore one from a copy, or use a new --workdir"
+            )
+        return None
+
+    def _damage(self, step: int) -> str | None:
+        content = self._config is None or self._config.verify == "checksums"
+        return damage(self.folder / str(step), step=step, content=content)
+
+    def _require_verified(self, step: int) -> None:
+        steps = self.steps()
+        if step not in steps:
+            raise UserError(f"step {step}: no such checkpoint; there are {', '.join(map(str, steps)) or 'none'}")
+        if why := self._damage(step):
+            raise UserError(
+                f"step {step}: the checkpoint does not verify: {why}; there are {', '.join(map(str, steps))}"
+            )
+
+    # ── Writing ──
+
+    def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
+        """Start to save under the state's step; returns when the arrays may be donated. Waits for an earlier save.
+
+        Raises:
+            RunError: so many saves in a row have failed that the run must end.
+        """
+        self._settle()
+        step = int(jax.device_get(state.step))
+        if step in self._verified:
+            return
+        tree = _as_tree(state)
+        arrays = describe_arrays(tree)
+        self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
+        self._describe = lambda folder: write_manifest(folder, step, arrays, config, loader["signature"])
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(tree),
+            loader=ocp.args.JsonSave(loader),
+            config=ocp.args.JsonSave(json.loads(config.to_json())),
+        )
+        try:
+            self._orbax.save(self.folder / str(step), args=args, force=True)
+        except Exception as error:  # Whatever orbax calls its errors, the run can do without this checkpoint.
+            self._note_failure(step, error)
+            return
+        self._saving = step, self._background.submit(self._finish, step)
+
+    def check(self) -> None:
+        """Report a save in the background that has failed meanwhile; never waits.
+
+        Raises:
+            RunError: so many in a row have failed that the run must end.
+        """
+        if self._saving is not None and self._saving[1].done():
+            self._settle()
+
+    def save_and_wait(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
+        """Save, again if that fails, and return when the checkpoint is on disk.
+
+        Raises:
+            RunError: so many saves in a row have failed that the run must end.
+        """
+        self._settle()
+        step = int(jax.device_get(state.step))
+        while not decided_by_lead(lambda: step in self._verified, DECISION_SECONDS):
+            self.save(state, loader, config)
+            self._settle()
 
     def close(self) -> None:
-        """Wait until all saves are on disk; raises what a save in the background raised."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait until a save that was begun is on disk.
 
-    def _check_shapes(self, step: int, wanted: Any) -> None:
-        """Compare with the metadata first: orbax's own error for a mismatch names no array, and dtypes it casts."""
-        saved = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(leaf.shape), leaf.dtype)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self._manager.item_metadata(step)["state"])
-        }
-        leaves = jax.tree_util.tree_leaves_with_path(wanted)
-        # Parameters first: the user knows them, and their moments differ with them.
-        for path, leaf in sorted(leaves, key=lambda item: item[0][0].key != "params"):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            if saved.pop(name, None) != (leaf.shape, leaf.dtype):
-                raise UserError(
-                    f"{self.folder / str(step)}: {name} is not {leaf.shape} {leaf.dtype} there; "
-                    "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
-                )
-        if saved:
-            raise UserError(f"{self.folder / str(step)}: {next(iter(saved))} has no place in this config's train state")
+        Raises:
+            RunError: it has failed.
+        """
+        self._settle()
+        self._background.shutdown()
+        self._orbax.close()
+        if self._failures:
+            raise RunError(f"{self.folder}: the last checkpoint was not saved")
+
+    def _finish_folder(self) -> None:
+        """In orbax's thread of process 0, when every process has written its part and before the folder is named."""
+        assert self._describe is not None
+        self._describe(self._unfinished)
+
+    def _finish(self, step: int) -> None:
+        """In a thread: wait for orbax, which reports here what failed in its own, and delete what need not be kept."""
+        self._orbax.wait_until_finished()
+        if self._config is None or not is_lead():
+            return
+        try:
+            steps = [other for other in self.steps() if other <= step]
+            kept = steps_to_keep(self._config, steps, self._workdir)
+            remove(self.folder / str(other) for other in steps if other not in kept)
+        except (OSError, UserError) as error:  # The checkpoint is there; that old ones are too is no failure to save.
+            say(f"old checkpoints stay: {error}")
+
+    def _settle(self) -> None:
+        """Wait for the save in progress and take note of how it ended."""
+        if self._saving is None:
+            return
+        (step, job), self._saving = self._saving, None
+        error = job.exception()
+        if error is not None:
+            self._note_failure(step, error)
+            return
+        self._verified.add(step)
+        self._failures = 0
+
+    def _note_failure(self, step: int, error: BaseException) -> None:
+        assert self._config is not None
+        if is_lead():  # Where the disk is full, the rest of a save must not keep it so.
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._failures += 1
+        limit = self._config.max_failed_saves
+        why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        text = f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}"
+        if self._failures >= limit:
+            raise RunError(f"{text}; earlier checkpoints are untouched (checkpoint.max_failed_saves={limit})")
+        print(text, flush=True)
+
+
+def config_of(folder: Path) -> Config:
+    """Return the config that the checkpoint in `folder` was trained with."""
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return config_from_dict(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
+
+
+def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Return the parameters of the verified checkpoint in `folder`, in the shards of the abstract `params` on `mesh`.
+
+    Raises:
+        UserError: the checkpoint's arrays are not those of `params`.
+    """
+    wanted = _on_mesh({"params": params}, mesh)
+    if more := [name for name in _check_arrays(folder, wanted) if name.startswith("params/")]:
+        raise UserError(f"{folder}: {more[0]} has no place in this config's model")
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(folder / "state", args=args)["params"]
+
+
+def _open_orbax(before_commit: Callable[[], None]) -> ocp.AsyncCheckpointer:
+    """Return orbax's checkpointer; its CheckpointManager would take any folder with a number for a checkpoint."""
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.StandardCheckpointHandler(), loader=ocp.JsonCheckpointHandler(), config=ocp.JsonCheckpointHandler()
+    )
+    return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(post_finalization_callback=before_commit))
+
+
+def _quarantine(folder: Path) -> str:
+    """Rename a checkpoint that does not verify; return its new name."""
+    first = f"{folder.name}.quarantined"
+    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not folder.with_name(name).exists())
+    folder.rename(folder.with_name(name))
+    return name
+
+
+def _check_arrays(folder: Path, wanted: Any) -> list[str]:
+    """Compare with the manifest first: orbax's own error for a mismatch names no array, and dtypes it casts.
+
+    Returns:
+        The names of arrays in the checkpoint that are not wanted.
+
+    Raises:
+        UserError: a wanted one is missing, or has another shape or dtype.
+    """
+    saved = dict(read_manifest(folder).arrays)
+    # Parameters first: the user knows them, and their moments differ with them.
+    arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
+    for name, (shape, dtype) in arrays:
+        if saved.pop(name, None) != (shape, dtype):
+            raise UserError(
+                f"{folder}: {name} is not {shape} {dtype} there; "
+                "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
+            )
+    return list(saved)
 
 
 def _as_tree(state: TrainState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
-def _on_mesh(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """Give an abstract array its place on real devices; scalars carry no sharding of their own."""
-    spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Give abstract arrays their place on real devices; scalars carry no sharding of their own."""
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)

@@ -14,18 +14,20 @@ from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.metrics import MetricsWriter, Progress
-from difftx.training.run import Run, changed_fields
-from difftx.training.state import Metrics, TrainState, init_state, make_train_step
+from difftx.training.resume import starting_state
+from difftx.training.run import Run
+from difftx.training.state import Metrics, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str]], Mapping[str, Any]]
 
 
-def train(run: Run, evaluate: Evaluate) -> int:
+def train(run: Run, evaluate: Evaluate, *, allow_config_change: bool = False) -> int:
     """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
         run: config, mesh and data.
         evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
+        allow_config_change: go on from a checkpoint though the config is not that of its run.
 
     Returns:
         0, or 75 if SIGTERM or Ctrl-C came: a checkpoint was saved and the same command continues.
@@ -35,16 +37,16 @@ def train(run: Run, evaluate: Evaluate) -> int:
         if run.config.model.architecture == "diff":
             kernels.check_gradients(run.config.model.d_head)
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            return _train(run, evaluate, interrupt, monitor)
+            return _train(run, evaluate, interrupt, monitor, allow_config_change)
     finally:
         interrupt.close()
 
 
-def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor) -> int:
+def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor, allow_config_change: bool) -> int:
     config, steps = run.config, run.config.train.steps
     patience = config.multihost.barrier_timeout_seconds
 
-    # ── State: the workdir's newest checkpoint, else a fresh start ──
+    # ── State: the workdir's newest checkpoint, else other weights, else a fresh start ──
     checkpointer = Checkpointer(run.workdir, config.checkpoint)
     loader = Loader(
         run.data.examples,
@@ -53,7 +55,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor)
         sharding=run.batch_sharding,
         signature=run.data.signature,
     )
-    state, start = _restore_or_init(run, checkpointer, loader)
+    state, start = starting_state(run, checkpointer, loader, allow_config_change=allow_config_change)
     if is_lead():
         run.write_description()
     writer = MetricsWriter(run.workdir, config.logging, start, enabled=is_lead())
@@ -77,6 +79,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor)
             step += 1
             monitor.beat(step)
             reporter.push(step, metrics, data_wait)
+            checkpointer.check()
 
             if step % config.eval.every_steps == 0 or step == steps:
                 barrier(f"evaluation after step {step}", patience)
@@ -94,7 +97,7 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor)
 
         # ── End: the last step, or a signal ──
         reporter.flush()
-        checkpointer.save(state, loader.state(), config)
+        checkpointer.save_and_wait(state, loader.state(), config)
 
     checkpointer.close()
     writer.close()
@@ -102,18 +105,6 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor)
         say(f"stopped by a signal at step {step}, checkpoint saved; run the same command again to continue")
         return EXIT_PREEMPTED
     return 0
-
-
-def _restore_or_init(run: Run, checkpointer: Checkpointer, loader: Loader) -> tuple[TrainState, int]:
-    step = checkpointer.newest()
-    if step is None:
-        return jax.jit(lambda: init_state(run.config))(), 0
-    for change in changed_fields(checkpointer.config(step), run.config):
-        say(f"changed since the checkpoint: {change}")
-    abstract = jax.eval_shape(lambda: init_state(run.config))
-    state, loader_state = checkpointer.restore(step, abstract, run.mesh)
-    loader.restore(loader_state)
-    return state, step
 
 
 class Reporter:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,14 +21,14 @@ from difftx.config_reader import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.files import write_atomically
+from difftx.files import read_json, write_atomically
 from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import barrier, is_lead
 from difftx.parallel.presets import apply_preset
+from difftx.training.manifest import package_versions
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 LOCK_WAIT_SECONDS = 60.0
 
 
@@ -90,7 +89,7 @@ class Run:
         manifest = {
             "commit": _git_commit(),
             "python": platform.python_version(),
-            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "packages": package_versions(),
             "devices": {
                 "kind": devices[0].device_kind,
                 "count": len(devices),
@@ -119,25 +118,9 @@ def read_config(workdir: Path) -> Config:
         UserError: there is none, or it is not a config of this version.
     """
     path = workdir / "config.json"
-    try:
-        return config_from_dict(json.loads(path.read_text()))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
-
-
-def changed_fields(old: Config, new: Config) -> list[str]:
-    """Return 'group.field: old → new' for each field that differs."""
-    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
-    return [
-        f"{group}.{name}: {before[group][name]} → {value}"
-        for group, fields in after.items()
-        for name, value in fields.items()
-        if before[group][name] != value
-    ]
+    if not path.exists():
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
+    return config_from_dict(read_json(path))
 
 
 @contextlib.contextmanager

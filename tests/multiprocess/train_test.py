@@ -15,6 +15,7 @@ from conftest import ROOT, TINY
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint import Checkpointer
+from difftx.training.manifest import damage
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
@@ -170,6 +171,26 @@ def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
         abstract = jax.eval_shape(lambda: init_state(config))
         states = [Checkpointer(tmp_path / name).restore(3, abstract, mesh)[0] for name in ("one", "copy")]
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_two_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_one_before(started):
+    options = {"train__steps": 20, "mesh__data": 2}
+    one = started(count=1, devices=4, **options)
+    assert one.wait(0)[0] == 0, one.logs[0].read_text()
+    folder, before = one.metrics.parent / "checkpoints", rows(one.metrics)
+    file = max(
+        (path for path in (folder / "20" / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
+    os.truncate(file, file.stat().st_size - 1)
+    two = started(devices=2, **options)
+    for process in (0, 1):
+        code, text = two.wait(process)
+        assert code == 0, text
+        assert ("renamed 20.quarantined" in text) == (process == 0)
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "20.quarantined"]
+    assert damage(folder / "20", step=20, content=True) is None
+    np.testing.assert_allclose(*([row["loss"] for row in both] for both in (before, rows(two.metrics))), rtol=1e-5)
+    assert {row["attempt"] for row in rows(two.metrics) if row["step"] > 10} == {2}
 
 
 def test_a_killed_process_is_named(started):

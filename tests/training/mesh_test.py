@@ -60,7 +60,7 @@ def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mes
 
     saved = runs["fsdp 8"][0]
     checkpointer = Checkpointer(tmp_path, c.checkpoint)
-    checkpointer.save(saved, {"examples": 0}, c)
+    checkpointer.save(saved, {"examples": 0, "signature": {}}, c)
     checkpointer.close()
     for sizes in MESHES.values():
         mesh = mesh_of(**sizes)

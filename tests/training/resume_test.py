@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,9 +43,9 @@ def environment(devices):
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def train(text_file, workdir, devices=1, **changes):
+def train(text_file, workdir, *flags, devices=1, **changes):
     return subprocess.run(
-        command(text_file, workdir, **changes),
+        [*command(text_file, workdir, **changes), *flags],
         cwd=ROOT,
         env=environment(devices),
         capture_output=True,
@@ -74,6 +75,14 @@ def stop_at(step, text_file, workdir, devices=1):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     return process.wait(timeout=120)
+
+
+def flip_a_bit(checkpoint):
+    """Change the file with the most arrays of a checkpoint."""
+    file = max((path for path in checkpoint.glob("state/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +123,6 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     workdir = tmp_path / "killed"
     assert stop_at(45, text, workdir) == 75
     newest = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    import shutil
-
     shutil.rmtree(newest)  # As if the last checkpoint had never been written.
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')
@@ -163,21 +170,67 @@ def test_run_directory_describes_the_run(uninterrupted):
     assert len(row["lambda"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model__mlp_dim": 96}, "params/blocks/mlp/down_FD is not (2, 96, 32) float32 there"),
-        ({"data__seed": 5}, "the checkpoint was made with other data: seed 0 → 5;"),
-        ({"model__num_kv_heads": 1}, "params/blocks/attention/key_DKGd"),
-    ],
-)
-def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, changes, message):
-    import shutil
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continues_bit_for_bit(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir, folder = tmp_path / "damaged", tmp_path / "damaged" / "checkpoints"
+    shutil.copytree(whole, workdir)
+    flip_a_bit(folder / "60")
+    (folder / "80").mkdir()
+    result = train(text, workdir)
+    assert result.returncode == 0, result.stderr
+    assert "attempt 2, from step 40" in result.stdout
+    assert train_losses(workdir)[0] == train_losses(whole)[0]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["20", "40", "60", "60.quarantined", "80.quarantined"]
 
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(uninterrupted, tmp_path):
     text, whole = uninterrupted
     shutil.copytree(whole, tmp_path / "run")
-    result = train(text, tmp_path / "run", train__steps=90, **changes)
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        flip_a_bit(folder)
+    result = train(text, tmp_path / "run")
+    assert result.returncode == 2
+    assert "there are checkpoints, but none verifies" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert train_losses(tmp_path / "run")[0] == train_losses(whole)[0]
+
+
+def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
+    """No file may grow beyond 50 kB, which is less than the parameters need."""
+    text, _ = uninterrupted
+    limit = ["prlimit", "--fsize=50000"]
+    changes = {"train__steps": 12, "checkpoint__every_steps": 4, "checkpoint__max_failed_saves": 2}
+    result = subprocess.run(
+        [*limit, *command(text, tmp_path / "run", **changes)],
+        cwd=ROOT,
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 1
+    assert "checkpoint of step 4 was not saved, failure 1 of 2 in a row: " in result.stdout
+    # Before it may stand what tensorstore's threads print when orbax no longer waits for their other writes.
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("error: checkpoint of step 8 was not saved, failure 2 of 2 in a row: "), result.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "message"),
+    [
+        ((), {"model__mlp_dim": 96}, "changed since the checkpoint of step 60: model.mlp_dim: 64 → 96; restore"),
+        (["--allow_config_change"], {"model__mlp_dim": 96}, "mlp/down_FD is not (2, 96, 32) float32 there"),
+        ((), {"data__seed": 5}, "data.seed: 0 → 5; restore what changed, use a new --workdir, or go on all the same"),
+    ],
+)
+def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flags, changes, message):
+    text, whole = uninterrupted
+    shutil.copytree(whole, tmp_path / "run")
+    result = train(text, tmp_path / "run", *flags, train__steps=90, **changes)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert "changed since the checkpoint: train.steps: 60 → 90" in result.stdout
+    assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
+    assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()

@@ -1,0 +1,200 @@
+"""Looking after a run's checkpoints: python -m difftx checkpoint ls|verify|diff|prune --workdir=DIR."""
+
+import argparse
+import dataclasses
+import datetime
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+import rich.markup
+import rich.table
+
+from difftx.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PLAIN_WIDTH = 160  # Of a table in a file or a pipe: wide enough for a reason.
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `checkpoint ls`, `verify`, `diff` or `prune`."""
+    parser = argparse.ArgumentParser("difftx checkpoint", description="Look after checkpoints.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    texts = {
+        "ls": "list the checkpoints of a run, and whether they verify by names and sizes",
+        "verify": "read every file and compare its checksum",
+        "diff": "compare the configs and arrays of two checkpoints",
+        "prune": "delete what the run's config, or --keep, does not keep",
+    }
+    parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
+    for command in parsers.values():
+        command.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+    parsers["diff"].add_argument("a", help="a step of --workdir, or the folder of a checkpoint")
+    parsers["diff"].add_argument("b")
+    parsers["diff"].add_argument("--values", action="store_true", help="read the arrays: the norm of each difference")
+    parsers["prune"].add_argument("--keep", type=int, help="keep so many, the newest, and no others")
+    parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
+    options = parser.parse_args(arguments)
+    folder = options.workdir / "checkpoints"
+    if not folder.is_dir():
+        raise UserError(f"--workdir={options.workdir}: no checkpoints there")
+    if options.command == "ls":
+        return list_checkpoints(folder)
+    if options.command == "verify":
+        return verify(folder)
+    if options.command == "diff":
+        return diff(_find(folder, options.a), _find(folder, options.b), options.values)
+    if options.keep is not None and options.keep < 1:
+        raise UserError(f"--keep={options.keep}: at least one is kept")
+    return prune(options.workdir, options.keep, options.yes)
+
+
+def list_checkpoints(folder: Path) -> int:
+    """Print a table of the checkpoints, and of what was put aside."""
+    from difftx.training.manifest import damage, quarantined_in, steps_in
+
+    table = rich.table.Table()
+    for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
+        table.add_column(title, justify=justify, overflow="fold")
+    for path in [folder / str(step) for step in steps_in(folder)]:
+        why = damage(path, step=int(path.name), content=False)
+        table.add_row(
+            path.name, _size(path), _age(path), "verified (sizes)" if why is None else rich.markup.escape(why)
+        )
+    for path in quarantined_in(folder):
+        table.add_row(path.name, _size(path), _age(path), "did not verify")
+    console = rich.console.Console()
+    rich.console.Console(width=None if console.is_terminal else PLAIN_WIDTH).print(table)
+    return 0
+
+
+def verify(folder: Path) -> int:
+    """Compare every checksum and print the result for each checkpoint.
+
+    Raises:
+        UserError: one does not verify.
+    """
+    from difftx.training.manifest import damage, steps_in
+
+    steps, bad = steps_in(folder), []
+    for step in steps:
+        began = time.perf_counter()
+        why = damage(folder / str(step), step=step, content=True)
+        print(f"{step}: {why or f'every checksum is right ({time.perf_counter() - began:.1f} s)'}", flush=True)
+        bad += [str(step)] if why else []
+    if bad:
+        raise UserError(f"{folder}: {len(bad)} of {len(steps)} checkpoints do not verify: {', '.join(bad)}")
+    return 0
+
+
+def diff(a: Path, b: Path, values: bool) -> int:
+    """Print the fields and arrays in which two checkpoints differ.
+
+    Raises:
+        UserError: one of them does not verify.
+    """
+    from difftx.training.changes import changed_fields
+    from difftx.training.checkpoint import config_of
+    from difftx.training.manifest import damage, read_manifest
+
+    for folder in (a, b):
+        if why := damage(folder, content=values):
+            raise UserError(f"{folder}: does not verify: {why}")
+    lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
+    old, new = read_manifest(a).arrays, read_manifest(b).arrays
+    lines += [f"{name}: only in {a}" for name in old if name not in new]
+    lines += [f"{name}: only in {b}" for name in new if name not in old]
+    lines += [
+        f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}"
+        for name in old
+        if name in new and old[name] != new[name]
+    ]
+    if values:
+        lines += _value_changes(a, b)
+    print(*lines or ["no difference" if values else "no difference in config, names, shapes and dtypes"], sep="\n")
+    return 0
+
+
+def prune(workdir: Path, keep: int | None, yes: bool) -> int:
+    """Delete the verified checkpoints that the rule does not keep, and what was put aside; print them first.
+
+    What does not verify stays, and everything does where nothing verifies.
+    """
+    from difftx.training.manifest import damage, quarantined_in, steps_in
+    from difftx.training.retention import remove, steps_to_keep
+    from difftx.training.run import read_config
+
+    folder = workdir / "checkpoints"
+    rule = read_config(workdir).checkpoint
+    if keep is not None:
+        rule = dataclasses.replace(rule, keep=keep, keep_every_steps=None, keep_best=None)
+    reasons = {step: damage(folder / str(step), step=step, content=True) for step in steps_in(folder)}
+    verified = [step for step, why in reasons.items() if why is None]
+    for step, why in reasons.items():
+        if why is not None:
+            print(f"{step}: stays, since it does not verify: {why}")
+    if not verified:
+        raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
+    kept = steps_to_keep(rule, verified, workdir)
+    going = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
+    print(f"kept: {', '.join(map(str, sorted(kept)))}")
+    for path in going:
+        print(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})")
+    if yes:
+        remove(going)
+    elif going:
+        print("add --yes to delete")
+    return 0
+
+
+def _value_changes(a: Path, b: Path) -> Iterator[str]:
+    """Yield the norm of the difference of each array that both have in one shape; both are read into memory."""
+    import numpy as np
+
+    old, new = _read_arrays(a), _read_arrays(b)
+    for name, x in old.items():
+        y = new.get(name)
+        if y is None or x.shape != y.shape:
+            continue
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        norm = np.linalg.norm(y - x)
+        if norm > 0 or not np.isfinite(norm):
+            yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
+
+
+def _read_arrays(folder: Path) -> "dict[str, np.ndarray]":
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    from difftx.training.manifest import array_name
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
+        tree = reader.restore(folder.resolve() / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _find(folder: Path, name: str) -> Path:
+    """Return the folder of a checkpoint, by its step or its path."""
+    found = folder / name if name.isdecimal() else Path(name)
+    if not found.is_dir():
+        from difftx.training.manifest import steps_in
+
+        steps = ", ".join(map(str, steps_in(folder)))
+        raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {steps or '(none)'}")
+    return found
+
+
+def _size(folder: Path) -> str:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _age(folder: Path) -> str:
+    return str(datetime.timedelta(seconds=round(time.time() - folder.stat().st_mtime)))

@@ -1,0 +1,180 @@
+"""What a checkpoint must hold to be used: `manifest.json` in its folder, the last file that is written there."""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+
+from difftx.config import Config
+from difftx.errors import UserError
+from difftx.files import json_sha256, read_json, write_atomically
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+# Orbax writes them after the manifest, before the folder gets its name, with the time. They must be there; what they
+# hold is not read, so that it has no checksum.
+COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
+BLOCK_BYTES = 2**22
+THREADS = min(8, os.cpu_count() or 1)  # zlib lets go of Python's lock.
+TYPES = {
+    "format": int,
+    "step": int,
+    "config_sha256": str,
+    "data": dict,
+    "packages": dict,
+    "arrays": dict,
+    "files": dict,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's contents."""
+
+    step: int
+    config_sha256: str
+    data: dict[str, Any]  # The loader's signature: sources, tokenizer, rows, order.
+    packages: dict[str, str]
+    arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape, dtype.
+    files: dict[str, tuple[int, str]]  # Path in the folder → bytes, CRC-32 in hexadecimal.
+
+
+def array_name(path: tuple[Any, ...]) -> str:
+    """Return a leaf's name, such as "params/embedding", from its path in a tree."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name → shape and dtype of every array of a tree, as a manifest has them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {array_name(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of what a run's numbers depend on."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def write_manifest(folder: Path, step: int, arrays: dict[str, Any], config: Config, data: dict[str, Any]) -> None:
+    """Read every file below `folder` and write its manifest."""
+    markers = {folder / name for name in COMMIT_MARKERS}
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        checksums = list(pool.map(crc32_of, files))
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "config_sha256": json_sha256(json.loads(config.to_json())),
+        "data": data,
+        "packages": package_versions(),
+        "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
+        "files": {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": checksum}
+            for path, checksum in zip(files, checksums, strict=True)
+        },
+    }
+    # As in a token store's meta.json, the last field is the SHA-256 of the others.
+    write_atomically(folder / MANIFEST, json.dumps(content | {"sha256": json_sha256(content)}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises:
+        UserError: there is none, it is damaged, or it names a file outside of its folder.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(f"no {MANIFEST}")
+    raw = read_json(path)
+    try:
+        whole = isinstance(raw, dict) and raw.pop("sha256", None) == json_sha256(raw)
+    except RecursionError:
+        whole = False
+    if not whole:
+        raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
+    for name, kind in TYPES.items():
+        if type(raw.get(name)) is not kind:
+            raise UserError(f"{MANIFEST} has no {name} of type {kind.__name__}")
+    if raw["format"] != FORMAT:
+        raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}")
+    try:
+        arrays = {n: (tuple(int(size) for size in a["shape"]), str(a["dtype"])) for n, a in raw["arrays"].items()}
+        files = {name: (int(file["bytes"]), str(file["crc32"])) for name, file in raw["files"].items()}
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        raise UserError(f"{MANIFEST}: its arrays or files are not described as they should be ({error!r})") from error
+    for name in files:
+        _check_inside(folder, name)
+    return Manifest(raw["step"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files)
+
+
+def damage(folder: Path, *, step: int | None = None, content: bool) -> str | None:
+    """Return why the checkpoint in `folder` cannot be used, or None if it can.
+
+    Args:
+        folder: of one step.
+        step: of the state in it, where that is known.
+        content: compare checksums too, not only which files there are and how long.
+    """
+    try:
+        manifest = read_manifest(folder)
+        if step is not None and manifest.step != step:
+            return f"{MANIFEST} is that of step {manifest.step}"
+        for name in COMMIT_MARKERS:
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+        for name, (size, _) in manifest.files.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size} bytes, not {size}"
+        if content:
+            with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+                found = pool.map(crc32_of, (folder / name for name in manifest.files))
+                for (name, (_, expected)), checksum in zip(manifest.files.items(), found, strict=True):
+                    if checksum != expected:
+                        return f"{name} is damaged: its CRC-32 is {checksum}, not {expected}"
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or folder} cannot be read: {error.strerror}"
+    return None
+
+
+def crc32_of(file: Path) -> str:
+    """Return a file's CRC-32, eight hexadecimal digits: any flipped bit, or run of 32, changes it."""
+    checksum, block = 0, bytearray(BLOCK_BYTES)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            checksum = zlib.crc32(memoryview(block)[:count], checksum)
+    return f"{checksum:08x}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a folder in a run's folder of checkpoints, ascending, whether they verify or not."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
+
+
+def quarantined_in(folder: Path) -> list[Path]:
+    """Return what was put aside because it did not verify."""
+    return sorted(folder.glob("*.quarantined*"))
+
+
+def _check_inside(folder: Path, name: str) -> None:
+    """Refuse the path of a file outside of the folder, also by a symbolic link."""
+    path = PurePosixPath(name)
+    try:
+        inside = (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # A loop of links, a name that no file can have.
+        inside = False
+    if not inside or path.is_absolute() or ".." in path.parts:
+        raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")

@@ -1,0 +1,96 @@
+"""Where a run starts, and whether its config may have changed since."""
+
+from pathlib import Path
+
+import jax
+
+from difftx.config import Config
+from difftx.data.loader import Loader, signature_changes
+from difftx.errors import UserError
+from difftx.parallel.multihost import decided_by_lead, say
+from difftx.training.changes import changed_fields
+from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.manifest import MANIFEST, damage, read_manifest
+from difftx.training.run import Run
+from difftx.training.state import TrainState, init_state
+
+
+def starting_state(
+    run: Run, checkpointer: Checkpointer, loader: Loader, *, allow_config_change: bool
+) -> tuple[TrainState, int]:
+    """Return the state and the step to go on from, with `loader` set to what comes next.
+
+    Raises:
+        UserError: no checkpoint verifies though there are some, or what was found does not fit the config.
+    """
+    # The first of these that there is (docs/operations.md says the same):
+    #   1. The newest checkpoint of the run's own workdir that verifies: parameters, optimizer, step, place in the data.
+    #      If there are checkpoints and none verifies, the run does not start.
+    #   2. `checkpoint.init_from`: the parameters of another run; step 0, a new optimizer, the first example.
+    #   3. Nothing: parameters from `train.seed`.
+    step = checkpointer.newest()
+    if step is not None:
+        return _resume(run, checkpointer, loader, step, allow_config_change), step
+    state = jax.jit(lambda: init_state(run.config))()
+    if run.config.checkpoint.init_from is None:
+        return state, 0
+    params = _weights_of(run, Path(run.config.checkpoint.init_from))
+    return TrainState(state.step, params, state.opt_state), 0
+
+
+def _resume(run: Run, checkpointer: Checkpointer, loader: Loader, step: int, allow_config_change: bool) -> TrainState:
+    data = read_manifest(checkpointer.folder / str(step)).data
+    refused = _unsafe_changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
+    if refused and not allow_config_change:
+        raise UserError(
+            f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
+            "restore what changed, use a new --workdir, or go on all the same with --allow_config_change"
+        )
+    abstract = jax.eval_shape(lambda: init_state(run.config))
+    state, loader_state = checkpointer.restore(step, abstract, run.mesh)
+    if allow_config_change:
+        loader_state = loader_state | {"signature": run.data.signature}
+    loader.restore(loader_state)
+    return state
+
+
+def _unsafe_changes(old: Config, new: Config, data_changes: list[str]) -> list[str]:
+    """Print what differs and return what a run must not go on with unasked.
+
+    Fields of `data` say where it is and how it is read; whether the rows are the same, only their signature knows.
+    """
+    refused, data_fields = [], []
+    for change in changed_fields(old, new):
+        is_data = change.field.startswith("data.") and not change.is_safe
+        safe = change.is_safe or (is_data and not data_changes)
+        say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
+        if not safe:
+            (data_fields if is_data else refused).append(str(change))
+    return refused + (data_fields or [f"data, {change}" for change in data_changes])
+
+
+def _weights_of(run: Run, source: Path) -> object:
+    """Return the parameters in the directory of a run or of one checkpoint."""
+    folder = Path(decided_by_lead(lambda: str(_checkpoint_in(source)), DECISION_SECONDS))
+    data = read_manifest(folder).data
+    if data.get("tokenizer") != run.data.signature["tokenizer"]:
+        raise UserError(
+            f"checkpoint.init_from={source}: {folder} was trained with another tokenizer than data.tokenizer="
+            f"{run.config.data.tokenizer!r}; use that one"
+        )
+    abstract = jax.eval_shape(lambda: init_state(run.config)).params
+    params = restore_params(folder, abstract, run.mesh)
+    say(f"parameters from {folder}")
+    return params
+
+
+def _checkpoint_in(source: Path) -> Path:
+    if (source / MANIFEST).is_file() and not (source / "checkpoints").is_dir():
+        if why := damage(source, content=True):
+            raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
+        return source.resolve()
+    reader = Checkpointer(source)
+    step = reader.find_newest()
+    if step is None:
+        raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
+    return reader.folder / str(step)

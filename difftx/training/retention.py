@@ -1,0 +1,88 @@
+"""Which checkpoints of a run are kept, and how the others go."""
+
+import dataclasses
+import datetime
+import math
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as orbax
+
+from difftx.config import CheckpointConfig
+from difftx.errors import UserError
+from difftx.files import read_json
+
+REMOVED = ".removed"
+# What a kill leaves of a save, or of a removal.
+LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A checkpoint as orbax's policies see it."""
+
+    step: int
+    metrics: dict[str, Any] | None
+    time: datetime.datetime = datetime.datetime.min  # No policy of ours looks at it.
+
+
+def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path) -> set[int]:
+    """Return which of the steps of verified checkpoints the config keeps: never none of them."""
+    policies: list[orbax.PreservationPolicy] = [orbax.LatestN(config.keep)]
+    if config.keep_every_steps is not None:
+        policies.append(orbax.EveryNSteps(config.keep_every_steps))
+    best = config.keep_best
+    if best is not None:
+        reverse = config.keep_best_mode == "min"  # The last one in orbax's order is its best.
+        policies.append(
+            orbax.BestN(
+                get_metric_fn=lambda metrics: metrics[best],
+                reverse=reverse,
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    candidates = [Candidate(step, metrics_of(workdir, step, best) if best else None) for step in sorted(steps)]
+    if not candidates:
+        return set()
+    kept = orbax.AnyPreservationPolicy(policies).should_preserve(candidates, context=orbax.PreservationContext())
+    return {candidate.step for candidate, keep in zip(candidates, kept, strict=True) if keep}
+
+
+def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
+    """Return number `name`, "suite/number", of the evaluation after a step; None if there is no finite one.
+
+    Raises:
+        UserError: the suite's file has no such number.
+    """
+    suite, number = name.split("/")
+    path = workdir / "evals" / suite / f"{step}.json"
+    if not path.exists():
+        return None
+    result = read_json(path)
+    numbers = result.get("numbers") if isinstance(result, dict) else None
+    if not isinstance(numbers, dict) or number not in numbers:
+        known = ", ".join(numbers) if isinstance(numbers, dict) else "none"
+        raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
+    value = numbers[number]
+    return {name: float(value)} if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Delete checkpoints. Each first loses its name, so that a kill leaves no half of one."""
+    for folder in folders:
+        renamed = folder.with_name(f"{folder.name}{REMOVED}")
+        folder.rename(renamed)
+        shutil.rmtree(renamed)
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Delete what a killed process left unfinished in the folder of checkpoints; return the names."""
+    leftovers = [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
+    for path in leftovers:
+        shutil.rmtree(path)
+    return sorted(path.name for path in leftovers)

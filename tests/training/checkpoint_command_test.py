@@ -1,0 +1,122 @@
+"""python -m difftx checkpoint ls|verify|diff|prune on real checkpoints."""
+
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT, replace
+
+from difftx.errors import UserError
+from difftx.report.checkpoints import main
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.state import TrainState
+from training.verified_test import LOADER, flip_a_bit, largest_file, names, state_at
+
+
+@pytest.fixture
+def workdir(config, tmp_path):
+    """A run with checkpoints of steps 10, 20 and 30, of another learning rate and width at the end, that keeps two."""
+    c = config(checkpoint__keep=2)
+    writer = Checkpointer(tmp_path, replace(c, "checkpoint", keep=9).checkpoint)
+    for step in (10, 20):
+        writer.save(state_at(step), LOADER, c)
+    writer.save(state_at(30, size=4), LOADER, replace(c, "optimizer", learning_rate=0.5))
+    writer.close()
+    (tmp_path / "config.json").write_text(c.to_json())
+    return tmp_path
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_ls_shows_what_there_is(workdir, capsys):
+    (workdir / "checkpoints" / "20" / "manifest.json").unlink()
+    (workdir / "checkpoints" / "40.quarantined").mkdir()
+    assert run("ls", "--workdir", workdir) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    states = {row[0]: row[-1] for row in rows if row}
+    assert states == {
+        "10": "verified (sizes)",
+        "20": "no manifest.json",
+        "30": "verified (sizes)",
+        "40.quarantined": "did not verify",
+    }
+
+
+def test_verify_reads_everything(workdir, capsys):
+    assert run("verify", "--workdir", workdir) == 0
+    assert capsys.readouterr().out.count("every checksum is right") == 3
+    flip_a_bit(largest_file(workdir / "checkpoints" / "20"))
+    with pytest.raises(UserError, match="1 of 3 checkpoints do not verify: 20"):
+        run("verify", "--workdir", workdir)
+    assert "is damaged: its CRC-32" in capsys.readouterr().out
+
+
+def test_diff_names_fields_and_arrays(workdir, capsys):
+    assert run("diff", "10", "20", "--workdir", workdir) == 0
+    assert capsys.readouterr().out == "no difference in config, names, shapes and dtypes\n"
+    assert run("diff", "10", workdir / "checkpoints" / "30", "--workdir", workdir) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "config optimizer.learning_rate: 0.004 → 0.5",
+        "opt_state/mu: (3, 2) float32 → (4, 2) float32",
+        "params/layer/w: (3, 2) float32 → (4, 2) float32",
+    ]
+    assert run("diff", "10", "20", "--values", "--workdir", workdir) == 0
+    norm = (6 * 10**2) ** 0.5  # Six numbers that went from 10 to 20.
+    line = f"params/layer/w: ‖difference‖ {norm:.4g}, ‖before‖ {norm:.4g}, ‖after‖ {2 * norm:.4g}\n"
+    assert line in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"'15': no such checkpoint; .* has the steps 10, 20, 30"):
+        run("diff", "10", "15", "--workdir", workdir)
+
+
+def test_prune_follows_the_runs_rule_and_needs_yes(workdir, capsys):
+    folder = workdir / "checkpoints"
+    (folder / "40.quarantined").mkdir()
+    assert run("prune", "--workdir", workdir) == 0
+    assert "would be deleted: 10 (" in capsys.readouterr().out
+    assert names(folder) == ["10", "20", "30", "40.quarantined"]
+    assert run("prune", "--yes", "--workdir", workdir) == 0
+    assert names(folder) == ["20", "30"]
+
+
+def test_prune_never_deletes_the_last_that_verifies(workdir, capsys):
+    folder = workdir / "checkpoints"
+    for step in ("20", "30"):
+        flip_a_bit(largest_file(folder / step))
+    assert run("prune", "--keep=1", "--yes", "--workdir", workdir) == 0
+    assert "kept: 10" in capsys.readouterr().out
+    assert names(folder) == ["10", "20", "30"]
+    flip_a_bit(largest_file(folder / "10"))
+    with pytest.raises(UserError, match="no checkpoint verifies, so none is deleted"):
+        run("prune", "--keep=1", "--yes", "--workdir", workdir)
+    assert names(folder) == ["10", "20", "30"]
+
+
+def test_mistakes_are_one_line_and_exit_2(workdir, tmp_path):
+    for arguments, message in (
+        (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
+        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0: at least one is kept"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-m", "difftx", "checkpoint", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_arrays_of_one_checkpoint_only_are_named(workdir, config, capsys):
+    writer = Checkpointer(workdir, replace(config(), "checkpoint", keep=9).checkpoint)
+    more = state_at(50).params | {"extra": jnp.zeros(2)}
+    writer.save(TrainState(jnp.int32(50), more, {"mu": jnp.zeros((3, 2))}), LOADER, config())
+    writer.close()
+    assert run("diff", "50", "20", "--workdir", workdir) == 0
+    assert f"params/extra: only in {workdir / 'checkpoints' / '50'}" in capsys.readouterr().out

@@ -1,0 +1,401 @@
+"""Checkpoints that were damaged, cut short or never finished, and saves that fail: what a run then goes on with."""
+
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import replace
+
+from difftx.config_reader import override
+from difftx.data.loader import Loader
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import RunError, UserError
+from difftx.files import json_sha256
+from difftx.training import checkpoint as checkpoint_module
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.manifest import MANIFEST, damage, read_manifest, write_manifest
+from difftx.training.resume import starting_state
+from difftx.training.run import Run
+from difftx.training.state import TrainState
+
+LOADER = {"examples": 8, "signature": {"seed": 0}}
+
+
+def state_at(step, size=3):
+    params = {"layer": {"w": jnp.full((size, 2), step, jnp.float32)}}
+    return TrainState(jnp.int32(step), params, {"mu": jnp.full((size, 2), 2 * step, jnp.float32)})
+
+
+def abstract(size=3):
+    return jax.eval_shape(lambda: state_at(0, size))
+
+
+@pytest.fixture
+def saved(config, tmp_path):
+    """Return a function that saves tiny states of some steps, and returns their folder."""
+
+    def save(*steps, **changes):
+        checkpoint = replace(config(), "checkpoint", **changes)
+        writer = Checkpointer(tmp_path, checkpoint.checkpoint)
+        for step in steps:
+            writer.save(state_at(step), LOADER, checkpoint)
+        writer.close()
+        return tmp_path / "checkpoints"
+
+    return save
+
+
+@pytest.fixture
+def trainer(config, tmp_path):
+    """Return a checkpointer as a training that starts again opens it."""
+    return Checkpointer(tmp_path, config().checkpoint)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def largest_file(folder):
+    """Return the file with the arrays."""
+    return max((path for path in folder.glob("state/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    (folder / "state").mkdir(parents=True)
+
+
+def edit_manifest(folder, change, sign=True):
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["sha256"]
+    change(content)
+    signature = json_sha256(content) if sign else "0" * 64
+    (folder / MANIFEST).write_text(json.dumps(content | {"sha256": signature}))
+
+
+def add_file(name):
+    return lambda folder: edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 0, "crc32": "00000000"}}))
+
+
+def link_outside(folder):
+    (folder / "link").symlink_to("/etc")
+    add_file("link/hostname")(folder)
+
+
+DAMAGES = {
+    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is damaged: its CRC-32"),
+    "flipped bit in the loader's state": (
+        lambda f: flip_a_bit(f / "loader" / "metadata"),
+        "loader/metadata is damaged",
+    ),
+    "truncated": (lambda f: os.truncate(largest_file(f), 100), "has 100 bytes, not"),
+    "missing file": (lambda f: (f / "state" / "_METADATA").unlink(), "state/_METADATA is missing"),
+    "missing commit marker": (lambda f: (f / "commit_success.txt").unlink(), "commit_success.txt is missing"),
+    "empty directory": (empty, "no manifest.json"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "no manifest.json"),
+    "manifest cut": (lambda f: os.truncate(f / MANIFEST, 200), "is not JSON"),
+    "manifest of garbage": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\x00"), "not JSON"),
+    "manifest of brackets": (lambda f: (f / MANIFEST).write_text("[" * 200_000), "not JSON"),
+    "manifest is a list": (lambda f: (f / MANIFEST).write_text("[1]"), "manifest.json is damaged"),
+    "manifest changed": (
+        lambda f: edit_manifest(f, lambda m: m.update(step=3), sign=False),
+        "manifest.json is damaged",
+    ),
+    "manifest of another step": (lambda f: edit_manifest(f, lambda m: m.update(step=3)), "is that of step 3"),
+    "manifest of another format": (lambda f: edit_manifest(f, lambda m: m.update(format=9)), "has format 9"),
+    "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "has no files of type dict"),
+    "manifest with odd arrays": (lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})), "not described"),
+    "path upwards": (add_file("../20/commit_success.txt"), "which is not a file of this folder"),
+    "absolute path": (add_file("/etc/hostname"), "which is not a file of this folder"),
+    "path by a link": (link_outside, "which is not a file of this folder"),
+    "path that no file has": (add_file("a\0b"), "which is not a file of this folder"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_does_not_verify_is_put_aside_and_the_one_before_is_taken(saved, trainer, mesh_of, capsys, name):
+    folder = saved(20, 40)
+    hurt, reason = DAMAGES[name]
+    hurt(folder / "40")
+    assert trainer.newest() == 20
+    assert names(folder) == ["20", "40.quarantined"]
+    printed = capsys.readouterr().out
+    assert reason in printed
+    assert "renamed 40.quarantined" in printed
+    state, loader = trainer.restore(20, abstract(), mesh_of())
+    jax.tree.map(np.testing.assert_array_equal, state, state_at(20))
+    assert loader == LOADER
+
+
+def test_a_manifest_says_what_the_checkpoint_holds(saved, config):
+    folder = saved(20)
+    manifest = read_manifest(folder / "20")
+    assert manifest.step == 20
+    assert manifest.arrays["params/layer/w"] == ((3, 2), "float32")
+    assert manifest.arrays["step"] == ((), "int32")
+    assert manifest.data == LOADER["signature"]
+    assert manifest.packages["jax"] == jax.__version__
+    assert len(manifest.config_sha256) == 64
+    there = {str(p.relative_to(folder / "20")) for p in (folder / "20").rglob("*") if p.is_file()}
+    assert there - set(manifest.files) == {MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA"}
+    assert damage(folder / "20", step=20, content=True) is None
+
+
+def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved, tmp_path, config):
+    folder = saved(20, 40)
+    flip_a_bit(largest_file(folder / "40"))
+    by_size = replace(config(), "checkpoint", verify="sizes").checkpoint
+    assert Checkpointer(tmp_path, by_size).newest() == 40
+    os.truncate(largest_file(folder / "40"), 100)
+    assert Checkpointer(tmp_path, by_size).newest() == 20
+
+
+def test_a_second_bad_one_of_a_step_does_not_replace_the_first(saved, trainer):
+    folder = saved(20, 40)
+    (folder / "40" / MANIFEST).unlink()
+    (folder / "40.quarantined").mkdir()
+    assert trainer.newest() == 20
+    assert names(folder) == ["20", "40.quarantined", "40.quarantined.2"]
+
+
+def test_none_that_verifies_stops_the_run_now_and_later(saved, trainer):
+    folder = saved(20, 40)
+    for step in ("20", "40"):
+        (folder / step / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"none verifies \(40: no manifest.json; 20: no manifest.json\)"):
+        trainer.newest()
+    with pytest.raises(UserError, match=r"none verifies \(20.quarantined; 40.quarantined\)"):
+        trainer.newest()
+
+
+def test_leftovers_of_a_kill_go_and_are_no_checkpoints(saved, trainer, tmp_path, capsys):
+    folder = saved(20)
+    shutil.copytree(folder / "20", folder / "40.orbax-checkpoint-tmp")
+    shutil.move(folder / "20", folder / "20.removed")
+    assert Checkpointer(tmp_path).newest() is None  # A reader leaves everything as it is.
+    assert names(folder) == ["20.removed", "40.orbax-checkpoint-tmp"]
+    assert trainer.newest() is None
+    assert names(folder) == []
+    assert "removed 20.removed, 40.orbax-checkpoint-tmp" in capsys.readouterr().out
+
+
+def test_a_reader_skips_what_does_not_verify_and_renames_nothing(saved, tmp_path, capsys):
+    folder = saved(20, 40)
+    flip_a_bit(largest_file(folder / "40"))
+    reader = Checkpointer(tmp_path)
+    assert reader.newest() == 20
+    assert "does not verify" in capsys.readouterr().out
+    assert names(folder) == ["20", "40"]
+    assert reader.verified(20) == 20
+    with pytest.raises(UserError, match=r"step 40: the checkpoint does not verify: state/.* is damaged"):
+        reader.verified(40)
+    with pytest.raises(UserError, match="step 30: no such checkpoint; there are 20, 40"):
+        reader.verified(30)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        ({"keep": 2}, ["40", "50"]),
+        ({"keep": 1, "keep_every_steps": 20}, ["20", "40", "50"]),
+        ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "min"}, ["30", "50"]),
+        ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "max"}, ["20", "50"]),
+    ],
+)
+def test_what_is_kept(saved, tmp_path, rule, kept):
+    evals = tmp_path / "evals" / "loss"
+    evals.mkdir(parents=True)
+    for step, loss in {10: 4.0, 20: 5.0, 30: 1.0, 40: None}.items():
+        (evals / f"{step}.json").write_text(json.dumps({"numbers": {"loss": loss}}))
+    assert names(saved(10, 20, 30, 40, 50, **rule)) == kept
+
+
+def test_a_number_that_no_suite_has_deletes_nothing_and_is_told(saved, tmp_path, capsys):
+    (tmp_path / "evals" / "loss").mkdir(parents=True)
+    (tmp_path / "evals" / "loss" / "10.json").write_text('{"numbers": {"loss": 1.0}}')
+    assert names(saved(10, 20, keep=1, keep_best="loss/los")) == ["10", "20"]
+    assert "has no number 'los'; it has loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint__keep_best": "loss"}, "write SUITE/NUMBER"),
+        ({"checkpoint__keep_best": "sample/x"}, "sample is not one of eval.suites"),
+        ({"checkpoint__keep_best": "loss/loss", "eval__every_steps": 7}, "does not divide checkpoint.every_steps"),
+        ({"checkpoint__max_failed_saves": 0}, "must be positive"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused(config, changes, message):
+    with pytest.raises(UserError, match=message):
+        config(**changes)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Return a list; as long as it is not empty, writing manifests fails as it does on a full disk."""
+    fails = []
+
+    def write(*args):
+        if fails:
+            raise OSError(28, "No space left on device")
+        write_manifest(*args)
+
+    monkeypatch.setattr(checkpoint_module, "write_manifest", write)
+    return fails
+
+
+def test_a_failed_save_is_reported_and_tried_again(config, tmp_path, capsys, full_disk):
+    c = config()
+    writer = Checkpointer(tmp_path, c.checkpoint)
+    writer.save_and_wait(state_at(10), LOADER, c)
+    full_disk.append(True)
+    writer.save(state_at(20), LOADER, c)
+    writer._saving[1].exception()  # The thread has ended; the loop asks after the next step.
+    writer.check()
+    told = capsys.readouterr().out
+    assert "checkpoint of step 20 was not saved, failure 1 of 3 in a row: OSError: [Errno 28] No space left" in told
+    assert names(tmp_path / "checkpoints") == ["10"]
+    full_disk.clear()
+    writer.save_and_wait(state_at(20), LOADER, c)
+    full_disk.append(True)
+    writer.save(state_at(30), LOADER, c)
+    with pytest.raises(RunError, match="the last checkpoint was not saved"):
+        writer.close()
+    assert "failure 1 of 3" in capsys.readouterr().out  # The one that succeeded began the count anew.
+    assert Checkpointer(tmp_path).newest() == 20
+
+
+def test_too_many_failed_saves_end_the_run_and_harm_nothing(config, tmp_path, full_disk):
+    c = config(checkpoint__max_failed_saves=2)
+    writer = Checkpointer(tmp_path, c.checkpoint)
+    writer.save_and_wait(state_at(10), LOADER, c)
+    full_disk.append(True)
+    with pytest.raises(RunError, match=r"step 20 was not saved, failure 2 of 2 .*No space left on device"):
+        writer.save_and_wait(state_at(20), LOADER, c)
+    assert names(tmp_path / "checkpoints") == ["10"]
+    assert Checkpointer(tmp_path).newest() == 10
+
+
+# ── Where a run starts ──
+
+
+@pytest.fixture
+def start(config, mesh_of, text_file, tmp_path):
+    """Return a function: workdir, config changes → the starting state, and a checkpoint saved there on request."""
+
+    def begin(name, architecture="diff", save=False, allow=False, **changes):
+        base = {"data__path": text_file, "data__tokenizer": "bytes"}
+        c = override(config(architecture, **base), {k.replace("__", "."): str(v) for k, v in changes.items()})
+        encoding = load_tokenizer(c.data.tokenizer)
+        run = Run(c, tmp_path / name, mesh_of(), encoding, load_sources(c.data, encoding))
+        loader = Loader(
+            run.data.examples,
+            rows=c.batch_rows,
+            prefetch_batches=1,
+            sharding=run.batch_sharding,
+            signature=run.data.signature,
+        )
+        checkpointer = Checkpointer(run.workdir, c.checkpoint)
+        with jax.set_mesh(run.mesh):
+            state, step = starting_state(run, checkpointer, loader, allow_config_change=allow)
+            if save:
+                next(loader)
+                state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
+                checkpointer.save_and_wait(state, loader.state(), c)
+        checkpointer.close()
+        return state, step, loader.state()["examples"]
+
+    return begin
+
+
+def test_own_checkpoint_then_other_weights_then_fresh(start, tmp_path):
+    theirs, step, _ = start("a", save=True)
+    assert step == 0
+    for source in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "1"):
+        state, step, examples = start(f"b{source.name}", train__seed=7, checkpoint__init_from=source)
+        jax.tree.map(np.testing.assert_array_equal, state.params, theirs.params)
+        assert (step, int(state.step), examples) == (0, 0, 0)
+    own, _, _ = start("c", save=True, train__seed=9)
+    state, step, examples = start("c", train__seed=9, checkpoint__init_from=tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, state, own)
+    assert (step, examples) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__mlp_dim": 96}, r"params/blocks/mlp/down_FD is not \(2, 96, 32\) float32 there"),
+        ({"checkpoint__init_from": "nowhere"}, "init_from=nowhere: neither a run with checkpoints nor"),
+        (
+            {"checkpoint__init_from": "damaged"},
+            "init_from=.*damaged: the checkpoint does not verify: commit_success.txt is",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(start, tmp_path, changes, message):
+    start("a", save=True)
+    if changes.get("checkpoint__init_from") == "damaged":
+        shutil.copytree(tmp_path / "a" / "checkpoints" / "1", tmp_path / "damaged")
+        (tmp_path / "damaged" / "commit_success.txt").unlink()
+        changes = {"checkpoint__init_from": tmp_path / "damaged"}
+    with pytest.raises(UserError, match=message):
+        start("b", **({"checkpoint__init_from": tmp_path / "a"} | changes))
+    assert not list((tmp_path / "b" / "checkpoints").iterdir())
+
+
+def test_weights_of_another_tokenizer_are_refused(start, tmp_path):
+    start("a", save=True)
+    edit_manifest(tmp_path / "a" / "checkpoints" / "1", lambda m: m["data"].update(tokenizer="another"))
+    with pytest.raises(UserError, match="was trained with another tokenizer than data"):
+        start("b", checkpoint__init_from=tmp_path / "a")
+
+
+def test_safe_changes_pass_and_unsafe_ones_need_the_flag(start, tmp_path, text_file, capsys):
+    start("a", save=True)
+    moved = tmp_path / "moved.txt"
+    shutil.copy(text_file, moved)
+    safe = {
+        "train__steps": 50,
+        "train__accumulation": 2,
+        "eval__every_steps": 3,
+        "logging__every_steps": 7,
+        "checkpoint__keep": 9,
+        "model__remat": "full",
+        "data__prefetch_batches": 9,
+        "data__path": moved,
+    }
+    capsys.readouterr()
+    assert start("a", **safe)[1] == 1
+    printed = capsys.readouterr().out
+    assert printed.count("(safe)") == len(safe)
+    assert "(not safe)" not in printed
+    for unsafe, old in {
+        ("optimizer__learning_rate", 0.5): None,
+        ("train__seed", 4): "train.seed: 0 → 4",
+        ("data__seed", 4): "data.seed: 0 → 4",
+        ("train__global_batch_tokens", 128): "train.global_batch_tokens: 256 → 128",
+        ("model__norm_eps", 1e-3): "model.norm_eps: 1e-05 → 0.001",
+    }.items():
+        changes = dict([unsafe])
+        with pytest.raises(
+            UserError, match=r"changed since the checkpoint of step 1: .*--allow_config_change$"
+        ) as error:
+            start("a", **changes)
+        assert "\n" not in str(error.value)
+        assert old is None or old in str(error.value)
+        assert start("a", allow=True, **changes)[1] == 1
+    moved.write_text(text_file.read_text() + "another line\n")
+    with pytest.raises(UserError, match=r"data\.path: .*moved\.txt"):
+        start("a", data__path=moved)
