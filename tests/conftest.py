@@ -3,8 +3,8 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The suite is mostly compilation of tiny programs: without LLVM's expensive passes it takes half the time. Tests of the
-# commands start processes of their own, which compile as a user's do.
+# The suite is mostly compilation of tiny programs: without LLVM's expensive passes it takes half the time.
+# tests/commands_test.py starts processes that compile as a user's do.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -15,7 +15,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import dataclasses
+import functools
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +75,21 @@ def text_file(tmp_path: Path) -> Path:
     lines = (f"line {i}: the square of {i} is {i * i}, and its cube is {i**3}.\n" for i in range(4000))
     path.write_text("".join(lines))
     return path
+
+
+@functools.cache
+def _compilation_cache() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="difftx-tests-")
+
+
+def child_environment(devices: int) -> dict[str, str]:
+    """Return the environment of a process with so many CPU devices; what one has compiled the next one finds."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}"),
+        "JAX_COMPILATION_CACHE_DIR": _compilation_cache().name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def replace(config: Config, group: str, **changes: object) -> Config:

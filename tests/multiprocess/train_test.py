@@ -11,7 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, child_environment
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint import Checkpointer
@@ -40,10 +40,6 @@ class Processes:
         }
         overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
         flags = [f"--config.{name}={value}" for name, value in overrides.items()]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        }
         self.metrics = workdir / "metrics.jsonl"
         self.logs = [logs / f"{process}.log" for process in range(count)]
         self.running = {}
@@ -54,7 +50,7 @@ class Processes:
             self.running[process] = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
-                env=environment,
+                env=child_environment(devices),
                 stdout=self.logs[process].open("w"),
                 stderr=subprocess.STDOUT,
             )
@@ -104,9 +100,9 @@ def rows(metrics):
 
 
 def test_two_processes_train_as_one_and_stop_together(started):
-    """A SIGTERM to one stops both after the same step; one process of four devices then continues."""
-    options = {"train__steps": 40, "mesh__data": 2, "devices": 2}
-    whole = started("whole", count=1, **(options | {"devices": 4}))
+    """A SIGTERM to one stops both after the same step; one process of eight devices then continues."""
+    options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
+    whole = started("whole", count=1, **(options | {"devices": 8}))
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
     two = started("two", **options)
     two.until_step(12)
@@ -117,7 +113,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     assert steps[-1] == rows(two.metrics)[-1]["step"] >= 12
     assert "stopped by a signal" in codes_and_texts[0][1]
     assert "step" not in codes_and_texts[1][1].replace("[Gloo]", "")  # One process reports.
-    rest = started("two", count=1, **(options | {"devices": 4}))
+    rest = started("two", count=1, **(options | {"devices": 8}))
     assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
     assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
@@ -151,13 +147,12 @@ def test_two_processes_restore_what_one_saved_bit_for_bit(started, tmp_path):
     one = started("one", count=1, train__steps=3)
     assert one.wait(0)[0] == 0, one.logs[0].read_text()
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     folders = [str(tmp_path / name) for name in ("one", "copy")]
     running = [
         subprocess.Popen(
             [sys.executable, "-c", COPY, *together, f"--process={i}", *folders],
             cwd=ROOT,
-            env=environment,
+            env=child_environment(4),
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,7 +1,6 @@
 """Real training processes: stopped by SIGTERM, started again, refused."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, child_environment
 
 from difftx.training.metrics import read_metrics
 
@@ -38,16 +37,11 @@ def command(text_file, workdir, **changes):
     ]
 
 
-def environment(devices):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-
-
 def train(text_file, workdir, *flags, devices=1, **changes):
     return subprocess.run(
         [*command(text_file, workdir, **changes), *flags],
         cwd=ROOT,
-        env=environment(devices),
+        env=child_environment(devices),
         capture_output=True,
         text=True,
         timeout=300,
@@ -65,7 +59,7 @@ def train_losses(workdir):
 def stop_at(step, text_file, workdir, devices=1):
     """Train until `step` is in metrics.jsonl, then send SIGTERM; return the exit code."""
     process = subprocess.Popen(
-        command(text_file, workdir), cwd=ROOT, env=environment(devices), stdout=subprocess.DEVNULL
+        command(text_file, workdir), cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL
     )
     metrics = workdir / "metrics.jsonl"
     deadline = time.monotonic() + 300
@@ -204,7 +198,7 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     result = subprocess.run(
         [*limit, *command(text, tmp_path / "run", **changes)],
         cwd=ROOT,
-        env=environment(1),
+        env=child_environment(1),
         capture_output=True,
         text=True,
         timeout=300,
