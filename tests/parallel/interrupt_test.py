@@ -10,9 +10,12 @@ from difftx.parallel.multihost import Interrupt
 
 @pytest.fixture
 def interrupt():
+    # A shell lets its background jobs ignore Ctrl-C, and the tests may be one.
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = Interrupt()
     yield interrupt
     interrupt.close()
+    signal.signal(signal.SIGINT, outer)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
