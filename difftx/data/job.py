@@ -19,7 +19,7 @@ from difftx.data.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
-from difftx.files import write_atomically
+from difftx.files import read_json, write_atomically
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
 def _continue_or_begin(job: Job, journal: dict[str, Any]) -> None:
     path = job.work / "job.json"
     if path.exists():
-        before = json.loads(path.read_text())
+        before = read_json(path)
         names = sorted(before["files"].keys() | journal["files"].keys())
         changed = [name for name in names if before["files"].get(name) != journal["files"].get(name)]
         different = changed[0] if changed else _differences(before["description"], journal["description"])

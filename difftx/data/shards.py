@@ -16,7 +16,7 @@ from difftx.data.readers import Source
 from difftx.data.store import SPLITS, shard_file, write_meta
 from difftx.data.units import finished_units, unit_file
 from difftx.errors import UserError
-from difftx.files import new_file, write_atomically
+from difftx.files import new_file, read_json, write_atomically
 
 SKIPPED = "skipped.txt"
 
@@ -130,7 +130,7 @@ def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
     """Write `meta.json`, which makes the folder a store, and remove what does not belong to it."""
     meta = dict(description) | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
-        own = [json.loads(_record_file(job, shard).read_text()) for shard in plan.shards if shard.split == split]
+        own = [read_json(_record_file(job, shard)) for shard in plan.shards if shard.split == split]
         for leftover in (job.out / split).glob(".*"):  # Of a run that was killed.
             leftover.unlink()
         meta["splits"][split] = {

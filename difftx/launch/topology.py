@@ -155,5 +155,6 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
         options["chip_config_name"] = "megacore"  # A device is a chip, as on a real one; default: each of its cores.
     try:
         return topologies.get_topology_desc(name, "tpu", **options).devices
-    except Exception as error:
-        raise UserError(f"--topology={topology}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # Whatever libtpu calls its errors: a slice that it does not know, or a lock of its own.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"--topology={topology}: {reason}") from error
