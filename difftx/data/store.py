@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import json_sha256, write_atomically
+from difftx.files import json_sha256, read_json, write_atomically
 
 META = "meta.json"
 FORMAT = 1
@@ -128,14 +128,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
         UserError: there is none, or it is not of this version.
     """
     path = Path(folder) / META
-    try:
-        meta = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
+    if not path.exists():
         raise UserError(
             f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); restore it, or prepare the store again") from error
+        )
+    meta = read_json(path)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
     if meta.pop("sha256", None) != json_sha256(meta):

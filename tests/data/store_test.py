@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_found(store, config, kind):
         (lambda d: (d / "train" / "00001.tokens").unlink(), r"00001\.tokens: missing"),
         (lambda d: (d / "train" / "00001.tokens").write_bytes(b"abcd"), r"00001\.tokens: 4 bytes, meta\.json says"),
         (lambda d: (d / "meta.json").unlink(), r"no meta\.json, so it is not a finished token store"),
-        (lambda d: (d / "meta.json").write_text("{"), r"meta\.json: not JSON"),
+        (lambda d: (d / "meta.json").write_text("{"), r"meta\.json: line 1 is not JSON"),
         (lambda d: (d / "meta.json").write_text("{}"), r"meta\.json: not a store of format 1"),
         (
             lambda d: (d / "meta.json").write_text((d / "meta.json").read_text().replace("uint16", "uint32")),
