@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import time
 from pathlib import Path
 
 from difftx.config_reader import load_config, split_overrides
@@ -11,6 +12,7 @@ from difftx.parallel import multihost
 
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
+    began = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
@@ -39,7 +41,7 @@ def main() -> int:
     multihost.say(format_cost(config))
     run = Run.open(config, args.workdir or Path())
     multihost.say(format_data(run))
-    return 0 if args.dry_run else train(run, evals.evaluate)
+    return 0 if args.dry_run else train(run, evals.evaluate, began)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,19 @@ def get_config() -> ConfigDict:
     c.checkpoint.every_steps = 1000  # Also at the last step and on SIGTERM.
     c.checkpoint.keep = 3  # Newest checkpoints kept.
 
+    # An update whose loss or gradient is not finite is always skipped. A step is bad if it was skipped, or if its loss
+    # is a spike; what happens to bad steps in a row: difftx/training/guards.py.
+    c.guards = ConfigDict()
+    c.guards.on_bad_steps = "rewind"  # Back to a good checkpoint and past the data of the bad steps; or "stop".
+    c.guards.max_skipped = 10  # Skipped updates among bad steps in a row, until that happens.
+    c.guards.skip_steps = 100  # Data passed over beyond the bad steps', in batches.
+    c.guards.max_rewinds = 3  # In the whole run; then it stops.
+    # A spike: a loss so many robust standard deviations (1.4826 MAD) above the median. None: no loss is one, so that
+    # runs that are compared see the same data. Noise of a healthy run stays below 6 or so.
+    c.guards.spike_threshold = placeholder(float)
+    c.guards.spike_window_steps = 128  # Losses behind median and MAD: the last ones that were not bad.
+    c.guards.spike_patience_steps = 8  # Spikes among bad steps in a row, until something happens.
+
     c.eval = ConfigDict()
     c.eval.every_steps = 1000  # In the training loop; also at the last step.
     c.eval.suites = ("loss",)  # What runs then, see `python eval.py --list`.

@@ -265,6 +265,28 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """Group `guards`."""
+
+    on_bad_steps: Literal["rewind", "stop"]
+    max_skipped: int
+    skip_steps: int
+    max_rewinds: int
+    spike_threshold: float | None
+    spike_window_steps: int
+    spike_patience_steps: int
+
+    def __post_init__(self):
+        for name in ("max_skipped", "spike_window_steps", "spike_patience_steps"):
+            _require_positive("guards", name, getattr(self, name))
+        for name in ("skip_steps", "max_rewinds"):
+            if getattr(self, name) < 0:
+                raise UserError(f"guards.{name}={getattr(self, name)} must not be negative")
+        if self.spike_threshold is not None:
+            _require_positive("guards", "spike_threshold", self.spike_threshold)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Group `eval`."""
 
@@ -304,6 +326,7 @@ class Config:
     mesh: MeshConfig
     multihost: MultihostConfig
     checkpoint: CheckpointConfig
+    guards: GuardsConfig
     eval: EvalConfig
     logging: LoggingConfig
 
