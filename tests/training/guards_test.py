@@ -1,7 +1,6 @@
 """Bad steps: skipped updates, spikes, rewinds and stops; in this process, on data in which some examples are bad."""
 
 import collections
-import dataclasses
 import json
 
 import jax
@@ -12,6 +11,8 @@ from hypothesis import strategies as st
 
 from difftx.config import GuardsConfig
 from difftx.data.loader import Loader
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
 from difftx.training import loop
 from difftx.training.checkpoint import Checkpointer
@@ -45,11 +46,25 @@ def evaluate(run, params, step, suites):
     return {}
 
 
-@pytest.fixture
-def open_run(config, text_file, tmp_path):
-    """Return a function: name of a workdir, bad batches and overrides → a run."""
+@pytest.fixture(scope="module", autouse=True)
+def step_of():
+    """Return `make_train_step`, which here, and in the loop, compiles only once for configs with an equal step."""
+    made = {}
 
-    def make(name, nan=(), spike=(), **overrides):
+    def step_of(config):
+        key = (config.model, config.optimizer, config.train, config.data.sequence_length)
+        return made.setdefault(key, make_train_step(config))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", step_of)
+        yield step_of
+
+
+@pytest.fixture
+def open_run(config, mesh_of, text_file, tmp_path):
+    """Return a function: name of a workdir, bad batches, axes of the mesh and overrides → a run."""
+
+    def make(name, nan=(), spike=(), axes=None, **overrides):
         options = {
             "data__path": text_file,
             "train__steps": 24,
@@ -60,9 +75,11 @@ def open_run(config, text_file, tmp_path):
             "guards__max_skipped": 3,
             "guards__skip_steps": 2,
         }
-        run = Run.open(config(**(options | overrides)), tmp_path / name)
-        data = dataclasses.replace(run.data, examples=Examples(run.data.examples, nan, spike))
-        return dataclasses.replace(run, data=data)
+        c = config(**(options | overrides))
+        tokenizer = load_tokenizer(c.data.tokenizer)
+        run = Run(c, tmp_path / name, mesh_of(**(axes or {})), tokenizer, load_sources(c.data, tokenizer))
+        vars(run.data)["examples"] = Examples(run.data.examples, nan, spike)  # A cached property.
+        return run
 
     return make
 
@@ -92,8 +109,13 @@ def final_state(run):
         return Checkpointer(run.workdir).restore(run.config.train.steps, abstract, run.mesh)[0]
 
 
-def brute_force(run, batches):
-    """Train on these batches in this order, with nothing but the step; return losses and the last state."""
+@pytest.fixture
+def brute_force(step_of):
+    """Return a function: run and numbers of batches → losses and last state of nothing but steps on them."""
+    return lambda run, batches: take_steps(run, jax.jit(step_of(run.config), donate_argnums=0), batches)
+
+
+def take_steps(run, step, batches):
     loader = Loader(
         run.data.examples,
         rows=ROWS,
@@ -103,7 +125,6 @@ def brute_force(run, batches):
     )
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(run.config))()
-        step = jax.jit(make_train_step(run.config))
         losses = []
         for batch in batches:
             loader.restore({"examples": batch * ROWS, "signature": {}})
@@ -114,7 +135,7 @@ def brute_force(run, batches):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_skipped_update_changes_nothing_but_the_step(open_run, accumulation):
-    run = open_run("run", nan={1}, train__accumulation=accumulation, mesh__fsdp=2, mesh__data=-1)
+    run = open_run("run", nan={1}, train__accumulation=accumulation, axes={"fsdp": 2, "tensor": 2})
     loader = Loader(run.data.examples, rows=ROWS, prefetch_batches=1, sharding=run.batch_sharding, signature={})
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(run.config))()
@@ -130,11 +151,19 @@ def test_a_skipped_update_changes_nothing_but_the_step(open_run, accumulation):
     assert not np.array_equal(third.params["embedding"]["embedding_VD"], second.params["embedding"]["embedding_VD"])
 
 
-def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys):
+def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_force):
     run = open_run("run", nan={5, 7, 8, 15}, logging__every_steps=6)
     assert train(run) == 0
     rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
-    assert [(row["step"], row["skipped"]) for row in rows] == [(6, 1), (8, 1), (9, 1), (12, 0), (16, 1), (18, 0), (24, 0)]
+    assert [(row["step"], row["skipped"]) for row in rows] == [
+        (6, 1),
+        (8, 1),
+        (9, 1),
+        (12, 0),
+        (16, 1),
+        (18, 0),
+        (24, 0),
+    ]
     assert rows[0]["loss"] is None
     assert journal(run) == []
     # Step 8 was bad: no checkpoint of it.
@@ -145,7 +174,7 @@ def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys):
     jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
 
 
-def test_a_rewind_passes_over_the_window(open_run, capsys):
+def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
     """Steps 10 to 12 are bad: back to 8, on after 12 + 2 batches; step 13, under way already, is forgotten."""
     run = open_run("run", nan={9, 10, 11})
     assert train(run) == 0
@@ -169,7 +198,7 @@ def test_a_rewind_passes_over_the_window(open_run, capsys):
     assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run):
+def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run, brute_force):
     """Step 9 is bad, step 8 is a checkpoint: back to 4, and what is written of step 8 later is another one."""
     run = open_run("run", nan={8, 9, 10}, train__steps=12)
     assert train(run) == 0
@@ -179,7 +208,7 @@ def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run):
     assert [entry["step"] for entry in journal(run)] == [4]
 
 
-def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run):
+def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run, brute_force):
     run = open_run("run", nan={1, 2, 3, 7, 8, 9, 25, 26, 27}, train__steps=20, guards__max_rewinds=4)
     assert train(run) == 0
     # From 0 to batch 6; its steps 2 to 4 are bad again: to 12. Step 14 is batch 25: from 12 to 30.
@@ -202,7 +231,7 @@ def test_rewinds_have_an_end(open_run, capsys):
     )
 
 
-def test_a_run_can_be_told_to_stop_and_stops_again(open_run, capsys):
+def test_a_run_can_be_told_to_stop_and_stops_again(open_run, capsys, brute_force):
     run = open_run("run", nan={9, 10, 11}, guards__on_bad_steps="stop")
     for _ in range(2):
         assert train(run) == EXIT_FAILED
@@ -222,11 +251,11 @@ SPIKES = {
 }
 
 
-def test_a_spike_is_passed_over_too(open_run):
+def test_a_spike_is_passed_over_too(open_run, brute_force):
     run = open_run("run", **SPIKES)
     assert train(run) == 0
     (entry,) = journal(run)
-    assert (entry["step"], entry["bad_steps"]) == (12, [14, 16]) or (entry["step"], entry["bad_steps"]) == (8, [14, 16])
+    assert (entry["step"], entry["bad_steps"]) == (12, [14, 16])
     assert entry["reason"] == "3 losses far above the median"
     assert losses(run) == brute_force(run, [*range(12), *range(18, 30)])[0]
 
@@ -303,7 +332,13 @@ def test_another_batch_size_continues_after_a_rewind(open_run):
 
 
 def test_a_journal_that_is_none_is_refused(tmp_path):
-    for line in ("{", "[1]", "3", '{"step": 1}', '{"event": "rewind", "step": 1, "rewinds": 1, "skipped_examples": [1]}'):
+    for line in (
+        "{",
+        "[1]",
+        "3",
+        '{"step": 1}',
+        '{"event": "rewind", "step": 1, "rewinds": 1, "skipped_examples": [1]}',
+    ):
         (tmp_path / "journal.jsonl").write_text(f'{{"event": "stop"}}\n{line}\n')
         with pytest.raises(UserError, match=r"journal.jsonl: line 2 is no entry of a journal"):
             Journal(tmp_path)
