@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from difftx.training.run import Run
 from difftx.training.state import init_state, make_train_step
 
 ROWS = 8  # Examples a step.
+STEPS = 16
 
 
 class Examples:
@@ -67,7 +69,7 @@ def open_run(config, mesh_of, text_file, tmp_path):
     def make(name, nan=(), spike=(), axes=None, **overrides):
         options = {
             "data__path": text_file,
-            "train__steps": 24,
+            "train__steps": STEPS,
             "checkpoint__every_steps": 4,
             "checkpoint__keep": 20,
             "eval__every_steps": 100,
@@ -112,31 +114,29 @@ def final_state(run):
 @pytest.fixture
 def brute_force(step_of):
     """Return a function: run and numbers of batches → losses and last state of nothing but steps on them."""
-    return lambda run, batches: take_steps(run, jax.jit(step_of(run.config), donate_argnums=0), batches)
 
-
-def take_steps(run, step, batches):
-    loader = Loader(
-        run.data.examples,
-        rows=ROWS,
-        prefetch_batches=1,
-        sharding=run.batch_sharding,
-        signature={},
-    )
-    with jax.set_mesh(run.mesh):
-        state = jax.jit(lambda: init_state(run.config))()
+    def take_steps(run, batches):
+        loader = loader_of(run)
         losses = []
-        for batch in batches:
-            loader.restore({"examples": batch * ROWS, "signature": {}})
-            state, metrics = step(state, next(loader))
-            losses.append(None if metrics["skipped"] else float(metrics["loss"]))
-    return losses, state
+        with jax.set_mesh(run.mesh):
+            step = jax.jit(step_of(run.config), donate_argnums=0)
+            state = jax.jit(lambda: init_state(run.config))()
+            for batch in batches:
+                loader.restore({"examples": batch * ROWS, "signature": {}})
+                state, metrics = step(state, next(loader))
+                losses.append(None if metrics["skipped"] else float(metrics["loss"]))
+        return losses, state
+
+    return take_steps
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_skipped_update_changes_nothing_but_the_step(open_run, accumulation):
-    run = open_run("run", nan={1}, train__accumulation=accumulation, axes={"fsdp": 2, "tensor": 2})
-    loader = Loader(run.data.examples, rows=ROWS, prefetch_batches=1, sharding=run.batch_sharding, signature={})
+def loader_of(run):
+    return Loader(run.data.examples, rows=ROWS, prefetch_batches=1, sharding=run.batch_sharding, signature={})
+
+
+def test_a_skipped_update_changes_nothing_but_the_step(open_run):
+    run = open_run("run", nan={1}, train__accumulation=2, axes={"fsdp": 2, "tensor": 2})
+    loader = loader_of(run)
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(run.config))()
         step = jax.jit(make_train_step(run.config))
@@ -148,28 +148,21 @@ def test_a_skipped_update_changes_nothing_but_the_step(open_run, accumulation):
     assert [int(s.step) for s in (first, second, third)] == [1, 2, 3]
     jax.tree.map(np.testing.assert_array_equal, (first.params, first.opt_state), (second.params, second.opt_state))
     assert metrics["learning_rate"] == after["learning_rate"]  # Of the update that did not take place, then does.
-    assert not np.array_equal(third.params["embedding"]["embedding_VD"], second.params["embedding"]["embedding_VD"])
+    assert optax.tree.norm(optax.tree.sub(third.params, second.params)) > 0
 
 
 def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_force):
-    run = open_run("run", nan={5, 7, 8, 15}, logging__every_steps=6)
+    run = open_run("run", nan={5, 7, 8, 13}, logging__every_steps=6)
     assert train(run) == 0
     rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
-    assert [(row["step"], row["skipped"]) for row in rows] == [
-        (6, 1),
-        (8, 1),
-        (9, 1),
-        (12, 0),
-        (16, 1),
-        (18, 0),
-        (24, 0),
-    ]
+    assert [row["step"] for row in rows] == [6, 8, 9, 12, 14, 16]
+    assert [row["skipped"] for row in rows] == [1, 1, 1, 0, 1, 0]
     assert rows[0]["loss"] is None
     assert journal(run) == []
     # Step 8 was bad: no checkpoint of it.
-    assert Checkpointer(run.workdir).steps() == [4, 12, 20, 24]
+    assert Checkpointer(run.workdir).steps() == [4, 12, 16]
     assert "step 6: loss nan, gradient norm nan: update skipped" in capsys.readouterr().out
-    expected, state = brute_force(run, range(24))
+    expected, state = brute_force(run, range(STEPS))
     assert [row["loss"] for row in rows] == [expected[row["step"] - 1] for row in rows]
     jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
 
@@ -178,7 +171,7 @@ def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
     """Steps 10 to 12 are bad: back to 8, on after 12 + 2 batches; step 13, under way already, is forgotten."""
     run = open_run("run", nan={9, 10, 11})
     assert train(run) == 0
-    order = [*range(8), *range(14, 30)]
+    order = [*range(8), *range(14, 22)]
     expected, state = brute_force(run, order)
     assert losses(run) == expected
     jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
@@ -193,31 +186,31 @@ def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
         "rewinds": 1,
     }
     rows = train_rows(run)
-    assert [row["attempt"] for row in rows] == [1] * 8 + [2] * 16
-    assert [row["tokens"] for row in rows] == [256 * step for step in range(1, 25)]
+    assert [row["attempt"] for row in rows] == [1] * 8 + [2] * 8
+    assert [row["tokens"] for row in rows] == [256 * step for step in range(1, STEPS + 1)]
     assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run, brute_force):
     """Step 9 is bad, step 8 is a checkpoint: back to 4, and what is written of step 8 later is another one."""
-    run = open_run("run", nan={8, 9, 10}, train__steps=12)
+    run = open_run("run", nan={8, 9, 10})
     assert train(run) == 0
-    expected, state = brute_force(run, [*range(4), *range(13, 21)])
+    expected, state = brute_force(run, [*range(4), *range(13, 25)])
     assert losses(run) == expected
     jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
     assert [entry["step"] for entry in journal(run)] == [4]
 
 
 def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run, brute_force):
-    run = open_run("run", nan={1, 2, 3, 7, 8, 9, 25, 26, 27}, train__steps=20, guards__max_rewinds=4)
+    run = open_run("run", nan={1, 2, 3, 7, 8, 9, 21, 22, 23}, guards__max_rewinds=4)
     assert train(run) == 0
-    # From 0 to batch 6; its steps 2 to 4 are bad again: to 12. Step 14 is batch 25: from 12 to 30.
+    # From batch 0 to 6; steps 2 to 4 are bad again: to 12. Step 10 is batch 21: from 20, of step 8, to 26.
     assert [(e["step"], e["skipped_examples"], e["rewinds"]) for e in journal(run)] == [
         (0, [0, 6 * ROWS], 1),
         (0, [0, 12 * ROWS], 2),
-        (12, [24 * ROWS, 30 * ROWS], 3),
+        (8, [20 * ROWS, 26 * ROWS], 3),
     ]
-    assert losses(run) == brute_force(run, [*range(12, 24), *range(30, 38)])[0]
+    assert losses(run) == brute_force(run, [*range(12, 20), *range(26, 34)])[0]
 
 
 def test_rewinds_have_an_end(open_run, capsys):
@@ -240,13 +233,13 @@ def test_a_run_can_be_told_to_stop_and_stops_again(open_run, capsys, brute_force
     assert [row["skipped"] for row in train_rows(run)][9:12] == [1, 1, 1]
     other = open_run("run", nan={9, 10, 11})  # Told otherwise, it goes on.
     assert train(other) == 0
-    assert losses(other) == brute_force(other, [*range(8), *range(14, 30)])[0]
+    assert losses(other) == brute_force(other, [*range(8), *range(14, 22)])[0]
 
 
 SPIKES = {
-    "spike": range(13, 16),
-    "guards__spike_threshold": 6.0,
-    "guards__spike_window_steps": 8,
+    "spike": {9, 10, 11},
+    "guards__spike_threshold": 2.0,
+    "guards__spike_window_steps": 6,
     "guards__spike_patience_steps": 3,
 }
 
@@ -255,9 +248,33 @@ def test_a_spike_is_passed_over_too(open_run, brute_force):
     run = open_run("run", **SPIKES)
     assert train(run) == 0
     (entry,) = journal(run)
-    assert (entry["step"], entry["bad_steps"]) == (12, [14, 16])
+    assert (entry["step"], entry["bad_steps"]) == (8, [10, 12])
     assert entry["reason"] == "3 losses far above the median"
-    assert losses(run) == brute_force(run, [*range(12), *range(18, 30)])[0]
+    assert losses(run) == brute_force(run, [*range(8), *range(14, 22)])[0]
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(known, open_run):
+    """Return a function: options of `open_run` → losses, windows and last state of a run that nothing disturbs."""
+
+    def train_whole(**options):
+        key = repr(options)
+        if key not in known:
+            whole = open_run("whole", **options)
+            assert train(whole) == 0
+            known[key] = (losses(whole), windows(whole), final_state(whole))
+        return known[key]
+
+    return train_whole
+
+
+def windows(run):
+    return [entry["skipped_examples"] for entry in journal(run)]
 
 
 class StopAfter:
@@ -274,21 +291,22 @@ class StopAfter:
         pass
 
 
-@pytest.mark.parametrize("stopped", [9, 11, 12, 13, 15, 18, 20, 22])
-@pytest.mark.parametrize("kind", ["nan", "spike"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(open_run, monkeypatch, kind, stopped):
-    """Stopped before, between and after bad steps, and after the rewind; a rewind after it forgets its checkpoint."""
-    options = SPIKES if kind == "spike" else {"nan": {5, 13, 14, 15, 20}}
-    whole = open_run("whole", **options)
-    assert train(whole) == 0
+@pytest.mark.parametrize(
+    ("kind", "stopped"),
+    [("nan", 9), ("nan", 11), ("nan", 13), ("spike", 11)],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(open_run, uninterrupted, monkeypatch, kind, stopped):
+    """Stopped before and between bad steps, and after the rewind, which forgets a checkpoint that a stop left."""
+    options = SPIKES if kind == "spike" else {"nan": {5, 9, 10, 11, 17}}
     run = open_run("run", **options)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "Interrupt", lambda: StopAfter(stopped))
         assert train(run) == EXIT_PREEMPTED
     assert train(run) == 0
-    assert losses(run) == losses(whole)
-    assert [e["skipped_examples"] for e in journal(run)] == [e["skipped_examples"] for e in journal(whole)]
-    jax.tree.map(np.testing.assert_array_equal, final_state(run), final_state(whole))
+    expected_losses, expected_windows, expected_state = uninterrupted(**options)
+    assert losses(run) == expected_losses
+    assert windows(run) == expected_windows
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), expected_state)
 
 
 class Killed(BaseException):
@@ -296,10 +314,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("place", ["discard_checkpoints", "Journal.add_rewind", "Journal.resume"])
-def test_killed_within_a_rewind(open_run, monkeypatch, place):
-    options = {"nan": {8, 9, 10}, "train__steps": 14}
-    whole, run = open_run("whole", **options), open_run("run", **options)
-    assert train(whole) == 0
+def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
+    options = {"nan": {8, 9, 10}}
+    run = open_run("run", **options)
 
     def kill(*_, **__):
         raise Killed
@@ -316,19 +333,18 @@ def test_killed_within_a_rewind(open_run, monkeypatch, place):
         with pytest.raises(Killed):
             train(run)
     assert train(run) == 0
-    assert losses(run) == losses(whole)
-    assert journal(run)[-1]["skipped_examples"] == journal(whole)[0]["skipped_examples"]
+    assert (losses(run), windows(run)) == uninterrupted(**options)[:2]
 
 
 def test_another_batch_size_continues_after_a_rewind(open_run):
-    run = open_run("run", nan={9, 10, 11}, train__steps=12)
+    run = open_run("run", nan={9, 10, 11})
     assert train(run) == 0
-    half = open_run("run", train__steps=16, train__global_batch_tokens=ROWS // 2 * 32)
+    half = open_run("run", train__steps=20, train__global_batch_tokens=ROWS // 2 * 32)
     assert train(half) == 0
     with jax.set_mesh(half.mesh):
         abstract = jax.eval_shape(lambda: init_state(half.config))
-        _, data = Checkpointer(half.workdir).restore(16, abstract, half.mesh)
-    assert data["examples"] == 18 * ROWS + 4 * ROWS // 2
+        _, data = Checkpointer(half.workdir).restore(20, abstract, half.mesh)
+    assert data["examples"] == 22 * ROWS + 4 * ROWS // 2
 
 
 def test_a_journal_that_is_none_is_refused(tmp_path):

@@ -147,7 +147,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     manifest = json.loads((workdir / "manifest.json").read_text())
     assert set(manifest) == {"commit", "python", "packages", "devices", "data"}
     assert len(manifest["data"]["source train"]) == 64
-    row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
+    row = next(row for row in train_losses(workdir)[1] if row["split"] == "train")
     wanted = {
         "split",
         "step",
@@ -155,6 +155,7 @@ def test_run_directory_describes_the_run(uninterrupted):
         "loss",
         "grad_norm",
         "learning_rate",
+        "skipped",
         "tokens",
         "tokens_per_second",
     }
