@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY
 
+from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
 
 STEPS = 60
@@ -101,8 +102,12 @@ def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_pa
     expected, _ = train_losses(whole)
     assert losses == expected
     assert len(losses) == STEPS
-    assert {row["attempt"] for row in rows if row["step"] <= saved} == {1}
-    assert {row["attempt"] for row in rows if row["step"] > saved} == {2}
+    attempts = [row["attempt"] for row in rows if row["split"] == "train"]
+    assert attempts == [1] * saved + [2] * (STEPS - saved)
+    last = rows[-1]
+    assert (last["split"], last["step"]) == ("goodput", STEPS)
+    assert sum(last[f"{name}_seconds"] for name in SECTIONS) == pytest.approx(last["wall_seconds"], rel=0.01)
+    assert last["lost_work_seconds"] == 0.0
     valid = [[r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, whole)]
     assert valid[0] == valid[1]
     assert len(valid[0]) == 3
