@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY
 
+from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
 
@@ -67,14 +68,18 @@ def stop_at(step, text_file, workdir, devices=1):
     process = subprocess.Popen(
         command(text_file, workdir), cwd=ROOT, env=environment(devices), stdout=subprocess.DEVNULL
     )
+    wait_for_step(step, process, workdir)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=120)
+
+
+def wait_for_step(step, process, workdir):
     metrics = workdir / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert process.poll() is None, "training ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +192,53 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, chan
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert "changed since the checkpoint: train.steps: 60 → 90" in result.stdout
+
+
+STUCK = """
+import runpy, sys, threading
+from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath as Temporary
+
+finalize = Temporary.finalize
+
+async def only_of_step_20(self):  # Any later save never comes to the rename that makes it a checkpoint.
+    if self._final_path.name != "20":
+        print("saving", flush=True)
+        threading.Event().wait()
+    await finalize(self)
+
+Temporary.finalize = only_of_step_20
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, *command(text, workdir)[1:]],
+        cwd=ROOT,
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(30, process, workdir)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert any(line == "saving\n" for line in process.stdout)
+    before = contents(workdir / "checkpoints" / "20")
+    while time.monotonic() - asked < 1.5 * REPEAT_SECONDS:  # Before that it would be the same request.
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == -signal.SIGTERM
+    process.stdout.close()
+    assert [step for step in range(STEPS + 1) if (workdir / "checkpoints" / str(step)).exists()] == [20]
+    assert contents(workdir / "checkpoints" / "20") == before
+    result = train(text, workdir)
+    assert "attempt 2, from step 20" in result.stdout, result.stderr
+    assert train_losses(workdir)[0] == train_losses(whole)[0]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
