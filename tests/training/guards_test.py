@@ -135,7 +135,7 @@ def loader_of(run):
 
 
 def test_a_skipped_update_changes_nothing_but_the_step(open_run):
-    run = open_run("run", nan={1}, train__accumulation=2, axes={"fsdp": 2, "tensor": 2})
+    run = open_run("run", nan={1}, optimizer__warmup_steps=5, train__accumulation=2, axes={"fsdp": 2, "tensor": 2})
     loader = loader_of(run)
     with jax.set_mesh(run.mesh):
         state = jax.jit(lambda: init_state(run.config))()
