@@ -4,7 +4,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
-EXIT_FAILED = 1
+EXIT_FAILED = 1  # What Python itself ends with after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
 

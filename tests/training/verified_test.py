@@ -18,6 +18,7 @@ from difftx.errors import RunError, UserError
 from difftx.files import json_sha256
 from difftx.training import checkpoint as checkpoint_module
 from difftx.training.checkpoint import Checkpointer
+from difftx.training.guards import Guard
 from difftx.training.manifest import MANIFEST, damage, read_manifest, write_manifest
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
@@ -307,13 +308,13 @@ def start(config, mesh_of, text_file, tmp_path):
             sharding=run.batch_sharding,
             signature=run.data.signature,
         )
-        checkpointer = Checkpointer(run.workdir, c.checkpoint)
+        checkpointer, guard = Checkpointer(run.workdir, c.checkpoint), Guard(c.guards)
         with jax.set_mesh(run.mesh):
-            state, step = starting_state(run, checkpointer, loader, allow_config_change=allow)
+            state, step = starting_state(run, checkpointer, loader, guard, allow_config_change=allow)
             if save:
                 next(loader)
                 state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
-                checkpointer.save_and_wait(state, loader.state(), c)
+                checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, c)
         checkpointer.close()
         return state, step, loader.state()["examples"]
 
