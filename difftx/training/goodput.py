@@ -60,7 +60,7 @@ class Goodput:
         unaccounted, last_step = 0.0, 0
         for row in read_metrics(metrics)[0] if metrics.exists() else []:
             if row["split"] == "goodput":
-                newest, unaccounted = {name: row[f"{name}_seconds"] for name in SECTIONS}, 0.0
+                newest, unaccounted = {name: row.get(f"{name}_seconds") or 0.0 for name in SECTIONS}, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
                 # Of several steps one is measured.

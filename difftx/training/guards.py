@@ -113,10 +113,10 @@ class Journal:
     def __init__(self, workdir: Path):
         self.path = workdir / "journal.jsonl"
         self.entries: list[dict[str, Any]] = []
-        for number, line in enumerate(self.path.read_text().splitlines() if self.path.exists() else [], 1):
+        for number, line in enumerate(self.path.read_bytes().splitlines() if self.path.exists() else [], 1):
             try:
                 self.entries.append(_check_entry(json.loads(line)))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"{self.path}: line {number} is no entry of a journal; delete that line") from error
 
     def add(self, event: str, step: int, bad: BadSteps, attempt: int, **details: Any) -> None:

@@ -14,7 +14,7 @@ import jax
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.files import json_sha256, read_json, write_atomically
+from difftx.files import json_sha256, misfit, read_json, write_atomically
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -24,14 +24,14 @@ COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 BLOCK_BYTES = 2**22
 THREADS = min(8, os.cpu_count() or 1)  # zlib lets go of Python's lock.
-TYPES = {
+SHAPE = {
     "format": int,
     "step": int,
     "config_sha256": str,
     "data": dict,
-    "packages": dict,
-    "arrays": dict,
-    "files": dict,
+    "packages": {str: str},
+    "arrays": {str: {"shape": [int], "dtype": str}},
+    "files": {str: {"bytes": int, "crc32": str}},
 }
 
 
@@ -101,16 +101,12 @@ def read_manifest(folder: Path) -> Manifest:
         whole = False
     if not whole:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
-    for name, kind in TYPES.items():
-        if type(raw.get(name)) is not kind:
-            raise UserError(f"{MANIFEST} has no {name} of type {kind.__name__}")
+    if why := misfit(raw, SHAPE):
+        raise UserError(f"{MANIFEST}: {why}")
     if raw["format"] != FORMAT:
         raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}")
-    try:
-        arrays = {n: (tuple(int(size) for size in a["shape"]), str(a["dtype"])) for n, a in raw["arrays"].items()}
-        files = {name: (int(file["bytes"]), str(file["crc32"])) for name, file in raw["files"].items()}
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise UserError(f"{MANIFEST}: its arrays or files are not described as they should be ({error!r})") from error
+    arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
+    files = {name: (file["bytes"], file["crc32"]) for name, file in raw["files"].items()}
     for name in files:
         _check_inside(folder, name)
     return Manifest(raw["step"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files)

@@ -200,7 +200,7 @@ def test_the_reason_of_a_failure_is_found():
 def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
     (point,) = make_points(f"{config_file}:diff-s", {"seed": ["0"]}, {})
     (tmp_path / "checkpoints" / "400").mkdir(parents=True)
-    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens_per_second": 10.0}
+    row = {"split": "train", "attempt": 1, "loss": 1.0, "tokens": 1, "tokens_per_second": 10.0, "step_seconds": 1.0}
 
     def finished():
         status = RunStatus(point, tmp_path)

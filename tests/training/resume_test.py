@@ -131,7 +131,9 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')
     result = train(text, workdir)
-    assert "from step 40" in result.stdout  # The attempt: an earlier test started the finished run again., result.stderr
+    assert (
+        "from step 40" in result.stdout
+    )  # The attempt: an earlier test started the finished run again., result.stderr
     assert train_losses(workdir)[0] == train_losses(whole)[0]
 
 
