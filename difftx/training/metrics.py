@@ -220,8 +220,8 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         raise UserError(
             f"logging.wandb_project={project!r}: wandb is not installed; pip install '.[wandb]', or set it to none"
         ) from error
-    # W&B takes no step twice. So each attempt is a run of its own that begins with the rows it continues: the newest of a
-    # group has every step once.
+    # W&B takes no step twice: each attempt is a run of its own and begins with the rows that it continues. The
+    # newest run of a group has every step once.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"
     return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")

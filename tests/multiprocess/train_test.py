@@ -20,6 +20,8 @@ from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 
+pytestmark = pytest.mark.processes
+
 PATIENCE = 8  # Seconds, of barriers and so of silence.
 
 

@@ -16,6 +16,7 @@ from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
 
 STEPS = 60
+KEYS = {name: f"the value of {name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
 
 
 def command(text_file, workdir, **changes):
@@ -43,7 +44,7 @@ def train(text_file, workdir, *flags, devices=1, **changes):
     return subprocess.run(
         [*command(text_file, workdir, **changes), *flags],
         cwd=ROOT,
-        env=child_environment(devices),
+        env=child_environment(devices) | KEYS,
         capture_output=True,
         text=True,
         timeout=300,
@@ -94,6 +95,7 @@ def uninterrupted(tmp_path_factory):
     text.write_text("".join(" ".join(rng.choice(words, 12)) + ".\n" for _ in range(4000)))
     result = train(text, folder / "run")
     assert result.returncode == 0, result.stderr
+    (folder / "run" / "train.log").write_text(result.stdout + result.stderr)
     return text, folder / "run"
 
 
@@ -131,9 +133,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "st')
     result = train(text, workdir)
-    assert (
-        "from step 40" in result.stdout
-    )  # The attempt: an earlier test started the finished run again., result.stderr
+    assert "attempt 2, from step 40" in result.stdout, result.stderr
     assert train_losses(workdir)[0] == train_losses(whole)[0]
 
 
@@ -152,6 +152,12 @@ def test_a_finished_run_stays_finished(uninterrupted):
     result = train(text, whole)
     assert result.returncode == 0
     assert train_losses(whole)[0] == before
+
+
+def test_keys_of_the_environment_are_nowhere_in_a_run(uninterrupted):
+    files = [path for path in uninterrupted[1].rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files for key in KEYS.values() if key.encode() in path.read_bytes()]
 
 
 def test_run_directory_describes_the_run(uninterrupted):

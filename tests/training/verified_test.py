@@ -86,7 +86,7 @@ def edit_manifest(folder, change, sign=True):
 
 
 def add_file(name):
-    return lambda folder: edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 0, "crc32": "00000000"}}))
+    return lambda folder: edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 0, "xxh3": "0" * 32}}))
 
 
 def link_outside(folder):
@@ -95,7 +95,7 @@ def link_outside(folder):
 
 
 DAMAGES = {
-    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is damaged: its CRC-32"),
+    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is damaged: its XXH3"),
     "flipped bit in the loader's state": (
         lambda f: flip_a_bit(f / "loader" / "metadata"),
         "loader/metadata is damaged",
@@ -115,8 +115,11 @@ DAMAGES = {
     ),
     "manifest of another step": (lambda f: edit_manifest(f, lambda m: m.update(step=3)), "is that of step 3"),
     "manifest of another format": (lambda f: edit_manifest(f, lambda m: m.update(format=9)), "has format 9"),
-    "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "has no files of type dict"),
-    "manifest with odd arrays": (lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})), "not described"),
+    "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "the text: no 'files'"),
+    "manifest with odd arrays": (
+        lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})),
+        "arrays.w: not an object",
+    ),
     "path upwards": (add_file("../20/commit_success.txt"), "which is not a file of this folder"),
     "absolute path": (add_file("/etc/hostname"), "which is not a file of this folder"),
     "path by a link": (link_outside, "which is not a file of this folder"),
