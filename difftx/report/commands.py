@@ -70,7 +70,7 @@ def run_suites(
             todo = [suite for suite in suites if suite not in done]
             if todo:
                 try:
-                    params = _params(run, checkpointer.verified(step))
+                    params = load_params(run, checkpointer.verified(step))
                 except UserError as error:
                     if len(chosen) == 1:
                         raise
@@ -134,7 +134,8 @@ def _done(run: Run, suites: Sequence[str], step: int) -> set[str]:
     return set(multihost.decided_by_lead(look, DECISION_SECONDS))
 
 
-def _params(run: Run, step: int) -> Any:
+def load_params(run: Run, step: int) -> Any:
+    """Return the parameters of a verified checkpoint, on the run's mesh."""
     with jax.set_mesh(run.mesh):
         abstract = jax.eval_shape(lambda: init_state(run.config)).params
     return restore_params(run.workdir.resolve() / "checkpoints" / str(step), abstract, run.mesh)
