@@ -25,6 +25,15 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
 }
+# What each reads of the config's group `eval`: with another value, a result that is there is out of date.
+FIELDS = {
+    "loss": ("loss_tokens",),
+    "recall": ("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
+    "position": ("position_documents",),
+    "exact_match": (),
+    "sample": ("sample_tokens", "sample_temperature"),
+    "throughput": ("throughput_rounds", "throughput_steps"),
+}
 MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
 
 
@@ -79,7 +88,7 @@ def settings(run: Run, suite: str) -> str:
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
-        "eval": {k: v for k, v in dataclasses.asdict(config.eval).items() if k not in ("every_steps", "suites")},
+        "eval": {field: getattr(config.eval, field) for field in FIELDS[suite]},
         "model": dataclasses.asdict(config.model),
         "data": run.data.signature,
         "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},

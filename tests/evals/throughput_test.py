@@ -37,8 +37,8 @@ def test_both_models_are_timed_in_turn():
 
 
 def test_the_suite_prints_both_percentages(config, text_file, tmp_path):
-    changes = {"eval__throughput_rounds": 3, "eval__throughput_steps": 1, "mesh__fsdp": 4, "mesh__tensor": 2}
-    run = Run.open(config("transformer", data__path=text_file, model__num_heads=4, **changes), tmp_path)
+    changes = {"eval__throughput_rounds": 3, "eval__throughput_steps": 1, "mesh__fsdp": 8, "model__num_layers": 1}
+    run = Run.open(config("transformer", data__path=text_file, **changes), tmp_path)
     result = evals.evaluate(run, params_of(run), 0, ["throughput"])["throughput"]
     for kind in ("forward", "forward_backward"):
         rates = result.details["tokens_per_second"][kind]
