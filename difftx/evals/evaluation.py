@@ -46,7 +46,7 @@ class Evaluation:
         source = self.run.data.valid[name]
         if name not in self._valid_nll:
             limit = self.run.config.eval.loss_tokens
-            self._valid_nll[name] = self.nll(source, limit, f"validation set {name}")
+            self._valid_nll[name] = self.nll(source, limit, f"rows of {name}")
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
 

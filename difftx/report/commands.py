@@ -57,6 +57,9 @@ def run_suites(
         overrides: fields of the run's config.
         again: do what is done already.
         processes: the flags of `multihost`.
+
+    Raises:
+        UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
     """
     evals.check_suites(suites)
     config = override(read_config(workdir), overrides)
@@ -64,22 +67,24 @@ def run_suites(
     checkpointer = Checkpointer(workdir)
     chosen = _choose(checkpointer, workdir, steps)
     run = _open_on_mesh(config, workdir)
+    damaged = []
     with Work(enabled=multihost.is_lead()) as work:
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
             done = set() if again else _done(run, suites, step)
             todo = [suite for suite in suites if suite not in done]
             if todo:
                 try:
-                    params = load_params(run, checkpointer.verified(step))
+                    checkpointer.verified(step)
                 except UserError as error:
-                    if len(chosen) == 1:
-                        raise
+                    damaged.append(str(error))
                     multihost.say(f"{error}; skipped")
                     continue
-                evals.evaluate(run, params, step, todo, work)
+                evals.evaluate(run, load_params(run, step), step, todo, work)
             if multihost.is_lead():
                 for suite in suites:
                     _show_result(run, suite, step, fresh=suite in todo)
+    if damaged:
+        raise UserError(f"{len(damaged)} of {len(chosen)} steps were not evaluated: {damaged[0]}")
     return 0
 
 
@@ -142,24 +147,23 @@ def load_params(run: Run, step: int) -> Any:
 
 
 def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
-    """Print a result that was written, and draw its charts."""
+    """Print a result that was written, and draw its charts, which the training loop does not."""
     path = evals.result_path(run.workdir, suite, step)
-    result = read_json(path)
+    result, figures = read_json(path), path.with_suffix("")
     console = _console()
     shown = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
     console.print(f"[bold]{run.workdir} step {step} {suite}[/bold]  {shown}", highlight=False)
     if not fresh:
         print(f"skipped, {path} was made with the same settings; --again makes it anew")
-        return
     for sample in result["details"].get("samples", []):
         console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
         console.print(sample["completion"], markup=False, highlight=False)
         console.rule()
-    if result["charts"]:
+    if result["charts"] and (fresh or not figures.is_dir()):
         from difftx.report.charts import draw_chart  # matplotlib is slow to import.
 
         for chart in result["charts"]:
-            print(*draw_chart(chart, path.with_suffix("")), sep="\n")
+            print(*draw_chart(chart, figures), sep="\n")
 
 
 def _console() -> rich.console.Console:

@@ -97,11 +97,10 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert "skipped" in capsys.readouterr().out
 
 
-def test_a_damaged_checkpoint_is_skipped_in_a_range_and_refused_alone(run, capsys):
+def test_a_damaged_checkpoint_does_not_keep_the_others(run, capsys):
     flip_a_bit(largest_file(run.workdir / "checkpoints" / "9"))
-    with pytest.raises(UserError, match="step 9: the checkpoint does not verify"):
-        evaluate(run, "loss", step="9")
-    assert evaluate(run, "loss", step="9:12") == 0
+    with pytest.raises(UserError, match="1 of 2 steps were not evaluated: step 9: the checkpoint does not verify"):
+        evaluate(run, "loss", step="9:12")
     assert "step 9: the checkpoint does not verify" in capsys.readouterr().out
     assert list(results(run, "loss")) == [12]
 
@@ -111,6 +110,7 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
 
     def draw_chart(chart, folder):
         drawn.append((chart["name"], folder))
+        folder.mkdir(exist_ok=True)
         return [folder / "file.png"]
 
     monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
@@ -118,6 +118,11 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
     folder = run.workdir / "evals" / "position" / "12"
     assert drawn == [("loss_by_position", folder)]
     assert str(folder / "file.png") in capsys.readouterr().out
+    assert evaluate(run, "position") == 0
+    assert len(drawn) == 1
+    folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
+    assert evaluate(run, "position") == 0
+    assert len(drawn) == 2
 
 
 def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
