@@ -141,7 +141,14 @@ def get_config() -> ConfigDict:
     c.eval = ConfigDict()
     c.eval.every_steps = 1000  # In the training loop; also at the last step.
     c.eval.suites = ("loss",)  # What runs then, see `python eval.py --list`.
-    c.eval.loss_tokens = 1_048_576  # Suite loss: at most so many validation tokens.
+    c.eval.loss_tokens = 1_048_576  # Suites loss and recall: at most so many tokens of each validation set.
+    # Suite recall: a bigram that occurs more often in the training data is known by heart, and no AR-Hit (Zoology).
+    c.eval.recall_max_bigram_count = 1250
+    # What `difftx data bigrams` wrote; None: counted at once, where the run tokenises its text itself.
+    c.eval.bigrams_path = placeholder(str)
+    c.eval.position_documents = 256  # Suite position: at most so many long documents of each validation set.
+    c.eval.throughput_rounds = 5  # Suite throughput: turns of each model; the median counts.
+    c.eval.throughput_steps = 10  # Batches a turn.
     c.eval.sample_tokens = 200  # Suite sample: new tokens a prompt.
     c.eval.sample_temperature = 0.8  # Suite sample: 0 takes the most likely token.
 

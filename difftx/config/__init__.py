@@ -204,12 +204,26 @@ class EvalConfig:
     every_steps: int
     suites: tuple[str, ...]
     loss_tokens: int
+    recall_max_bigram_count: int
+    bigrams_path: str | None
+    position_documents: int
+    throughput_rounds: int
+    throughput_steps: int
     sample_tokens: int
     sample_temperature: float
 
     def __post_init__(self):
-        for name in ("every_steps", "loss_tokens", "sample_tokens"):
+        for name in (
+            "every_steps",
+            "loss_tokens",
+            "position_documents",
+            "throughput_rounds",
+            "throughput_steps",
+            "sample_tokens",
+        ):
             require_positive("eval", name, getattr(self, name))
+        if self.recall_max_bigram_count < 0:
+            raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
         if self.sample_temperature < 0:
             raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
 

@@ -1,19 +1,18 @@
 """Suite `sample`: what the model writes after the first words of validation documents."""
 
-from typing import Any
-
 from difftx.data.packing import PackedRows
 from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.inference.generate import generate
-from difftx.training.run import Run
 
 PROMPTS = 2
 PROMPT_TOKENS = 48
 
 
-def evaluate(run: Run, params: Any) -> Result:
+def evaluate(evaluation: Evaluation) -> Result:
     """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
+    run = evaluation.run
     config = run.config
     stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
     if not stores:
@@ -28,7 +27,7 @@ def evaluate(run: Run, params: Any) -> Result:
     completions = generate(
         config,
         run.mesh,
-        params,
+        evaluation.params,
         prompts,
         new_tokens=new_tokens,
         temperature=config.eval.sample_temperature,
