@@ -1,0 +1,195 @@
+"""Charts that answer to the mouse and the finger, by Bokeh: the lines and heatmaps of difftx/evals/result.py."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import bokeh.models
+import bokeh.palettes
+import bokeh.plotting
+import numpy as np
+
+from difftx.report.charts import as_floats, colour_limits, series_colours
+
+HEIGHT = 320  # Pixels.
+MOST_NAMED_CELLS = 2_500  # Of a heatmap; the names of more would outweigh its values.
+MOST_TICKS = 12
+TOUCH_TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
+GREY = "#808080"  # Read on white and on black.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a figure: two columns of a source, which figures may share."""
+
+    name: str
+    source: bokeh.models.ColumnDataSource
+    x: str
+    y: str
+    colour: str
+    faint: bool = False  # Behind the others, without hover and legend: raw values behind smoothed ones.
+    band: tuple[str, str] | None = None
+
+
+def line_figure(
+    lines: Sequence[Line], *, x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
+) -> bokeh.plotting.figure:
+    """Draw lines over a common axis; hovering shows each line's value at the nearest x."""
+    figure = _figure(x_label, y_label, x_axis_type=_axis(log_x), y_axis_type=_axis(log_y))
+    hovered = []
+    for line in sorted(lines, key=lambda line: not line.faint):
+        if line.band:
+            figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
+        style = {"alpha": 0.3, "line_width": 1} if line.faint else {"line_width": 2, "legend_label": line.name}
+        shown = figure.line(line.x, line.y, source=line.source, color=line.colour, name=line.name, **style)
+        if line.faint:
+            continue
+        hovered.append(shown)
+        if len(line.source.data[line.x]) < 30:  # A line of one point would not be seen.
+            figure.scatter(line.x, line.y, source=line.source, color=line.colour, size=6, legend_label=line.name)
+    # A column of tooltips for a few lines; of many, such as layers, the nearest alone.
+    mode = "vline" if len(hovered) <= 4 else "mouse"
+    for shown in hovered:
+        x, y = shown.glyph.x, shown.glyph.y
+        figure.add_tools(_hover([shown], [("", "$name"), (x_label, f"@{{{x}}}"), (y_label, f"@{{{y}}}")], mode))
+    _place_legend(figure)
+    return figure
+
+
+def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
+    """Draw a `LineChart` or `Heatmap`, as JSON has it."""
+    return _heatmap(chart) if chart["kind"] == "heatmap" else _line_chart(chart)
+
+
+def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequence[str]) -> None:
+    """Draw a vertical line at each of some steps; hovering shows what happened."""
+    source = bokeh.models.ColumnDataSource({"x": list(steps), "text": list(texts)})
+    shown = figure.vspan(x="x", source=source, color="#D55E00", line_dash="dashed", line_width=2)
+    figure.add_tools(_hover([shown], [("step", "@x"), ("event", "@text")], "mouse"))
+
+
+def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
+    """Draw crosses at some points, such as updates that were left out."""
+    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, legend_label=name)
+
+
+def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
+    """Draw a bar for each row, its parts end to end; hovering shows a part and its share."""
+    parts = list(dict.fromkeys(name for row in rows.values() for name in row))
+    figure = _figure(x_label, "", y_range=list(rows), height=110 + 60 * len(rows))
+    left = dict.fromkeys(rows, 0.0)
+    for part, colour in zip(parts, bokeh.palettes.Category20[max(3, min(20, len(parts)))], strict=False):
+        values = {name: row.get(part, 0.0) for name, row in rows.items()}
+        source = bokeh.models.ColumnDataSource(
+            {
+                "row": list(rows),
+                "part": [part] * len(rows),
+                "left": list(left.values()),
+                "right": [left[name] + values[name] for name in rows],
+                "value": list(values.values()),
+                "share": [f"{values[name] / (sum(row.values()) or 1):.1%}" for name, row in rows.items()],
+            }
+        )
+        shown = figure.hbar(
+            y="row", left="left", right="right", height=0.6, source=source, color=colour, legend_label=part
+        )
+        tooltips = [("", "@row"), ("", "@part"), (x_label, "@value"), ("share", "@share")]
+        figure.add_tools(_hover([shown], tooltips, "mouse"))
+        left = {name: left[name] + values[name] for name in rows}
+    figure.ygrid.visible = False
+    _place_legend(figure)
+    return figure
+
+
+def _line_chart(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
+    lines = []
+    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+        columns = {name: as_floats(series[name]) for name in ("x", "y", "low", "high") if series.get(name) is not None}
+        band = ("low", "high") if {"low", "high"} <= columns.keys() else None
+        source = bokeh.models.ColumnDataSource(columns)
+        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, band=band))
+    return line_figure(
+        lines,
+        x_label=chart["x_label"],
+        y_label=chart["y_label"],
+        log_x=bool(chart.get("log_x")),
+        log_y=bool(chart.get("log_y")),
+    )
+
+
+def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
+    columns, rows = chart["x"], chart["y"]
+    values = np.array([as_floats(row) for row in chart["values"]], np.float32).reshape(len(rows), len(columns))
+    figure = _figure(
+        chart["x_label"],
+        chart["y_label"],
+        x_range=bokeh.models.Range1d(-0.5, len(columns) - 0.5),
+        y_range=bokeh.models.Range1d(len(rows) - 0.5, -0.5),  # The first row on top.
+        height=HEIGHT + 60,
+    )
+    data: dict[str, Any] = {"image": [values]}
+    across, down = "$x{0}", "$y{0}"
+    if values.size <= MOST_NAMED_CELLS:
+        data["column"] = [[[_name(x) for x in columns] for _ in rows]]
+        data["row"] = [[[_name(y)] * len(columns) for y in rows]]
+        across, down = "@column", "@row"
+    low, high = colour_limits(chart)
+    palette = bokeh.palettes.interp_palette(bokeh.palettes.RdBu11, 256) if low < 0 < high else "Viridis256"
+    mapper = bokeh.models.LinearColorMapper(palette=palette, low=low, high=high, nan_color=GREY)
+    shown = figure.image(
+        "image",
+        source=bokeh.models.ColumnDataSource(data),
+        x=-0.5,
+        y=-0.5,
+        dw=len(columns),
+        dh=len(rows),
+        color_mapper=mapper,
+    )
+    figure.add_tools(
+        _hover(
+            [shown], [(chart["x_label"], across), (chart["y_label"], down), (chart["value_label"], "@image")], "mouse"
+        )
+    )
+    for axis, names in ((figure.xaxis, columns), (figure.yaxis, rows)):
+        ticks = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
+        axis.ticker = bokeh.models.FixedTicker(ticks=list(ticks))
+        axis.major_label_overrides = {i: _name(names[i]) for i in ticks}
+    figure.grid.visible = False
+    bar = bokeh.models.ColorBar(color_mapper=mapper, title=chart["value_label"], width=12, background_fill_alpha=0)
+    figure.add_layout(bar, "right")
+    return figure
+
+
+def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure:
+    figure = bokeh.plotting.figure(
+        **{"height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOUCH_TOOLS, "active_drag": None} | options
+    )
+    figure.toolbar.logo = None
+    figure.toolbar.autohide = False
+    figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
+    return figure
+
+
+def _hover(renderers: Sequence[Any], tooltips: Sequence[tuple[str, str]], mode: str) -> bokeh.models.HoverTool:
+    """Return a hover tool; numbers have five digits, whatever their size."""
+    return bokeh.models.HoverTool(renderers=list(renderers), tooltips=list(tooltips), mode=mode, visible=False)
+
+
+def _place_legend(figure: bokeh.plotting.figure) -> None:
+    if not figure.legend:
+        return
+    legend = figure.legend[0]
+    legend.click_policy = "hide"
+    legend.background_fill_alpha = 0
+    legend.border_line_alpha = 0
+    legend.orientation = "horizontal"
+    legend.ncols = 3
+    figure.add_layout(legend, "below")
+
+
+def _axis(log: bool) -> str:
+    return "log" if log else "linear"
+
+
+def _name(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
