@@ -13,7 +13,6 @@ from difftx.config_reader import override
 from difftx.errors import UserError
 from difftx.parallel import multihost
 from difftx.report.curves import format_table, write_curves
-from difftx.report.page import write_page
 from difftx.report.runs import Metric
 from difftx.report.scaling import format_study, write_scaling
 from difftx.training.checkpoint import Checkpointer
@@ -48,6 +47,8 @@ def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
 
 def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
     """Write the page of one run, or of several to compare, and print where it is."""
+    from difftx.report.page import write_page  # Bokeh takes half a second, which the other flags need not wait.
+
     print(write_page(workdirs, out or workdirs[0] / "report.html"))
     return 0
 

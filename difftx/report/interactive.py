@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import bokeh.models
 import bokeh.palettes
@@ -11,10 +11,16 @@ import numpy as np
 
 from difftx.report.charts import as_floats, colour_limits, series_colours
 
-HEIGHT = 320  # Pixels.
+HEIGHT = 240  # Pixels, of the frame; axes and legend come on top.
+MOST_NAMED_LINES = 7  # In a legend, and in the tooltips of one x; of more, such as layers, the line under the pointer.
+# Bokeh paints what is on a canvas in the page's colours, but a legend, which is HTML, in its own.
+LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
+  overflow-wrap: anywhere }
+.bk-item { --item-background-color: transparent !important;
+  --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
 MOST_NAMED_CELLS = 2_500  # Of a heatmap; the names of more would outweigh its values.
 MOST_TICKS = 12
-TOUCH_TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
+TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 GREY = "#808080"  # Read on white and on black.
 
 
@@ -36,19 +42,23 @@ def line_figure(
 ) -> bokeh.plotting.figure:
     """Draw lines over a common axis; hovering shows each line's value at the nearest x."""
     figure = _figure(x_label, y_label, x_axis_type=_axis(log_x), y_axis_type=_axis(log_y))
+    is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
     hovered = []
     for line in sorted(lines, key=lambda line: not line.faint):
         if line.band:
             figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
-        style = {"alpha": 0.3, "line_width": 1} if line.faint else {"line_width": 2, "legend_label": line.name}
+        style = (
+            {"alpha": 0.3, "line_width": 1} if line.faint else {"line_width": 2} | _legend_label(line.name, is_named)
+        )
         shown = figure.line(line.x, line.y, source=line.source, color=line.colour, name=line.name, **style)
         if line.faint:
             continue
         hovered.append(shown)
         if len(line.source.data[line.x]) < 30:  # A line of one point would not be seen.
-            figure.scatter(line.x, line.y, source=line.source, color=line.colour, size=6, legend_label=line.name)
-    # A column of tooltips for a few lines; of many, such as layers, the nearest alone.
-    mode = "vline" if len(hovered) <= 4 else "mouse"
+            figure.scatter(
+                line.x, line.y, source=line.source, color=line.colour, size=6, **_legend_label(line.name, is_named)
+            )
+    mode = "vline" if is_named else "mouse"
     for shown in hovered:
         x, y = shown.glyph.x, shown.glyph.y
         figure.add_tools(_hover([shown], [("", "$name"), (x_label, f"@{{{x}}}"), (y_label, f"@{{{y}}}")], mode))
@@ -70,13 +80,13 @@ def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequ
 
 def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
     """Draw crosses at some points, such as updates that were left out."""
-    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, legend_label=name)
+    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, **_legend_label(name))
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
     """Draw a bar for each row, its parts end to end; hovering shows a part and its share."""
     parts = list(dict.fromkeys(name for row in rows.values() for name in row))
-    figure = _figure(x_label, "", y_range=list(rows), height=110 + 60 * len(rows))
+    figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
     left = dict.fromkeys(rows, 0.0)
     for part, colour in zip(parts, bokeh.palettes.Category20[max(3, min(20, len(parts)))], strict=False):
         values = {name: row.get(part, 0.0) for name, row in rows.items()}
@@ -123,9 +133,9 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     figure = _figure(
         chart["x_label"],
         chart["y_label"],
-        x_range=bokeh.models.Range1d(-0.5, len(columns) - 0.5),
-        y_range=bokeh.models.Range1d(len(rows) - 0.5, -0.5),  # The first row on top.
-        height=HEIGHT + 60,
+        x_range=bokeh.models.Range1d(start=-0.5, end=len(columns) - 0.5),
+        y_range=bokeh.models.Range1d(start=len(rows) - 0.5, end=-0.5),  # The first row on top.
+        frame_height=HEIGHT + 60,
     )
     data: dict[str, Any] = {"image": [values]}
     across, down = "$x{0}", "$y{0}"
@@ -143,7 +153,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
         y=-0.5,
         dw=len(columns),
         dh=len(rows),
-        color_mapper=mapper,
+        color_mapper=mapper,  # pyrefly: ignore[unexpected-keyword]  # Bokeh's stubs leave it out.
     )
     figure.add_tools(
         _hover(
@@ -161,17 +171,18 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
 
 
 def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure:
-    figure = bokeh.plotting.figure(
-        **{"height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOUCH_TOOLS, "active_drag": None} | options
-    )
+    chosen: dict[str, Any] = {"frame_height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOOLS} | options
+    figure = bokeh.plotting.figure(active_drag=None, **chosen)  # Dragging scrolls the page until a tool is chosen.
     figure.toolbar.logo = None
     figure.toolbar.autohide = False
     figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
     return figure
 
 
-def _hover(renderers: Sequence[Any], tooltips: Sequence[tuple[str, str]], mode: str) -> bokeh.models.HoverTool:
-    """Return a hover tool; numbers have five digits, whatever their size."""
+def _hover(
+    renderers: Sequence[Any], tooltips: Sequence[tuple[str, str]], mode: Literal["mouse", "vline"]
+) -> bokeh.models.HoverTool:
+    """Return a hover tool that has no button of its own."""
     return bokeh.models.HoverTool(renderers=list(renderers), tooltips=list(tooltips), mode=mode, visible=False)
 
 
@@ -182,9 +193,13 @@ def _place_legend(figure: bokeh.plotting.figure) -> None:
     legend.click_policy = "hide"
     legend.background_fill_alpha = 0
     legend.border_line_alpha = 0
-    legend.orientation = "horizontal"
-    legend.ncols = 3
+    legend.location = "top_left"
+    legend.stylesheets = [LEGEND_STYLE]
     figure.add_layout(legend, "below")
+
+
+def _legend_label(name: str, is_named: bool = True) -> dict[str, Any]:
+    return {"legend_label": name} if is_named else {}
 
 
 def _axis(log: bool) -> str:

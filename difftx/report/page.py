@@ -5,6 +5,7 @@ from pathlib import Path
 
 import bokeh.document
 import bokeh.embed
+import bokeh.model
 import bokeh.resources
 import jinja2
 import markupsafe
@@ -34,7 +35,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         panels.gradients(runs),
         panels.wall_time(runs),
     ]
-    figures = {panel.id: panel.figure for section in sections for panel in section.panels}
+    figures: dict[str, bokeh.model.Model] = {panel.id: panel.figure for section in sections for panel in section.panels}
     document = bokeh.document.Document()
     with document.models.freeze():  # Else Bokeh walks all figures again for each that it adds.
         for figure in figures.values():
@@ -65,7 +66,7 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Se
     """Return what a reader must know of the page: what was thinned, skipped, left out."""
     notes = [
         f"Lines are thinned to {panels.MOST_POINTS:,} points, those of layers to {panels.MOST_POINTS_OF_MANY}: of each "
-        "stretch the least and the greatest value stay. Click a name below a figure to hide its line.",
+        "stretch the least and the greatest value stay. Hover or tap for values; a name below a figure hides its line.",
     ]
     notes += [
         f"{run.name}: {run.skipped} lines of metrics and journal could not be read." for run in runs if run.skipped

@@ -11,7 +11,15 @@ import numpy as np
 
 from difftx.report.charts import as_floats, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses, validation_metric
-from difftx.report.interactive import Line, chart_figure, line_figure, mark_events, mark_points, stacked_bars
+from difftx.report.interactive import (
+    MOST_NAMED_LINES,
+    Line,
+    chart_figure,
+    line_figure,
+    mark_events,
+    mark_points,
+    stacked_bars,
+)
 from difftx.report.runs import X_AXES, Metric, RunRecord, read_results
 from difftx.report.tables import Table, chart_values, event_text, series_values, shown
 
@@ -73,10 +81,10 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
                 title=title,
                 figure=figure,
                 values=series_values(X_AXES[quantity], series),
-                shown_for=f"x-{quantity} scale-{scale}",
+                shown_for=f"against-{quantity} axes-{scale}",
             )
         )
-    controls = {"x": list(X_AXES.items()), "scale": [("linear", "linear axes"), ("log", "logarithmic axes")]}
+    controls = {"against": list(X_AXES.items()), "axes": [("linear", "linear"), ("log", "logarithmic")]}
     return Section(id="curves", title="Curves", panels=panels, controls=controls)
 
 
@@ -214,7 +222,7 @@ def _validation(runs: Sequence[RunRecord], metric: Metric) -> dict[str, bokeh.mo
 
 
 def _over_steps(suite: str, of_suite: Mapping[str, Mapping[int, Any]]) -> list[Panel]:
-    """Return a panel for each number of a suite that some run has at several steps."""
+    """Return a panel for each number of a suite that some run has at several steps, unless it is always the same."""
     names = dict.fromkeys(n for steps in of_suite.values() for result in steps.values() for n in result["numbers"])
     panels = []
     for name in names:
@@ -223,7 +231,8 @@ def _over_steps(suite: str, of_suite: Mapping[str, Mapping[int, Any]]) -> list[P
             found = {step: result["numbers"].get(name) for step, result in steps.items()}
             found = {step: value for step, value in found.items() if isinstance(value, int | float)}
             series.append({"name": run, "x": list(found), "y": list(found.values())})
-        if max(len(line["x"]) for line in series) > 1:
+        is_constant = len({value for line in series for value in line["y"]}) < 2
+        if max(len(line["x"]) for line in series) > 1 and not is_constant:
             chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": name}
             panels.append(_panel(f"{suite}-{name}-steps", f"{suite}: {name} over the steps", chart))
     return panels
@@ -253,6 +262,9 @@ def _chart_panel(suite: str, chart: Mapping[str, Any]) -> Panel:
 
 
 def _panel(id: str, title: str, chart: Mapping[str, Any], note: str = "") -> Panel:
+    if chart["kind"] == "line" and len(chart["series"]) > MOST_NAMED_LINES:
+        first, last = chart["series"][0]["name"], chart["series"][-1]["name"]
+        note = f"{note} Colours run from {first}, dark, to {last}, bright; hovering over a line names it.".strip()
     return Panel(id=id, title=title, figure=chart_figure(chart), values=chart_values(chart), note=note)
 
 

@@ -175,10 +175,10 @@ def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
     colours = dict(zip(study.fits, series_colours(len(study.fits)), strict=True))
     drawn = {name: matches[-1] for name, matches in study.matches.items()}
     for name, fit in study.fits.items():
-        ends = [fit.x.min(), fit.x.max()]
+        low, high = fit.x.min(), fit.x.max()
         reached = [match.reference_x if name == study.reference else match.x for match in drawn.values()]
-        beyond = np.geomspace(min([*ends, *reached]), max([*ends, *reached]), 200)
-        within = np.geomspace(*ends, 200)
+        beyond = np.geomspace(min([low, *reached]), max([high, *reached]), 200)
+        within = np.geomspace(low, high, 200)
         axes.plot(fit.x, fit.loss, "o", color=colours[name])
         axes.plot(within, fit.law(within), color=colours[name], label=f"{name}: {_law_text(fit)}")
         axes.plot(beyond, fit.law(beyond), "--", color=colours[name], linewidth=1)
