@@ -44,13 +44,19 @@ def line_figure(
     figure = _figure(x_label, y_label, x_axis_type=_axis(log_x), y_axis_type=_axis(log_y))
     is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
     hovered = []
-    for line in sorted(lines, key=lambda line: not line.faint):
+    for line in sorted(lines, key=lambda line: not line.faint):  # The faint ones first, below the others.
         if line.band:
             figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
-        style = (
-            {"alpha": 0.3, "line_width": 1} if line.faint else {"line_width": 2} | _legend_label(line.name, is_named)
+        shown = figure.line(
+            line.x,
+            line.y,
+            source=line.source,
+            color=line.colour,
+            name=line.name,
+            alpha=0.3 if line.faint else 1.0,
+            line_width=1 if line.faint else 2,
+            **_legend_label(line.name, is_named and not line.faint),
         )
-        shown = figure.line(line.x, line.y, source=line.source, color=line.colour, name=line.name, **style)
         if line.faint:
             continue
         hovered.append(shown)
@@ -153,8 +159,8 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
         y=-0.5,
         dw=len(columns),
         dh=len(rows),
-        color_mapper=mapper,  # pyrefly: ignore[unexpected-keyword]  # Bokeh's stubs leave it out.
     )
+    shown.glyph.color_mapper = mapper
     figure.add_tools(
         _hover(
             [shown], [(chart["x_label"], across), (chart["y_label"], down), (chart["value_label"], "@image")], "mouse"
