@@ -39,7 +39,10 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
     """
     tables = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
     if tables:
-        return [point for table in tables for point in _points_of_table(table, metric)], []
+        points = [point for table in tables for point in _points_of_table(table, metric)]
+        if not points:
+            raise UserError(f"--scaling={pattern!r}: no points there")
+        return points, []
     runs = match_runs(pattern, "scaling")
     check_comparable(runs, metric)
     points, notes = [], []

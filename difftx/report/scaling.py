@@ -156,16 +156,17 @@ def _matches(quantity: str, name: str, fit: Fit, reference: str, fits: dict[str,
         UserError: the curves never meet.
     """
     other = fits[reference]
-    found = [match_at(fit, other, x) for x in np.unique(fit.x)]
-    matches = [match for match in [*found, match_reference_at(fit, other, other.x.max())] if match is not None]
+    matches = [match for x in np.unique(fit.x) if (match := match_at(fit, other, x)) is not None]
     if not matches:
         raise UserError(
-            f"{name} and {reference} never meet: in loss against {quantity} neither reaches the other's; "
+            f"{name} and {reference} never meet: in loss against {quantity}, {reference} never comes down to {name}; "
             f"{name} is fitted by {_law_text(fit)}, {reference} by {_law_text(other)}"
         )
-    within = [match for match in matches if match.reference_x <= other.x.max() * (1 + 1e-9)]
-    drawn = max(within or matches, key=lambda match: match.x)
-    return [*(match for match in matches if match is not drawn), drawn]
+    within = [match for match in matches if match.reference_x <= other.x.max()]
+    drawn = (within or matches[:1])[-1]
+    at_largest = match_reference_at(fit, other, other.x.max())
+    rest = [match for match in matches if match is not drawn]
+    return [*rest, *([at_largest] if at_largest else []), drawn]
 
 
 def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
