@@ -31,7 +31,8 @@ class Study:
     title: str
     fits: dict[str, Fit]
     reference: str
-    matches: dict[str, list[Match]]  # Of each architecture but the reference; the last is the one to draw.
+    matches: dict[str, list[Match]]  # Of each architecture but the reference, by its size.
+    drawn: dict[str, Match]  # The one of each that the figure shows.
     notes: list[str]
 
 
@@ -133,7 +134,9 @@ def _study(quantity: str, points: Sequence[Point], notes: Sequence[str]) -> Stud
         for name in names
     }
     reference = REFERENCE if REFERENCE in fits else names[0]
-    matches = {name: _matches(quantity, name, fit, reference, fits) for name, fit in fits.items() if name != reference}
+    others = [name for name in names if name != reference]
+    matches = {name: _matches(quantity, name, reference, fits) for name in others}
+    drawn = {name: _match_to_draw(matches[name], fits[name], fits[reference]) for name in others}
     notes = list(notes)
     if quantity == "size":
         title = "loss against parameters"
@@ -144,29 +147,31 @@ def _study(quantity: str, points: Sequence[Point], notes: Sequence[str]) -> Stud
             )
     else:
         title = f"loss against tokens, models of {_count(points[0].size)} parameters"
-    return Study(quantity, title, fits, reference, matches, notes)
+    return Study(quantity, title, fits, reference, matches, drawn, notes)
 
 
-def _matches(quantity: str, name: str, fit: Fit, reference: str, fits: dict[str, Fit]) -> list[Match]:
-    """Return a match at each of the model's points, and at the reference's largest; the one to draw comes last.
-
-    That is the paper's choice: the largest point whose match lies within the reference's data.
+def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> list[Match]:
+    """Return a match at each of the model's points, and at the reference's largest.
 
     Raises:
         UserError: the curves never meet.
     """
-    other = fits[reference]
+    fit, other = fits[name], fits[reference]
     matches = [match for x in np.unique(fit.x) if (match := match_at(fit, other, x)) is not None]
     if not matches:
         raise UserError(
             f"{name} and {reference} never meet: in loss against {quantity}, {reference} never comes down to {name}; "
             f"{name} is fitted by {_law_text(fit)}, {reference} by {_law_text(other)}"
         )
-    within = [match for match in matches if match.reference_x <= other.x.max()]
-    drawn = (within or matches[:1])[-1]
     at_largest = match_reference_at(fit, other, other.x.max())
-    rest = [match for match in matches if match is not drawn]
-    return [*rest, *([at_largest] if at_largest else []), drawn]
+    return sorted([*matches, *([at_largest] if at_largest else [])], key=lambda match: match.x)
+
+
+def _match_to_draw(matches: Sequence[Match], fit: Fit, reference: Fit) -> Match:
+    """Return the paper's choice, the largest point whose match lies within the reference's data, or else the least."""
+    measured = [match for match in matches if match.x in fit.x]
+    within = [match for match in measured if match.reference_x <= reference.x.max()]
+    return (within or measured[:1])[-1]
 
 
 def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
@@ -174,17 +179,16 @@ def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
     figure = matplotlib.figure.Figure(figsize=(6.5, 4.5), layout="constrained")
     axes = figure.subplots()
     colours = dict(zip(study.fits, series_colours(len(study.fits)), strict=True))
-    drawn = {name: matches[-1] for name, matches in study.matches.items()}
     for name, fit in study.fits.items():
         low, high = fit.x.min(), fit.x.max()
-        reached = [match.reference_x if name == study.reference else match.x for match in drawn.values()]
+        reached = [match.reference_x if name == study.reference else match.x for match in study.drawn.values()]
         beyond = np.geomspace(min([low, *reached]), max([high, *reached]), 200)
         within = np.geomspace(low, high, 200)
         axes.plot(fit.x, fit.loss, "o", color=colours[name])
         axes.plot(within, fit.law(within), color=colours[name], label=f"{name}: {_law_text(fit)}")
         axes.plot(beyond, fit.law(beyond), "--", color=colours[name], linewidth=1)
         axes.fill_between(beyond, *fit.band(beyond), color=colours[name], alpha=0.15, linewidth=0)
-    for match in drawn.values():
+    for match in study.drawn.values():
         axes.annotate(
             "",
             (match.x, match.loss),
@@ -193,7 +197,7 @@ def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
         )
         text = f"{match.ratio:.1%}" + (" (extrapolated)" if match.extrapolated else "")
         middle = float(np.sqrt(match.x * match.reference_x))
-        axes.annotate(text, (middle, match.loss), (0, 4), textcoords="offset points", ha="center")
+        axes.annotate(text, (middle, match.loss), (0, -4), textcoords="offset points", ha="center", va="top")
     x_label = "parameters" if study.quantity == "size" else "training tokens"
     label_axes(
         axes,
@@ -222,6 +226,7 @@ def _as_json(study: Study) -> dict[str, Any]:
             for name, fit in study.fits.items()
         },
         "matches": {name: [_match_as_json(match) for match in found] for name, found in study.matches.items()},
+        "drawn": {name: _match_as_json(match) for name, match in study.drawn.items()},
         "notes": study.notes,
     }
 

@@ -6,7 +6,17 @@ import math
 from difftx.training.metrics import MetricsWriter
 
 
-def write_run(workdir, config, *, loss=lambda step: 1 + 1 / step, tokenizer="a" * 64, every=1, layers=0, valid_every=3):
+def write_run(
+    workdir,
+    config,
+    *,
+    loss=lambda step: 1 + 1 / step,
+    tokenizer="a" * 64,
+    every=1,
+    layers=0,
+    valid_every=3,
+    skipped_step=None,
+):
     """Write config, manifest and metrics of `config.train.steps` steps with a loss a step; return the folder."""
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
@@ -26,6 +36,7 @@ def write_run(workdir, config, *, loss=lambda step: 1 + 1 / step, tokenizer="a" 
             "tokens": step * config.train.global_batch_tokens,
             "tokens_per_second": 100.0 * step,
             "step_seconds": 2.0,
+            "skipped": int(step == skipped_step),
         }
         writer.write("train", step, row | ({"lambda": [0.2 + 0.02 * i for i in range(layers)]} if layers else {}))
         if step % valid_every == 0:
