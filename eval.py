@@ -12,12 +12,17 @@ from difftx.parallel import multihost
 def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, help="directory of a run, with --suite")
+    parser.add_argument("--workdir", type=Path, help="directory of a run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; the newest if not given")
     parser.add_argument("--again", action="store_true", help="evaluate again what is done with the same settings")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
-    parser.add_argument("--out", type=Path, help="directory for the figures of --curves")
+    parser.add_argument(
+        "--scaling", metavar="GLOB", help="run directories, or tables of points, to fit scaling laws to"
+    )
+    parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
+    parser.add_argument("--report", action="store_true", help="write one HTML page of --workdir")
+    parser.add_argument("--out", type=Path, help="directory for figures; file of the report, else WORKDIR/report.html")
     parser.add_argument("--list", action="store_true", help="list the suites")
     multihost.add_flags(parser)
     parser.epilog = "--eval.field=value and --mesh.field=value change fields of the run's config"
@@ -30,12 +35,15 @@ def main() -> int:
 
     if args.list:
         return commands.list_suites()
-    if args.curves:
-        if args.out is None:
-            parser.error("--curves needs --out=DIR")
-        return commands.draw_curves(args.curves, args.out)
+    for pattern, draw in ((args.curves, commands.draw_curves), (args.scaling, commands.fit_scaling)):
+        if pattern:
+            if args.out is None:
+                parser.error("--curves and --scaling need --out=DIR")
+            return draw(pattern, args.out, args.metric)
+    if args.report and args.workdir is not None:
+        return commands.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
     if args.workdir is None or not args.suite:
-        parser.error("give --workdir and --suite, or --curves and --out, or --list")
+        parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
     return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides, args.again, args)
 
 

@@ -19,6 +19,8 @@ from difftx.files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
+from difftx.report.runs import Metric
+from difftx.report.scaling import format_study, write_scaling
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
@@ -31,12 +33,29 @@ def list_suites() -> int:
     return 0
 
 
-def draw_curves(pattern: str, out: Path) -> int:
+def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
     """Draw the runs that match and print their table and the files."""
-    rows, files = write_curves(pattern, out)
+    rows, files = write_curves(pattern, out, metric)
     _console().print(format_table(rows))
-    for file in files:
-        print(file)
+    print(*files, sep="\n")
+    return 0
+
+
+def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
+    """Fit scaling laws to the runs or tables that match and print the fits, the matches and the files."""
+    studies, files = write_scaling(pattern, out, metric)
+    for study in studies:
+        _console().print(*format_study(study), sep="\n")
+        print(*(f"note: {note}" for note in study.notes), sep="\n", end="\n" if study.notes else "")
+    print(*files, sep="\n")
+    return 0
+
+
+def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
+    """Write the page of one run, or of several to compare, and print where it is."""
+    from difftx.report.page import write_page  # Bokeh takes half a second, which the other flags need not wait.
+
+    print(write_page(workdirs, out or workdirs[0] / "report.html"))
     return 0
 
 

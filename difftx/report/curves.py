@@ -1,20 +1,21 @@
 """Loss curves of several runs: a figure and a table."""
 
-import glob
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.axes
 import matplotlib.figure
+import numpy as np
 import rich.table
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.training.metrics import read_metrics
-from difftx.training.run import read_config
+from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
+from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
 
-# Okabe and Ito's colours: told apart by colour-blind readers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 COLUMNS = (
     "run",
     "architecture",
@@ -27,26 +28,21 @@ COLUMNS = (
 )
 
 
-def write_curves(pattern: str, out: Path) -> tuple[list[dict[str, Any]], list[Path]]:
+def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[dict[str, Any]], list[Path]]:
     """Draw the runs that match a glob; return the table's rows and the files written.
 
-    Writes `curves.png` and `curves.svg` (validation bits per byte and training loss against tokens) and `curves.json`.
+    Writes `curves.png` and `curves.svg` (validation and, for the metric "loss", training, each against steps, tokens,
+    FLOPs and seconds) and `curves.json`.
 
     Raises:
-        UserError: no run matches.
+        UserError: no run matches, or they do not compare by that metric.
     """
-    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]
-    if not workdirs:
-        raise UserError(f"--curves={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
-    runs = {_name(workdir, workdirs): _read_run(workdir) for workdir in workdirs}
-    table = [{"run": name, **_summary(run)} for name, run in runs.items()]
-    out.mkdir(parents=True, exist_ok=True)
-    figure = _draw(runs)
-    files = [out / "curves.png", out / "curves.svg"]
-    for file in files:
-        temporary = file.with_stem(f".{file.stem}")
-        figure.savefig(temporary, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
-        temporary.replace(file)
+    runs = match_runs(pattern, "curves")
+    check_comparable(runs, metric)
+    if not any(run.evaluations(metric) for run in runs) and metric != "loss":
+        raise UserError(f"--curves={pattern!r}: no run has a validation in {metric} yet")
+    table = [{"run": run.name, **_summary(run)} for run in runs]
+    files = save_figure(_draw(runs, metric), out / "curves")
     write_atomically(out / "curves.json", json.dumps(table, indent=2) + "\n")
     return table, [*files, out / "curves.json"]
 
@@ -61,71 +57,62 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     return table
 
 
-def _name(workdir: Path, workdirs: list[Path]) -> str:
-    names = [w.name for w in workdirs]
-    return workdir.name if names.count(workdir.name) == 1 else str(workdir)
+def smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
+    """Return the exponential moving average, corrected for its start; what is not finite is left out of it."""
+    keep = 0.5 ** (1 / half_life)
+    total = weight = 0.0
+    averages = []
+    for value in values:
+        if np.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        averages.append(total / weight if weight else float("nan"))
+    return averages
 
 
-def _read_run(workdir: Path) -> dict[str, Any]:
-    rows, skipped = read_metrics(workdir / "metrics.jsonl")
-    train = [row for row in rows if row["split"] == "train"]
-    valid = [row for row in rows if row["split"] == "valid" and row.get("suite") == "loss"]
-    if skipped:
-        print(f"{workdir}/metrics.jsonl: skipped {skipped} lines that are not metrics")
-    if not train:
-        raise UserError(f"{workdir}/metrics.jsonl: no training steps in it yet")
-    return {"config": read_config(workdir), "train": train, "valid": valid}
+def validation_metric(runs: Sequence[RunRecord]) -> Metric:
+    """Return what validations are drawn by: bits per byte, which tokenizers do not change, unless no run has them."""
+    return "bits_per_byte" if any(run.evaluations("bits_per_byte") for run in runs) else "loss"
 
 
-def _summary(run: dict[str, Any]) -> dict[str, Any]:
-    train, config = run["train"], run["config"]
-    last = run["valid"][-1] if run["valid"] else {}
+def training_losses(run: RunRecord) -> tuple[list[int], list[float]]:
+    """Return the steps that were logged, and the loss at each; NaN where it was not finite."""
+    rows = run.split("train")
+    return [row["step"] for row in rows], [float("nan") if row["loss"] is None else row["loss"] for row in rows]
+
+
+def _summary(run: RunRecord) -> dict[str, Any]:
+    train = run.split("train")
+    last = next((row for row in reversed(run.split("valid")) if row.get("suite") == "loss"), {})
     speeds = sorted(row["tokens_per_second"] for row in train)
     return {
-        "architecture": config.model.architecture,
+        "architecture": run.config.model.architecture,
         "tokens": train[-1]["tokens"],
         **{name: last.get(name) for name in ("loss", "perplexity", "bits_per_byte")},
         "tokens_per_second": speeds[len(speeds) // 2],  # The median: compilation and pauses do not count.
-        "seconds": sum(row["step_seconds"] for row in train) * config.logging.every_steps,
+        "seconds": run.progress([train[-1]["step"]])["seconds"][0],
     }
 
 
-def _draw(runs: dict[str, Any]) -> matplotlib.figure.Figure:
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for colour, (name, run) in zip(COLOURS * len(runs), runs.items(), strict=False):
-        per_step = run["config"].train.global_batch_tokens
-        valid = [row for row in run["valid"] if "bits_per_byte" in row]  # Synthetic tasks have no bytes.
-        if valid:
-            left.plot(
-                [row["step"] * per_step for row in valid],
-                [row["bits_per_byte"] for row in valid],
-                "o-",
-                color=colour,
-                label=name,
-            )
-        steps = [row for row in run["train"] if row["loss"] is not None]
-        tokens = [row["tokens"] for row in steps]
-        losses = [row["loss"] for row in steps]
-        right.plot(tokens, losses, color=colour, alpha=0.25, linewidth=0.8)
-        right.plot(tokens, _smoothed(losses), color=colour, label=name)
-    left.set(xlabel="training tokens", ylabel="bits per byte", title="validation")
-    right.set(xlabel="training tokens", ylabel="loss (nats per token)", title="training, raw and smoothed")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
+def _draw(runs: Sequence[RunRecord], metric: Metric) -> matplotlib.figure.Figure:
+    rows = 2 if metric == "loss" else 1
+    figure = matplotlib.figure.Figure(figsize=(16, 4 * rows), layout="constrained")
+    grid = figure.subplots(rows, len(X_AXES), sharey="row", squeeze=False)
+    shown = validation_metric(runs)
+    for run, colour in zip(runs, series_colours(len(runs)), strict=True):
+        for axes, quantity in zip(grid[0], X_AXES, strict=True):
+            valid = run.evaluations(shown)
+            x = run.progress([row["step"] for row in valid])[quantity]
+            axes.plot(x, [row[shown] for row in valid], "o-", color=colour, label=run.name)
+        if metric == "loss":
+            steps, losses = training_losses(run)
+            for axes, x in zip(grid[1], run.progress(steps).values(), strict=True):
+                axes.plot(x, losses, color=colour, alpha=0.25, linewidth=0.8)
+                axes.plot(x, smoothed(losses), color=colour, label=run.name)
+    for panels, title, y in zip(grid, ("validation", "training, raw and smoothed"), (shown, "loss"), strict=False):
+        for axes, label in zip(panels, X_AXES.values(), strict=True):
+            label_axes(axes, {"title": title, "x_label": label, "y_label": METRIC_LABELS[y]})
+    add_legend(grid[0][0])
     return figure
-
-
-def _smoothed(values: list[float], half_life: float = 10.0) -> list[float]:
-    """Exponential moving average, corrected for its start."""
-    keep = 0.5 ** (1 / half_life)
-    total = weight = 0.0
-    smoothed = []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        smoothed.append(total / weight)
-    return smoothed
 
 
 def _shown(value: Any) -> str:

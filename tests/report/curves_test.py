@@ -2,53 +2,82 @@ import json
 import xml.etree.ElementTree as ET
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 from difftx.errors import UserError
-from difftx.report.curves import format_table, write_curves
-from difftx.training.metrics import MetricsWriter
-
-
-def make_run(config, workdir, architecture, offset):
-    c = config(architecture)
-    workdir.mkdir(parents=True)
-    (workdir / "config.json").write_text(c.to_json())
-    writer = MetricsWriter(workdir, c.logging, 0)
-    for step in range(1, 7):
-        row = {
-            "loss": offset + 1 / step,
-            "tokens": step * 256,
-            "tokens_per_second": 100.0 * step,
-            "step_seconds": 2.0,
-        }
-        writer.write("train", step, row)
-    numbers = {"suite": "loss", "loss": offset, "perplexity": 2.0, "bits_per_byte": offset / 2}
-    writer.write("valid", 3, numbers | {"bits_per_byte": offset})
-    writer.write("valid", 6, numbers)
-    writer.close()
+from difftx.model.flops import flops_per_token
+from difftx.report.curves import format_table, smoothed, write_curves
+from difftx.report.runs import match_runs
+from report.run_dirs import write_run
 
 
 def test_figure_and_table(config, tmp_path):
-    make_run(config, tmp_path / "runs" / "diff", "diff", 1.0)
-    make_run(config, tmp_path / "runs" / "transformer", "transformer", 2.0)
+    write_run(tmp_path / "runs" / "diff", config("diff"), loss=lambda step: 7 - step)
+    write_run(tmp_path / "runs" / "transformer", config("transformer"), loss=lambda step: 8 - step)
     (tmp_path / "runs" / "notes").mkdir()
     rows, files = write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out")
     assert [(r["run"], r["architecture"], r["tokens"], r["loss"]) for r in rows] == [
         ("diff", "diff", 1536, 1.0),
         ("transformer", "transformer", 1536, 2.0),
     ]
-    assert rows[0]["bits_per_byte"] == 0.5
+    assert rows[0]["bits_per_byte"] == pytest.approx(1 / np.log(2) / 4)
     assert rows[0]["tokens_per_second"] == 400.0
     assert rows[0]["seconds"] == 12.0
     assert [f.name for f in files] == ["curves.png", "curves.svg", "curves.json"]
     assert json.loads(files[2].read_text()) == rows
     assert matplotlib.image.imread(files[0]).std() > 0.05
-    text = "".join(ET.parse(files[1]).getroot().itertext())
-    assert "svg" in ET.parse(files[1]).getroot().tag
-    assert text is not None
+    assert ET.parse(files[1]).getroot().tag.endswith("svg")
+    # Validation and training, each against steps, tokens, FLOPs and seconds.
+    assert files[1].read_text().count('id="axes_') == 8
     assert len(format_table(rows).columns) == 8
+
+
+def test_what_a_run_had_spent_after_a_step(config, tmp_path):
+    """Of ten steps one is logged: its seconds stand for all ten, and a validation falls between two rows."""
+    c = config("diff", train__steps=40)
+    write_run(tmp_path / "run", c, every=10)
+    (run,) = match_runs(str(tmp_path / "run"), "curves")
+    spent = run.progress([10, 35, 40])
+    assert spent["steps"] == [10, 35, 40]
+    assert spent["tokens"] == [2560, 8960, 10240]
+    assert spent["seconds"] == [20, 60, 80]
+    per_token = flops_per_token(c.model, c.data.sequence_length, causal=False)
+    assert spent["flops"] == [per_token * tokens for tokens in spent["tokens"]]
+
+
+def test_smoothing_starts_at_the_first_value_and_passes_over_gaps():
+    assert smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+    halfway = smoothed([0.0] * 200 + [1.0] * 10)
+    assert halfway[-1] == pytest.approx(0.5, abs=1e-3)  # Ten values: the half-life.
+    assert smoothed([1.0, float("nan"), 3.0])[1] == 1.0
+
+
+def test_half_written_lines_are_skipped_and_counted(config, tmp_path, capsys):
+    workdir = write_run(tmp_path / "run", config("diff"))
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "train", "st')
+    assert match_runs(str(workdir), "curves")[0].skipped == 1
+    assert "skipped 1 lines" in capsys.readouterr().out
+
+
+def test_different_tokenizers_do_not_compare_by_loss(config, tmp_path):
+    write_run(tmp_path / "runs" / "a", config("diff"))
+    write_run(tmp_path / "runs" / "b", config("transformer"), tokenizer="b" * 64)
+    with pytest.raises(UserError, match=r"a and b have different tokenizers.*--metric=bits_per_byte"):
+        write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    _, files = write_curves(str(tmp_path / "runs" / "*"), tmp_path / "out", "bits_per_byte")
+    assert files[1].read_text().count('id="axes_') == 4  # Training losses are left out.
 
 
 def test_no_run_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"no folder with a metrics\.jsonl matches"):
         write_curves(str(tmp_path / "*"), tmp_path)
+
+
+def test_a_run_that_has_not_begun_is_an_error(config, tmp_path):
+    (tmp_path / "config.json").write_text(config("diff").to_json())
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no training steps in it yet"):
+        write_curves(str(tmp_path), tmp_path / "out")

@@ -1,0 +1,1 @@
+"""Maths on what runs measured, without input or output."""

@@ -1,0 +1,121 @@
+"""Charts as files, by matplotlib: the lines and heatmaps of difftx/evals/result.py."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+
+from difftx.files import new_file
+
+# Okabe and Ito's colours: told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+MOST_CELLS_WITH_NUMBERS = 100  # Of a heatmap; more would overlap.
+MOST_TICKS = 16
+
+
+def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw a `LineChart` or `Heatmap`, as JSON has it, to `<name>.png` and `.svg`; return the files."""
+    figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    {"line": draw_lines, "heatmap": draw_heatmap}[chart["kind"]](axes, chart)
+    # Names are made of those of validation sets and layers, which may hold anything.
+    return save_figure(figure, folder / re.sub(r"[^\w.-]+", "_", chart["name"]))
+
+
+def draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
+    """Draw the series of a `LineChart`, each with its band."""
+    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+        x, y = as_floats(series["x"]), as_floats(series["y"])
+        axes.plot(x, y, marker="o" if len(x) < 20 else None, markersize=4, color=colour, label=series["name"])
+        if series.get("low") is not None and series.get("high") is not None:
+            low, high = as_floats(series["low"]), as_floats(series["high"])
+            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    label_axes(axes, chart)
+    if chart["series"]:
+        add_legend(axes)
+
+
+def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
+    """Draw a `Heatmap`: rows from the top, with numbers in the cells where they fit."""
+    values = np.array([as_floats(row) for row in chart["values"]], float).reshape(len(chart["y"]), len(chart["x"]))
+    low, high = colour_limits(chart)
+    map_name = "RdBu_r" if low < 0 < high else "viridis"  # Two colours for two signs.
+    image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
+        shown = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
+        set_ticks(list(shown), [_tick(names[i]) for i in shown], parse_math=False)
+    if values.size <= MOST_CELLS_WITH_NUMBERS:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                is_dark = np.dot(image.cmap(image.norm(value))[:3], (0.299, 0.587, 0.114)) < 0.5
+                axes.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black", size=8
+                )
+    label_axes(axes, chart)
+    axes.grid(visible=False)
+    axes.figure.colorbar(image, ax=axes).set_label(chart["value_label"], parse_math=False)
+
+
+def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
+    """Give axes the title, labels and scales of a chart; a dollar sign is one."""
+    axes.set_title(chart["title"], parse_math=False)
+    axes.set_xlabel(chart["x_label"], parse_math=False)
+    axes.set_ylabel(chart["y_label"], parse_math=False)
+    if chart.get("log_x"):
+        axes.set_xscale("log")
+    if chart.get("log_y"):
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+
+
+def add_legend(axes: matplotlib.axes.Axes) -> None:
+    """Add a legend of names that are taken as they are."""
+    handles, _ = axes.get_legend_handles_labels()
+    legend = axes.legend(ncols=1 + len(handles) // 12, fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def series_colours(count: int) -> Sequence[str]:
+    """Return so many colours: distinct ones for a few, as of runs; a scale for many, as of layers."""
+    if count <= len(COLOURS):
+        return COLOURS[:count]
+    scale = matplotlib.colormaps["viridis"](np.linspace(0, 1, count))
+    return [matplotlib.colors.to_hex(colour) for colour in scale]
+
+
+def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the ends of a heatmap's colour scale; where values have both signs, zero is in its middle."""
+    values = [value for row in chart["values"] for value in row if value is not None]
+    low = chart["low"] if chart.get("low") is not None else min(values, default=0.0)
+    high = chart["high"] if chart.get("high") is not None else max(values, default=1.0)
+    if low < 0 < high:
+        low, high = -max(-low, high), max(-low, high)
+    return (low, high) if low < high else (low, low + 1.0)
+
+
+def as_floats(values: Sequence[float | None]) -> np.ndarray:
+    """Return JSON's numbers as an array, null as NaN."""
+    return np.array(values, float)
+
+
+def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
+    """Write a figure to `<stem>.png` and `.svg`, the same bytes for the same figure; return the files."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    with matplotlib.rc_context({"svg.hashsalt": json.dumps(stem.name)}):
+        for path in files:
+            with new_file(path) as file:
+                metadata = {"Date": None} if path.suffix == ".svg" else {}
+                figure.savefig(file, format=path.suffix[1:], dpi=150, metadata=metadata)
+    return files
+
+
+def _tick(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

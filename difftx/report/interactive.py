@@ -1,0 +1,216 @@
+"""Charts that answer to the mouse and the finger, by Bokeh: the lines and heatmaps of difftx/evals/result.py."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import bokeh.models
+import bokeh.palettes
+import bokeh.plotting
+import numpy as np
+
+from difftx.report.charts import as_floats, colour_limits, series_colours
+
+HEIGHT = 240  # Pixels, of the frame; axes and legend come on top.
+MOST_NAMED_LINES = 7  # In a legend, and in the tooltips of one x; of more, such as layers, the line under the pointer.
+# Bokeh paints what is on a canvas in the page's colours, but a legend, which is HTML, in its own.
+LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
+  overflow-wrap: anywhere }
+.bk-item { --item-background-color: transparent !important;
+  --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
+MOST_NAMED_CELLS = 2_500  # Of a heatmap; the names of more would outweigh its values.
+MOST_TICKS = 12
+TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
+GREY = "#808080"  # Read on white and on black.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a figure: two columns of a source, which figures may share."""
+
+    name: str
+    source: bokeh.models.ColumnDataSource
+    x: str
+    y: str
+    colour: str
+    faint: bool = False  # Behind the others, without hover and legend: raw values behind smoothed ones.
+    band: tuple[str, str] | None = None
+
+
+def line_figure(
+    lines: Sequence[Line], *, x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
+) -> bokeh.plotting.figure:
+    """Draw lines over a common axis; hovering shows each line's value at the nearest x."""
+    figure = _figure(x_label, y_label, x_axis_type=_axis(log_x), y_axis_type=_axis(log_y))
+    is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
+    hovered = []
+    for line in sorted(lines, key=lambda line: not line.faint):  # The faint ones first, below the others.
+        if line.band:
+            figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
+        shown = figure.line(
+            line.x,
+            line.y,
+            source=line.source,
+            color=line.colour,
+            name=line.name,
+            alpha=0.3 if line.faint else 1.0,
+            line_width=1 if line.faint else 2,
+            **_legend_label(line.name, is_named and not line.faint),
+        )
+        if line.faint:
+            continue
+        hovered.append(shown)
+        if len(line.source.data[line.x]) < 30:  # A line of one point would not be seen.
+            figure.scatter(
+                line.x, line.y, source=line.source, color=line.colour, size=6, **_legend_label(line.name, is_named)
+            )
+    mode = "vline" if is_named else "mouse"
+    for shown in hovered:
+        x, y = shown.glyph.x, shown.glyph.y
+        figure.add_tools(_hover([shown], [("", "$name"), (x_label, f"@{{{x}}}"), (y_label, f"@{{{y}}}")], mode))
+    _place_legend(figure)
+    return figure
+
+
+def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
+    """Draw a `LineChart` or `Heatmap`, as JSON has it."""
+    return _heatmap(chart) if chart["kind"] == "heatmap" else _line_chart(chart)
+
+
+def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequence[str]) -> None:
+    """Draw a vertical line at each of some steps; hovering shows what happened."""
+    source = bokeh.models.ColumnDataSource({"x": list(steps), "text": list(texts)})
+    shown = figure.vspan(x="x", source=source, color="#D55E00", line_dash="dashed", line_width=2)
+    figure.add_tools(_hover([shown], [("step", "@x"), ("event", "@text")], "mouse"))
+
+
+def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
+    """Draw crosses at some points, such as updates that were left out."""
+    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, **_legend_label(name))
+
+
+def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
+    """Draw a bar for each row, its parts end to end; hovering shows a part and its share."""
+    parts = list(dict.fromkeys(name for row in rows.values() for name in row))
+    figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
+    left = dict.fromkeys(rows, 0.0)
+    for part, colour in zip(parts, bokeh.palettes.Category20[max(3, min(20, len(parts)))], strict=False):
+        values = {name: row.get(part, 0.0) for name, row in rows.items()}
+        source = bokeh.models.ColumnDataSource(
+            {
+                "row": list(rows),
+                "part": [part] * len(rows),
+                "left": list(left.values()),
+                "right": [left[name] + values[name] for name in rows],
+                "value": list(values.values()),
+                "share": [f"{values[name] / (sum(row.values()) or 1):.1%}" for name, row in rows.items()],
+            }
+        )
+        shown = figure.hbar(
+            y="row", left="left", right="right", height=0.6, source=source, color=colour, legend_label=part
+        )
+        tooltips = [("", "@row"), ("", "@part"), (x_label, "@value"), ("share", "@share")]
+        figure.add_tools(_hover([shown], tooltips, "mouse"))
+        left = {name: left[name] + values[name] for name in rows}
+    figure.ygrid.visible = False
+    _place_legend(figure)
+    return figure
+
+
+def _line_chart(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
+    lines = []
+    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+        columns = {name: as_floats(series[name]) for name in ("x", "y", "low", "high") if series.get(name) is not None}
+        band = ("low", "high") if {"low", "high"} <= columns.keys() else None
+        source = bokeh.models.ColumnDataSource(columns)
+        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, band=band))
+    return line_figure(
+        lines,
+        x_label=chart["x_label"],
+        y_label=chart["y_label"],
+        log_x=bool(chart.get("log_x")),
+        log_y=bool(chart.get("log_y")),
+    )
+
+
+def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
+    columns, rows = chart["x"], chart["y"]
+    values = np.array([as_floats(row) for row in chart["values"]], np.float32).reshape(len(rows), len(columns))
+    figure = _figure(
+        chart["x_label"],
+        chart["y_label"],
+        x_range=bokeh.models.Range1d(start=-0.5, end=len(columns) - 0.5),
+        y_range=bokeh.models.Range1d(start=len(rows) - 0.5, end=-0.5),  # The first row on top.
+        frame_height=HEIGHT + 60,
+    )
+    data: dict[str, Any] = {"image": [values]}
+    across, down = "$x{0}", "$y{0}"
+    if values.size <= MOST_NAMED_CELLS:
+        data["column"] = [[[_name(x) for x in columns] for _ in rows]]
+        data["row"] = [[[_name(y)] * len(columns) for y in rows]]
+        across, down = "@column", "@row"
+    low, high = colour_limits(chart)
+    palette = bokeh.palettes.interp_palette(bokeh.palettes.RdBu11, 256) if low < 0 < high else "Viridis256"
+    mapper = bokeh.models.LinearColorMapper(palette=palette, low=low, high=high, nan_color=GREY)
+    shown = figure.image(
+        "image",
+        source=bokeh.models.ColumnDataSource(data),
+        x=-0.5,
+        y=-0.5,
+        dw=len(columns),
+        dh=len(rows),
+    )
+    shown.glyph.color_mapper = mapper
+    figure.add_tools(
+        _hover(
+            [shown], [(chart["x_label"], across), (chart["y_label"], down), (chart["value_label"], "@image")], "mouse"
+        )
+    )
+    for axis, names in ((figure.xaxis, columns), (figure.yaxis, rows)):
+        ticks = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
+        axis.ticker = bokeh.models.FixedTicker(ticks=list(ticks))
+        axis.major_label_overrides = {i: _name(names[i]) for i in ticks}
+    figure.grid.visible = False
+    bar = bokeh.models.ColorBar(color_mapper=mapper, title=chart["value_label"], width=12, background_fill_alpha=0)
+    figure.add_layout(bar, "right")
+    return figure
+
+
+def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure:
+    chosen: dict[str, Any] = {"frame_height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOOLS} | options
+    figure = bokeh.plotting.figure(active_drag=None, **chosen)  # Dragging scrolls the page until a tool is chosen.
+    figure.toolbar.logo = None
+    figure.toolbar.autohide = False
+    figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
+    return figure
+
+
+def _hover(
+    renderers: Sequence[Any], tooltips: Sequence[tuple[str, str]], mode: Literal["mouse", "vline"]
+) -> bokeh.models.HoverTool:
+    """Return a hover tool that has no button of its own."""
+    return bokeh.models.HoverTool(renderers=list(renderers), tooltips=list(tooltips), mode=mode, visible=False)
+
+
+def _place_legend(figure: bokeh.plotting.figure) -> None:
+    if not figure.legend:
+        return
+    legend = figure.legend[0]
+    legend.click_policy = "hide"
+    legend.background_fill_alpha = 0
+    legend.border_line_alpha = 0
+    legend.location = "top_left"
+    legend.stylesheets = [LEGEND_STYLE]
+    figure.add_layout(legend, "below")
+
+
+def _legend_label(name: str, is_named: bool = True) -> dict[str, Any]:
+    return {"legend_label": name} if is_named else {}
+
+
+def _axis(log: bool) -> str:
+    return "log" if log else "linear"
+
+
+def _name(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"

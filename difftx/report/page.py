@@ -1,0 +1,80 @@
+"""The report: one HTML page of one run, or of several to compare, with everything in it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import bokeh.document
+import bokeh.embed
+import bokeh.model
+import bokeh.resources
+import jinja2
+import markupsafe
+
+from difftx.errors import UserError
+from difftx.files import write_atomically
+from difftx.report import panels, tables
+from difftx.report.runs import RunRecord, different_tokenizers, read_runs
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_page(workdirs: Sequence[Path], out: Path) -> Path:
+    """Write the report of some run directories, compared with the first; return the file.
+
+    Raises:
+        UserError: one is no run, or is named twice.
+    """
+    if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
+        raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
+    runs = read_runs(workdirs)
+    foreign = different_tokenizers(runs)
+    sections = [
+        panels.losses(runs, comparable=foreign is None),
+        panels.evaluations(runs),
+        panels.lambdas(runs),
+        panels.gradients(runs),
+        panels.wall_time(runs),
+    ]
+    figures: dict[str, bokeh.model.Model] = {panel.id: panel.figure for section in sections for panel in section.panels}
+    document = bokeh.document.Document()
+    with document.models.freeze():  # Else Bokeh walks all figures again for each that it adds.
+        for figure in figures.values():
+            document.add_root(figure)
+    script, divs = bokeh.embed.components(figures)
+    template = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template(
+        "report.html"
+    )
+    page = template.render(
+        title=" and ".join(run.name for run in runs),
+        runs=tables.run_headers(runs),
+        changes=tables.config_changes(runs),
+        results=tables.results(runs, comparable=foreign is None),
+        samples=tables.samples(runs),
+        notes=_notes(runs, foreign, [section.title for section in sections if not section.panels]),
+        sections=[section for section in sections if section.panels],
+        # The only texts that are not escaped are Bokeh's own, in which it has escaped what came from files.
+        divs={name: markupsafe.Markup(div) for name, div in divs.items()},
+        script=markupsafe.Markup(script),
+        library=markupsafe.Markup(bokeh.resources.Resources("inline", components=["bokeh"]).render_js()),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page)
+    return out
+
+
+def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Sequence[str]) -> list[str]:
+    """Return what a reader must know of the page: what was thinned, skipped, left out."""
+    notes = [
+        f"Lines are thinned to {panels.MOST_POINTS:,} points, those of layers to {panels.MOST_POINTS_OF_MANY}: of each "
+        "stretch the least and the greatest value stay. Hover or tap for values; a name below a figure hides its line.",
+    ]
+    notes += [
+        f"{run.name}: {run.skipped} lines of metrics and journal could not be read." for run in runs if run.skipped
+    ]
+    if foreign:
+        notes.append(
+            f"{foreign[0]} and {foreign[1]} have different tokenizers: losses a token do not compare, bits per byte do."
+        )
+    if empty:
+        notes.append(f"Nothing was recorded yet for: {', '.join(empty)}.")
+    return notes

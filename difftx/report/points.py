@@ -1,0 +1,136 @@
+"""Points for scaling laws, (architecture, size, tokens, loss): from run directories, or from a table."""
+
+import csv
+import dataclasses
+import glob
+import io
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from difftx.errors import UserError, did_you_mean
+from difftx.files import read_json
+from difftx.model.flops import count_parameters
+from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
+
+COLUMNS = ("architecture", "size", "tokens")  # And the metric.
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A validation: the size counts all parameters, the embedding's included, as the paper's Table 10 does."""
+
+    architecture: str
+    size: float
+    tokens: float
+    loss: float  # Of the metric: nats a token, or bits a byte.
+    is_last: bool  # Of its run. A run's earlier points have seen less data, at a learning rate that was not yet low.
+
+
+def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
+    """Return the points of the tables or run directories that match a glob, and notes on what was left out.
+
+    A table is a .csv file, or a .json file with a list of objects; its columns are `architecture`, `size` (parameters),
+    `tokens` and `loss` (or `bits_per_byte`), others are ignored. Rows of one architecture, size and seed are one run.
+
+    Raises:
+        UserError: nothing matches, a table is not one, or the runs do not compare by that metric.
+    """
+    tables = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    if tables:
+        points = [point for table in tables for point in _points_of_table(table, metric)]
+        if not points:
+            raise UserError(f"--scaling={pattern!r}: no points there")
+        return points, []
+    runs = match_runs(pattern, "scaling")
+    check_comparable(runs, metric)
+    points, notes = [], []
+    for run in runs:
+        found, note = _points_of_run(run, metric)
+        points += found
+        notes += [note] if note else []
+    if not points:
+        raise UserError(f"--scaling={pattern!r}: no run has a validation in {metric} yet")
+    return points, notes
+
+
+def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | None]:
+    rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
+    size, batch = count_parameters(run.config.model).total, run.config.train.global_batch_tokens
+    ended = bool(rows) and rows[-1]["step"] == run.config.train.steps
+    points = [
+        Point(
+            run.config.model.architecture,
+            float(size),
+            float(row["step"] * batch),
+            row[metric],
+            ended and row is rows[-1],
+        )
+        for row in rows
+    ]
+    if ended:
+        return points, None
+    last = f"its last validation is at step {rows[-1]['step']:,}" if rows else f"it has no validation in {metric}"
+    return points, f"{run.name}: {last}, of {run.config.train.steps:,}: not a point of loss against size"
+
+
+def _points_of_table(path: Path, metric: Metric) -> list[Point]:
+    rows = list(_rows_of_csv(path) if path.suffix == ".csv" else _rows_of_json(path))
+    found: dict[tuple[Any, ...], list[Point]] = {}
+    for where, row in rows:
+        values = [_number(row, name, where) for name in (*COLUMNS[1:], metric)]
+        key = (str(row["architecture"]), values[0], str(row.get("seed")))
+        found.setdefault(key, []).append(Point(key[0], *values, is_last=False))
+    points = []
+    for run in found.values():
+        *earlier, last = sorted(run, key=lambda point: point.tokens)
+        points += [*earlier, dataclasses.replace(last, is_last=True)]
+    return points
+
+
+def _rows_of_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text ({error})") from error
+    reader = csv.DictReader(io.StringIO(text))
+    for row in reader:
+        yield f"{path}: line {reader.line_num}", row
+
+
+def _rows_of_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise UserError(f'{path}: not a list of points, such as [{{"architecture": …, "size": …, …}}]')
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: point {number} is not an object with the fields {', '.join(COLUMNS)} and a loss")
+        yield f"{path}: point {number}", row
+
+
+def _number(row: dict[str, Any], name: str, where: str) -> float:
+    for needed in ("architecture", name):
+        if row.get(needed) in (None, ""):
+            raise UserError(f"{where} has no {needed!r}.{did_you_mean(needed, map(str, row))}")
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(f"{where}: {name}={row[name]!r} is not a positive number")
+    return value
+
+
+def group_sizes(sizes: Sequence[float], *, within: float = 1.02) -> list[list[float]]:
+    """Return the different sizes, ascending, those together that are one size of two architectures.
+
+    A differential model has some λ vectors and norm gains more than its Transformer.
+    """
+    groups: list[list[float]] = []
+    for size in sorted(set(sizes)):
+        if groups and size <= groups[-1][0] * within:
+            groups[-1].append(size)
+        else:
+            groups.append([size])
+    return groups

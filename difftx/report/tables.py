@@ -1,0 +1,156 @@
+"""The tables of the report: what the runs are, how they differ, what the suites found."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from difftx.model.flops import count_parameters, flops_per_token
+from difftx.report.runs import RunRecord, read_results
+from difftx.training.changes import changed_fields
+
+MOST_ROWS = 12  # Of a figure's values as a table.
+MOST_VALUES = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Texts; the first column names the rows."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+def run_headers(runs: Sequence[RunRecord]) -> Table:
+    """Return what each run is: model, progress, devices, data, versions."""
+    columns = [_header(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return Table(["", *(run.name for run in runs)], [[name, *(c.get(name, "–") for c in columns)] for name in names])
+
+
+def config_changes(runs: Sequence[RunRecord]) -> Table:
+    """Return the fields in which a run's config differs from the first's."""
+    changed: dict[str, dict[str, str]] = {}
+    first = runs[0]
+    for run in runs[1:]:
+        for change in changed_fields(first.config, run.config):
+            changed.setdefault(change.field, {first.name: str(change.old)})[run.name] = str(change.new)
+    rows = [[field, *(v.get(run.name, v[first.name]) for run in runs)] for field, v in changed.items()]
+    return Table(["field", *(run.name for run in runs)], rows)
+
+
+def results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, Table]]:
+    """Return a table for each suite: the numbers of each run's newest result, and what they differ by from the first's.
+
+    Where the runs have different tokenizers, only bits per byte differ by anything that means something.
+    """
+    found = {run.name: read_results(run.workdir) for run in runs}
+    named = []
+    for suite in dict.fromkeys(suite for of_run in found.values() for suite in of_run):
+        newest = {run: max(steps[suite].items()) for run, steps in found.items() if suite in steps}
+        header, (base, *_) = ["number"], newest
+        for run, (step, _) in newest.items():
+            header += [f"{run} (step {step:,})", *(["difference"] if run != base else [])]
+        rows = []
+        for name in dict.fromkeys(name for _, result in newest.values() for name in result["numbers"]):
+            row = [name]
+            for run, (_, result) in newest.items():
+                value, before = result["numbers"].get(name), newest[base][1]["numbers"].get(name)
+                row.append(shown(value))
+                if run != base:
+                    row.append(_difference(before, value) if comparable or name == "bits_per_byte" else "–")
+            rows.append(row)
+        named.append((suite, Table(header, rows)))
+    return named
+
+
+def samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
+    """Return (run, prompt, completion) of each run's newest result that has some."""
+    texts = []
+    for run in runs:
+        for steps in read_results(run.workdir).values():
+            details = list(steps.values())[-1].get("details", {})
+            texts += [(run.name, str(s.get("prompt")), str(s.get("completion"))) for s in details.get("samples", [])]
+    return texts
+
+
+def chart_values(chart: Mapping[str, Any]) -> Table | None:
+    """Return a chart's values as a table, of lines a dozen; None for a heatmap too large to be read so."""
+    if chart["kind"] == "line":
+        return series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
+    if len(chart["x"]) * len(chart["y"]) > MOST_VALUES:
+        return None
+    header = [f"{chart['y_label']} \\ {chart['x_label']}", *map(shown, chart["x"])]
+    return Table(header, [[shown(y), *map(shown, row)] for y, row in zip(chart["y"], chart["values"], strict=True)])
+
+
+def series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
+    """Return some values of lines as a table, at x of the first; of the others, the values at the nearest."""
+    if not series:
+        return Table([x_label], [])
+    first = np.array(next(iter(series.values()))[0], float)
+    picked = first[np.unique(np.linspace(0, len(first) - 1, min(len(first), MOST_ROWS)).round().astype(int))]
+    rows = []
+    for x in picked if len(first) else []:
+        row = [shown(float(x))]
+        for xs, ys in series.values():
+            xs = np.array(xs, float)
+            row.append(shown(ys[int(np.argmin(np.abs(xs - x)))]) if len(xs) else "–")
+        rows.append(row)
+    return Table([x_label, *series], rows)
+
+
+def event_text(entry: Mapping[str, Any]) -> str:
+    """Return a journal's entry as a line."""
+    details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]
+    return ", ".join([str(entry["event"]), *details])
+
+
+def shown(value: Any) -> str:
+    """Return a value as a table shows it: numbers with five digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
+        return f"{int(value):,}"
+    return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def _difference(before: Any, value: Any) -> str:
+    if not all(isinstance(v, int | float) for v in (before, value)):
+        return "–"
+    relative = f" ({(value - before) / abs(before):+.2%})" if before else ""
+    return f"{value - before:+.4g}{relative}"
+
+
+def _header(run: RunRecord) -> dict[str, str]:
+    config, manifest = run.config, run.manifest
+    parameters = count_parameters(config.model)
+    train = run.split("train")
+    devices, data = manifest.get("devices", {}), manifest.get("data", {})
+    tokens = train[-1]["step"] * config.train.global_batch_tokens
+    rate = flops_per_token(config.model, config.data.sequence_length, causal=False)
+    mesh = ", ".join(f"{axis} {size}" for axis, size in devices.get("mesh", {}).items() if size != 1)
+    header = {
+        "folder": str(run.workdir),
+        "architecture": config.model.architecture,
+        "parameters": f"{parameters.total:,}, {parameters.embedding:,} of them embedding",
+        "steps": f"{train[-1]['step']:,} of {config.train.steps:,}",
+        "training tokens": f"{tokens:,}",
+        "training FLOPs (6 N + 12 L T d a token)": f"{rate * tokens:.3g}",
+        "attempts": str(max(row["attempt"] for row in train)),
+    }
+    if devices:
+        header["devices"] = f"{devices.get('count')} × {devices.get('kind')}" + (f"; mesh {mesh}" if mesh else "")
+    for name, label in (("train_tokens", "training data"), ("valid_tokens", "validation data")):
+        if isinstance(data.get(name), dict):
+            header[label] = ", ".join(f"{source}: {shown(count)} tokens" for source, count in data[name].items())
+    header["tokenizer"] = config.data.tokenizer + (f" ({str(data['tokenizer'])[:12]}…)" if "tokenizer" in data else "")
+    for name in ("commit", "python"):
+        if manifest.get(name):
+            header[name] = str(manifest[name])
+    if isinstance(manifest.get("packages"), dict):
+        header["packages"] = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
+    return header

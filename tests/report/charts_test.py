@@ -1,0 +1,61 @@
+import dataclasses
+import json
+import xml.etree.ElementTree as ET
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from difftx.evals.result import Heatmap, LineChart, Series
+from difftx.report.charts import colour_limits, draw_chart
+
+LINES = LineChart(
+    name="position/α",
+    title="costs $5",
+    x_label="position",
+    y_label="nats",
+    log_x=True,
+    series=[
+        Series(name="<b>", x=[1, 10, 100], y=[3.0, 2.0, 1.0], low=[2.5, 1.5, 0.5], high=[3.5, 2.5, 1.5]),
+        Series(name="$x_", x=[1, 10], y=[2.0, 2.0]),
+    ],
+)
+MAP = Heatmap(
+    name="needle",
+    title="needles",
+    x_label="context",
+    y_label="depth",
+    x=["8K", "64K"],
+    y=[0.0, 0.5, 1.0],
+    values=[[1.0, None], [0.5, 0.25], [0.0, 1.0]],
+    value_label="accuracy",
+)
+
+
+@pytest.mark.parametrize("chart", [LINES, MAP], ids=["lines", "heatmap"])
+def test_charts_become_a_picture_and_a_drawing(chart, tmp_path):
+    png, svg = draw_chart(json.loads(json.dumps(dataclasses.asdict(chart))), tmp_path / "out")
+    assert [png.name, svg.name] in (["position_α.png", "position_α.svg"], ["needle.png", "needle.svg"])
+    assert matplotlib.image.imread(png).std() > 0.05
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {png.name, svg.name}
+    again = draw_chart(dataclasses.asdict(chart), tmp_path / "again")
+    assert [path.read_bytes() for path in again] == [png.read_bytes(), svg.read_bytes()]
+
+
+def test_empty_and_single_charts_are_drawn(tmp_path):
+    draw_chart(dataclasses.asdict(dataclasses.replace(LINES, name="none", series=[])), tmp_path)
+    draw_chart(dataclasses.asdict(dataclasses.replace(MAP, name="one", x=[1.0], y=["a"], values=[[None]])), tmp_path)
+    many = [Series(name=f"layer {i}", x=[1.0, 2.0], y=[i, i + 1.0]) for i in range(28)]
+    draw_chart(dataclasses.asdict(dataclasses.replace(LINES, name="many", series=many)), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_zero_is_in_the_middle_of_the_colours_of_two_signs():
+    signed = dataclasses.asdict(dataclasses.replace(MAP, values=[[-0.5, None], [0.1, 0.2], [0.0, 0.3]]))
+    assert colour_limits(signed) == (-0.5, 0.5)
+    assert colour_limits(dataclasses.asdict(MAP)) == (0.0, 1.0)
+    assert colour_limits(dataclasses.asdict(dataclasses.replace(MAP, low=0.2, high=0.8))) == (0.2, 0.8)
+    low, high = colour_limits(dataclasses.asdict(dataclasses.replace(MAP, values=[[0.5, 0.5]] * 3)))
+    assert np.isfinite([low, high]).all()
+    assert low < high

@@ -1,0 +1,309 @@
+"""The report's page: what stands in it, and what a browser makes of it."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from difftx.config_reader import load_config
+from difftx.errors import UserError
+from difftx.report.page import write_page
+from difftx.report.panels import thinned
+from report.run_dirs import write_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM_FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+STEPS = 10_000
+EVIL = "<img src=x onerror=window.pwned=1></script><script>window.pwned=1</script>"
+LINES = {
+    "kind": "line",
+    "name": "position",
+    "title": f"Loss by position {EVIL}",
+    "x_label": "position",
+    "y_label": "nats",
+    "log_x": True,
+    "series": [{"name": EVIL, "x": [1, 10, 100], "y": [3, 2, 1], "low": [2.5, 1.5, 0.5], "high": [3.5, 2.5, 1.5]}],
+}
+NEEDLE = {
+    "kind": "heatmap",
+    "name": "needle",
+    "title": "Needles found",
+    "x_label": "context",
+    "y_label": "depth",
+    "x": ["8K", "64K"],
+    "y": ["0 %", "50 %", "100 %"],
+    "values": [[0.125, 0.25], [0.5, None], [0.75, 1.0]],
+    "value_label": "accuracy",
+}
+ATTENTION = {
+    "kind": "heatmap",
+    "name": "map",
+    "title": "A1 - λ A2",
+    "x_label": "key",
+    "y_label": "query",
+    "x": list(range(256)),
+    "y": list(range(256)),
+    "values": [[0.5 if i >= j else None for j in range(256)] for i in range(256)],
+    "value_label": "weight",
+}
+
+
+def tiny(architecture, **overrides):
+    changes = {
+        "logging.tensorboard": "false",
+        "optimizer.warmup_steps": "0",
+        **{k.replace("__", "."): str(v) for k, v in overrides.items()},
+    }
+    return load_config(f"{ROOT / 'configs' / 'quickstart.py'}:{architecture}", changes)
+
+
+def write_result(workdir, suite, step, numbers, charts=(), details=None):
+    folder = workdir / "evals" / suite
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
+    (folder / f"{step}.json").write_text(json.dumps(result))
+
+
+def write_everything(workdir, architecture, offset):
+    """Write a run that has all that a report can show, with the names and texts of somebody who means harm."""
+    config = tiny(architecture, train__steps=STEPS, model__num_layers=28)
+    spike = STEPS // 2 + 1
+    write_run(
+        workdir,
+        config,
+        loss=lambda step: 9.0 if step == spike else 1 + offset + 4 / step**0.4,
+        layers=28 if architecture == "diff" else 0,
+        valid_every=1000,
+        skipped_step=spike,
+    )
+    goodput = {"train_seconds": 80.0, "data_wait_seconds": 5.0, "save_seconds": 15.0, "wall_seconds": 100.0}
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"split": "goodput", "step": STEPS, "attempt": 1, **goodput}) + "\n")
+        file.write('{"split": "train", "st')
+    event = {"event": "rewind", "step": 3000, "reason": EVIL, "attempt": 1}
+    (workdir / "journal.jsonl").write_text(json.dumps(event) + "\n")
+    for step in (STEPS // 2, STEPS):
+        write_result(workdir, "loss", step, {"loss": 2.0 + offset + 100 / step, "bits_per_byte": 0.5 + offset})
+    write_result(workdir, "position", STEPS, {"nll": 1.5 + offset}, [LINES])
+    write_result(workdir, "needle", STEPS, {"accuracy": 0.5}, [NEEDLE])
+    write_result(workdir, "attention", STEPS, {"sink": 0.25}, [ATTENTION])
+    write_result(workdir, "sample", STEPS, {}, details={"samples": [{"prompt": EVIL, "completion": f"</pre>{EVIL}"}]})
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    runs = [
+        write_everything(folder / "diff", "diff", 0.0),
+        write_everything(folder / "trans<script>window.pwned=1<script>", "transformer", 0.5),
+    ]
+    return write_page(runs, folder / "report.html")
+
+
+@contextlib.contextmanager
+def browser(file, tmp_path, **options):
+    """Open a page in Chromium; yield it when its figures are drawn, with its console's messages and its requests."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install '.[browser]'")
+    if CHROMIUM is None:
+        pytest.skip("needs a Chromium: apt-get install chromium")
+    messages, requests = [], []
+    with playwright.sync_playwright() as driver:
+        context = driver.chromium.launch_persistent_context(
+            str(tmp_path / "profile"), executable_path=CHROMIUM, args=CHROMIUM_FLAGS, **options
+        )
+        try:
+            page = context.new_page()
+            page.on("console", lambda message: messages.append((message.type, message.text)))
+            page.on("pageerror", lambda error: messages.append(("error", str(error))))
+            page.on("request", lambda request: requests.append(request.url))
+            page.goto(file.as_uri())
+            page.wait_for_function("window.Bokeh?.documents.length && Bokeh.documents[0].is_idle")
+            yield page, messages, requests
+        finally:
+            context.close()
+
+
+def tooltip(page):
+    page.locator(".bk-tooltip-row-value:visible").first.wait_for()
+    return page.locator(".bk-tooltip-row-value:visible").all_inner_texts()
+
+
+def focused(page):
+    """Press Tab; return what has the focus then, also within Bokeh's shadow roots."""
+    page.keyboard.press("Tab")
+    return page.evaluate(
+        "() => { let e = document.activeElement; while (e?.shadowRoot?.activeElement) e = e.shadowRoot.activeElement;"
+        " return [e.tagName, e.id, e.title] }"
+    )
+
+
+def test_on_a_desktop(report, tmp_path):
+    with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, requests):
+        assert requests == [report.as_uri()]
+        assert [text for kind, text in messages if kind in ("error", "warning")] == []
+        assert page.evaluate("window.pwned") is None  # No text from a file has become code.
+
+        titles = page.locator("article:visible h3").all_inner_texts()
+        for title in ("Training loss, raw and smoothed", "Validation, bits per byte", "loss: loss over the steps"):
+            assert title in titles
+        for part in ("Loss by position", "Needles found", "A1 - λ A2", "λ of each layer", "Gradient", "Where the time"):
+            assert any(part in title for title in titles), part
+        # Every figure that is shown has been painted: not all of its pixels are alike.
+        painted = page.locator("article:visible .figure").evaluate_all(
+            """figures => figures.map(figure => {
+                const canvas = Bokeh.index.get_by_id(figure.querySelector("[data-root-id]").dataset.rootId).canvas_view;
+                const layer = canvas.primary.canvas, data = layer.getContext("2d");
+                return new Set(new Uint32Array(data.getImageData(0, 0, layer.width, layer.height).data.buffer)).size;
+            })"""
+        )
+        assert len(painted) == len(titles)
+        assert min(painted) > 5, dict(zip(titles, painted, strict=True))
+
+        figure = page.locator("article:visible .figure").first
+        figure.hover(position={"x": 500, "y": 100})
+        values = tooltip(page)
+        assert values[0] == "diff"
+        assert values[3] == "trans<script>window.pwned=1<script>"  # As text.
+        assert 1 < float(values[2]) < float(values[5])
+
+        needle = page.locator("article", has_text="Needles found").first.locator(".figure")
+        needle.scroll_into_view_if_needed()
+        needle.hover(position={"x": 250, "y": 60})
+        assert tooltip(page)[:3] == ["8K", "0 %", "0.125"]
+
+
+def test_with_a_keyboard(report, tmp_path):
+    with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, _):
+        reached = [focused(page) for _ in range(60)]
+        assert reached[0][0] == "A"
+        tags = [tag for tag, _, _ in reached]
+        assert {"A", "INPUT", "SUMMARY", "DIV"} <= set(tags)  # Links, choices, values as tables, scrolling tables.
+        assert any("Reset" in title for _, _, title in reached)  # Bokeh's tools.
+        shown = page.locator("#curves article:visible")
+        assert shown.count() == 2
+        page.locator("#curves-against-steps").focus()
+        page.keyboard.press("ArrowRight")
+        assert "against-tokens axes-linear" in shown.first.get_attribute("class")
+        page.locator("#curves-axes-linear").focus()
+        page.keyboard.press("ArrowRight")
+        assert "against-tokens axes-log" in shown.first.get_attribute("class")
+        # What was hidden is laid out now.
+        page.wait_for_function(
+            "document.querySelector('.against-tokens.axes-log .figure').getBoundingClientRect().height > 200"
+        )
+        assert shown.count() == 2
+        page.locator("#curves article:visible summary").first.press("Enter")
+        assert page.locator("#curves article:visible table").first.is_visible()
+        assert [text for kind, text in messages if kind == "error"] == []
+
+
+def test_on_a_phone_in_the_dark(report, tmp_path):
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "color_scheme": "dark"}
+    with browser(report, tmp_path, **phone) as (page, messages, _):
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        figure = page.locator("article:visible .figure").first
+        assert figure.bounding_box()["width"] <= 360
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
+        # The figure's ground, as painted, and text on it that can be read.
+        ground, brightest = figure.evaluate(
+            """figure => {
+                const canvas = Bokeh.index.get_by_id(figure.querySelector("[data-root-id]").dataset.rootId).canvas_view;
+                const layer = canvas.primary.canvas, data = layer.getContext("2d");
+                const pixels = data.getImageData(0, 0, layer.width, layer.height).data;
+                let ground = 0, most = 0;
+                for (let i = 0; i < pixels.length; i += 4) {
+                    ground += pixels[i] === 21 && pixels[i + 1] === 24 && pixels[i + 2] === 28;
+                    most = Math.max(most, Math.min(pixels[i], pixels[i + 1], pixels[i + 2]));
+                }
+                return [ground / (pixels.length / 4), most];
+            }"""
+        )
+        assert ground > 0.4
+        assert brightest > 200
+        figure.scroll_into_view_if_needed()
+        box = figure.bounding_box()
+        page.touchscreen.tap(box["x"] + 150, box["y"] + 100)
+        assert tooltip(page)[0] == "diff"
+        assert [text for kind, text in messages if kind == "error"] == []
+
+
+def test_the_page_is_small_and_asks_nobody(report):
+    html = report.read_text()
+    assert len(html.encode()) < 5e6
+    assert "default-src 'none'" in html
+    assert "<img src=x" not in html
+    assert "<script>window.pwned" not in html
+    assert "</script><script>window" not in html
+
+
+def test_what_the_page_says(report):
+    text = report.read_text()
+    assert "Lines are thinned to 2,000 points" in text
+    assert "diff: 1 lines of metrics and journal could not be read" in text
+    assert "Each cell is the mean of 2 × 2." in text
+    assert "model.architecture" in text  # Differs between the configs.
+    assert ">+0.5 (" in text  # The Transformer's loss, against the differential model's.
+    assert "0123abc" in text
+    assert "2 × cpu; mesh fsdp 2" in text
+
+
+def test_a_run_without_evaluations_and_one_step(tmp_path):
+    workdir = write_run(tmp_path / "run", tiny("diff", train__steps=1))
+    page = write_page([workdir], workdir / "report.html")
+    assert page == workdir / "report.html"
+    assert "Nothing was recorded yet for: Evaluations, λ, Goodput" in page.read_text()
+    assert "Fields in which the configs differ" not in page.read_text()
+
+
+def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
+    runs = [
+        write_run(tmp_path / name, tiny("diff", train__steps=6), tokenizer=tokenizer * 64)
+        for name, tokenizer in (("one", "a"), ("two", "b"))
+    ]
+    for run, loss in zip(runs, (2.0, 3.0), strict=True):
+        write_result(run, "loss", 6, {"loss": loss, "bits_per_byte": loss / 4})
+    text = write_page(runs, tmp_path / "report.html").read_text()
+    assert "one and two have different tokenizers" in text
+    assert "Training loss" not in text
+    assert ">+0.25 (" in text
+    assert ">+1 (" not in text
+
+
+def test_mistakes(tmp_path):
+    run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
+    with pytest.raises(UserError, match=r"no config\.json there, so it is no run"):
+        write_page([tmp_path / "none"], tmp_path / "report.html")
+    with pytest.raises(UserError, match="a run is named twice"):
+        write_page([run, Path(f"{run}/")], tmp_path / "report.html")
+    write_result(run, "loss", 3, [])
+    with pytest.raises(UserError, match=r"3\.json: not the result of a suite"):
+        write_page([run], tmp_path / "report.html")
+    (run / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match=r"manifest\.json: not the description of a run"):
+        write_page([run], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_thinning_keeps_spikes_and_ends():
+    values = np.sin(np.arange(10_000) / 500)
+    values[[1234, 7777]] = 50, -50
+    values[3000] = np.nan
+    kept = thinned(values, 200)
+    assert len(kept) <= 200
+    assert {0, 1234, 7777, 9999} <= set(kept)
+    assert list(kept) == sorted(kept)
+    assert list(thinned(values[:100], 200)) == list(range(100))
