@@ -7,6 +7,7 @@ cache here: two keys and one value twice as wide for a differential head, a key 
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array,
         return Cache(Past(*layers), put(*ids, where)[0, ..., 0])
 
     by_token = P(None, BATCH, None, *INFERENCE.cache_LBK[2:])
-    specs = Cache(INFERENCE.cache_LBK, ROWS)  # Each stands for all arrays of its kind.
+    specs: Any = Cache(Past(*[INFERENCE.cache_LBK] * 2), ROWS)
     in_specs = (specs, by_token, ROWS, P(BATCH) if where.ndim else P())
     # On each device by itself: rows and heads are cut, slots are not.
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=specs, check_vma=False)

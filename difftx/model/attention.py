@@ -143,9 +143,12 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update of tokens that follow cached ones, and their keys and values."""
+        attend_BTHE = self.layout.attend_BTHE
         q_BTHd, k_BTKd, v_BTKd = self.project(x_BTD, angles)
-        attended = (reshard(x_BTHd, self.layout.attend_BTHE) for x_BTHd in (q_BTHd, k_BTKd, v_BTKd))
-        return self._output(cached.attention(*attended, past, ids)), (k_BTKd, v_BTKd)
+        heads_BTHd = cached.attention(
+            reshard(q_BTHd, attend_BTHE), reshard(k_BTKd, attend_BTHE), reshard(v_BTKd, attend_BTHE), past, ids
+        )
+        return self._output(heads_BTHd), (k_BTKd, v_BTKd)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
