@@ -7,7 +7,6 @@ cache here: two keys and one value twice as wide for a differential head, a key 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ def empty_cache(model: Decoder, rows: int, capacity: int) -> Cache:
         layers, _, _, *heads, width = entry.shape
         return jnp.zeros((layers, rows, *heads, capacity, width), entry.dtype, out_sharding=INFERENCE.cache_LBK)
 
-    layers = Past(*map(zeros, model.entry_shapes(rows)))
+    layers = tuple(map(zeros, model.entry_shapes(rows)))
     return Cache(layers, jnp.full((rows, capacity), EMPTY, jnp.int32, out_sharding=ROWS))
 
 
@@ -88,17 +87,16 @@ def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: j
 
 
 def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array, where: jax.Array) -> Cache:
-    def on_one_device(cache: Cache, entries: Entries, segment_BT: jax.Array, where: jax.Array) -> Cache:
-        layers = [put(old, jnp.moveaxis(new, 2, -2), where) for old, new in zip(cache.layers, entries, strict=True)]
-        ids = (cache.segment_BS[None, ..., None], segment_BT[None, ..., None])
-        return Cache(Past(*layers), put(*ids, where)[0, ..., 0])
+    def on_one_device(layers: Past, segment_BS: jax.Array, entries: Entries, segment_BT: jax.Array, where: jax.Array):
+        written = [put(old, jnp.moveaxis(new, 2, -2), where) for old, new in zip(layers, entries, strict=True)]
+        ids = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)  # As an array of one layer.
+        return tuple(written), ids[0, ..., 0]
 
-    by_token = P(None, BATCH, None, *INFERENCE.cache_LBK[2:])
-    specs: Any = Cache(Past(*[INFERENCE.cache_LBK] * 2), ROWS)
-    in_specs = (specs, by_token, ROWS, P(BATCH) if where.ndim else P())
+    heads, by_token = INFERENCE.cache_LBK, P(None, BATCH, None, *INFERENCE.cache_LBK[2:])
+    in_specs = (heads, ROWS, by_token, ROWS, P(BATCH) if where.ndim else P())
     # On each device by itself: rows and heads are cut, slots are not.
-    call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=specs, check_vma=False)
-    return call(cache, reshard(entries, by_token), segment_BT, where)
+    call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=(heads, ROWS), check_vma=False)
+    return Cache(*call(cache.layers, cache.segment_BS, reshard(entries, by_token), segment_BT, where))
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
@@ -108,5 +106,5 @@ def grow(cache: Cache, capacity: int) -> Cache:
     def pad(x: jax.Array, axis: int, value: int) -> jax.Array:
         return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=value)
 
-    layers = Past(*(pad(x, x.ndim - 2, 0) for x in cache.layers))
+    layers = tuple(pad(x, x.ndim - 2, 0) for x in cache.layers)
     return Cache(layers, pad(cache.segment_BS, 1, EMPTY))

@@ -20,11 +20,8 @@ EMPTY = -1  # Segment of a slot, or of a filler token, that no token shall see.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-class Past(NamedTuple):
-    """A layer's cache."""
-
-    keys: jax.Array  # [B, K, G, S, D], or [B, K, S, D] for softmax attention
-    values: jax.Array  # [B, K, S, E]
+# A layer's cache: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
+type Past = tuple[jax.Array, ...]
 
 
 class Ids(NamedTuple):
@@ -56,12 +53,12 @@ def attention(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, past: Pas
 
 
 def _per_shard(call, q, k, v, lam_BTH, past: Past, ids: Ids) -> jax.Array:
-    return fused.per_shard(call, q, k, v, lam_BTH, *ids, fused.Saved(by_head=tuple(past)), saves=False)
+    return fused.per_shard(call, q, k, v, lam_BTH, *ids, fused.Saved(by_head=past), saves=False)
 
 
 def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved):
     """On one device: its rows and heads."""
-    past = Past(*saved.by_head)
+    keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape
     K, E = v_BUKE.shape[2:]
     S = cached_segment_BS.shape[1]
@@ -70,7 +67,7 @@ def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_seg
     seen_BTX = jnp.concatenate(
         [segment_BT[:, :, None] == cached_segment_BS[:, None], same_BTU & jnp.tri(T, dtype=bool)], axis=2
     )
-    keys_BKGSD = past.keys.reshape(B, K, G, S, D)
+    keys_BKGSD = keys.reshape(B, K, G, S, D)
     logits_BKGRTX = jnp.concatenate(
         [
             einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD),
@@ -86,6 +83,6 @@ def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_seg
         lam_BKRT = jnp.moveaxis(lam_BTH.reshape(B, T, K, H // K), 1, 3)
         map_BKRTX -= lam_BKRT[..., None] * maps_BKGRTX[:, :, 1]
     map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
-    out_BTKRE = einsum("BKRTS,BKSE->BTKRE", map_BKRTX[..., :S], past.values)
+    out_BTKRE = einsum("BKRTS,BKSE->BTKRE", map_BKRTX[..., :S], values_BKSE)
     out_BTKRE += einsum("BKRTU,BUKE->BTKRE", map_BKRTX[..., S:], v_BUKE)
     return out_BTKRE.astype(v_BUKE.dtype).reshape(B, T, H, E)
