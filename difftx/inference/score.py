@@ -6,6 +6,7 @@ Continuations of one context are branches of one row: the context is prefilled o
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -56,24 +57,25 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
     for number, item in enumerate(items):
         _check(lm, item, number)
     by_context = collections.defaultdict(list)
-    for number, item in enumerate(items):
-        by_context[item.context].append(number)
-    alone, shared = [], []
+    for item in dict.fromkeys(items):
+        by_context[item.context].append(item)
+    alone: list[Item] = []
+    shared: list[list[Item]] = []
     for group in by_context.values():
-        short = [n for n in group if len(items[n].continuation) <= BRANCH_TOKENS]
-        branched = short if len(short) > 1 else []
-        shared += [branched] if branched else []
-        alone += [n for n in group if n not in set(branched)]
+        short = [item for item in group if len(item.continuation) <= BRANCH_TOKENS]
+        long = [item for item in group if len(item.continuation) > BRANCH_TOKENS]
+        shared += [short] if len(short) > 1 else []
+        alone += long if len(short) > 1 else group
     # Rows of like lengths go together.
-    alone.sort(key=lambda n: len(items[n].context) + len(items[n].continuation))
-    shared.sort(key=lambda group: len(items[group[0]].context))
-    scores: dict[int, Score] = {}
+    alone.sort(key=lambda item: len(item.context) + len(item.continuation))
+    shared.sort(key=lambda group: len(group[0].context))
+    scores: dict[Item, Score] = {}
     with jax.set_mesh(lm.mesh):
-        for numbers in _batches(alone, batch_rows):
-            scores |= _score_rows(lm, {n: items[n] for n in numbers})
+        for batch in _batches(alone, batch_rows):
+            scores |= _score_rows(lm, batch)
         for groups in _batches(shared, batch_rows):
-            scores |= _score_branches(lm, [{n: items[n] for n in group} for group in groups])
-    return [scores[n] for n in range(len(items))]
+            scores |= _score_branches(lm, groups)
+    return [scores[item] for item in items]
 
 
 def most_likely(
@@ -104,70 +106,68 @@ def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (values[start : start + size] for start in range(0, len(values), size))
 
 
-def _score_rows(lm: LanguageModel, items: dict[int, Item]) -> dict[int, Score]:
+def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
     """Score items in a row each, by prefill."""
-    inputs = [[*item.context, *item.continuation[:-1]] for item in items.values()]
+    inputs = [[*item.context, *item.continuation[:-1]] for item in items]
     rows, chunk = decode.rows_for(len(inputs), lm.mesh), decode.chunk_for(max(map(len, inputs)))
     host = Tokens.of(inputs, rows, chunk)
     length = host.tokens_BT.shape[1]
     targets_BT = np.roll(host.tokens_BT, -1, axis=1)
-    for row, item in enumerate(items.values()):
+    places = {}
+    for row, item in enumerate(items):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
+        places[item] = row, slice(len(item.context) - 1, len(inputs[row]))
     cache, _ = decode.programs_of(lm.config).empty(lm.params, rows, capacity_for(length))
-    nll, is_best = [], []
+    parts = []
     for start in range(0, length, chunk):
-        arrays = [host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT]
+        arrays = (host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT)
         put = (decode.put(lm.mesh, x[:, start : start + chunk]) for x in arrays)
-        cache, scores = _programs(lm.config).chunk(lm.params, cache, np.int32(start), *put)
-        for whole, part in zip((nll, is_best), scores, strict=True):
-            whole.append(np.asarray(part))
-    nll_BT, is_best_BT = np.concatenate(nll, axis=1), np.concatenate(is_best, axis=1)
-    places = {n: (row, slice(len(item.context) - 1, len(inputs[row]))) for row, (n, item) in enumerate(items.items())}
-    return {n: _score(nll_BT[place], is_best_BT[place]) for n, place in places.items()}
+        cache, part = _programs(lm.config).chunk(lm.params, cache, np.int32(start), *put)
+        parts.append(part)
+    nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in both], axis=1) for both in zip(*parts, strict=True))
+    return {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
 
 
-def _score_branches(lm: LanguageModel, groups: list[dict[int, Item]]) -> dict[int, Score]:
+def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Item, Score]:
     """Score items of one context each group: the context in the cache but for its last token, which begins a branch."""
-    contexts = [next(iter(group.values())).context for group in groups]
     rows = decode.rows_for(len(groups), lm.mesh)
-    prefixes = [list(context[:-1]) for context in contexts]
+    prefixes = [list(group[0].context[:-1]) for group in groups]
     chunk = decode.chunk_for(max(1, *map(len, prefixes)))
     none_B = np.zeros(rows, np.int32)
     cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
     scores = {}
-    passes = [list(_passes(group)) for group in groups]
-    for number in range(max(map(len, passes))):
-        now = [p[number] if number < len(p) else [] for p in passes]
-        width = max(sum(len(group[n].continuation) for n in p) for group, p in zip(groups, now, strict=True))
-        T = max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
-        tokens_BT, positions_BT, branch_BT, targets_BT = (np.zeros((rows, T), np.int32) for _ in range(4))
-        segment_BT = np.full((rows, T), EMPTY, np.int32)
+    for now in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
+        width = max(sum(len(item.continuation) for item in branches) for branches in now)
+        shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
+        tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
+        segment_BT = np.full(shape, EMPTY, np.int32)
         places = {}
-        for row, (group, members) in enumerate(zip(groups, now, strict=True)):
+        for row, branches in enumerate(now):
             at = 0
-            for branch, n in enumerate(members):
-                item = group[n]
-                place = places[n] = row, slice(at, at + len(item.continuation))
+            for branch, item in enumerate(branches):
+                tokens = len(item.continuation)
+                place = places[item] = row, slice(at, at + tokens)
                 tokens_BT[place] = (item.context[-1], *item.continuation[:-1])
                 targets_BT[place] = item.continuation
-                positions_BT[place] = len(item.context) - 1 + np.arange(len(item.continuation))
+                positions_BT[place] = len(item.context) - 1 + np.arange(tokens)
                 segment_BT[place], branch_BT[place] = 0, branch
-                at += len(item.continuation)
+                at += tokens
         host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
         arrays = (decode.put(lm.mesh, x) for x in host)
         nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.params, cache, *arrays))
-        scores |= {n: _score(nll_BT[place], is_best_BT[place]) for n, place in places.items()}
+        scores |= {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
     return scores
 
 
-def _passes(group: dict[int, Item]) -> Iterator[list[int]]:
-    """Cut a group's items into lists of at most `BRANCH_TOKENS`."""
-    members, tokens = [], 0
-    for n, item in group.items():
+def _passes(group: Sequence[Item]) -> Iterator[list[Item]]:
+    """Cut a group into lists of at most `BRANCH_TOKENS`."""
+    members: list[Item] = []
+    tokens = 0
+    for item in group:
         if tokens + len(item.continuation) > BRANCH_TOKENS:
             yield members
             members, tokens = [], 0
-        members.append(n)
+        members.append(item)
         tokens += len(item.continuation)
     yield members
 
