@@ -26,6 +26,7 @@ from difftx.kernels.cached import EMPTY
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, INFERENCE
 from difftx.parallel.mesh import batch_shards
+from difftx.training.manifest import array_name
 from difftx.training.state import graph
 
 PREFILL_TOKENS = 256  # Of a chunk; short prompts take less.
@@ -47,6 +48,18 @@ class LanguageModel:
     def window(self) -> int:
         """Tokens of a row that the model was trained for."""
         return self.config.data.sequence_length
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """The parameters in the compute dtype, which the model would give them at each use: a token reads half as much.
+
+        What belongs to λ stays float32, as `DiffAttention.lam` has it.
+        """
+
+        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            return leaf if "lambda" in array_name(path) else leaf.astype(self.config.model.compute_dtype)
+
+        return jax.tree.map_with_path(cast, self.params)
 
     @functools.cached_property
     def bytes_of(self) -> list[bytes | None]:
@@ -124,11 +137,11 @@ def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarra
     seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
     seen_BV[np.nonzero(real_BT)[0], prompts.tokens_BT[real_BT]] = True
     programs = programs_of(lm.config)
-    cache, x_BD = programs.empty(lm.params, rows, capacity_for(length))
+    cache, x_BD = programs.empty(lm.weights, rows, capacity_for(length))
     for start in range(0, length, chunk):
         part = slice(start, start + chunk)
         host = (prompts.tokens_BT[:, part], prompts.positions_BT[:, part], prompts.segment_BT[:, part], last_B - start)
-        cache, x_BD = programs.prefill(lm.params, cache, x_BD, np.int32(start), *(put(mesh, x) for x in host))
+        cache, x_BD = programs.prefill(lm.weights, cache, x_BD, np.int32(start), *(put(mesh, x) for x in host))
     host = {
         "length_B": length_B,
         "position_B": prompts.positions_BT[at] + np.int32(1),
@@ -148,7 +161,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
     A row ends with the end-of-text token, or at its limit. Its cache must have room for the block, or up to its limit.
     """
     end = np.int32(lm.tokenizer.eot_token)
-    rows, token_BN = programs_of(lm.config).decode(lm.params, rows, lm.allowed, end, sampling)
+    rows, token_BN = programs_of(lm.config).decode(lm.weights, rows, lm.allowed, end, sampling)
     return rows, np.asarray(token_BN)
 
 

@@ -117,12 +117,12 @@ def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
     for row, item in enumerate(items):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
         places[item] = row, slice(len(item.context) - 1, len(inputs[row]))
-    cache, _ = decode.programs_of(lm.config).empty(lm.params, rows, capacity_for(length))
+    cache, _ = decode.programs_of(lm.config).empty(lm.weights, rows, capacity_for(length))
     parts = []
     for start in range(0, length, chunk):
         arrays = (host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT)
         put = (decode.put(lm.mesh, x[:, start : start + chunk]) for x in arrays)
-        cache, part = _programs(lm.config).chunk(lm.params, cache, np.int32(start), *put)
+        cache, part = _programs(lm.config).chunk(lm.weights, cache, np.int32(start), *put)
         parts.append(part)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in both], axis=1) for both in zip(*parts, strict=True))
     return {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
@@ -154,7 +154,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Ite
                 at += tokens
         host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
         arrays = (decode.put(lm.mesh, x) for x in host)
-        nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.params, cache, *arrays))
+        nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.weights, cache, *arrays))
         scores |= {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
     return scores
 

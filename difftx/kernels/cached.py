@@ -7,18 +7,14 @@ Keys and values are cached with heads before tokens, as both products want them:
 #   R = H / K query heads a key/value head, G = groups (2: A1 and A2; 1: softmax attention), D = width of a sub-head,
 #   E = width of a value head
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused
+from difftx.kernels import fused, target
 
 EMPTY = -1  # Segment of a slot, or of a filler token, that no token shall see.
-
-einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
 
 # A layer's cache: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
 type Past = tuple[jax.Array, ...]
@@ -86,3 +82,10 @@ def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_seg
     out_BTKRE = einsum("BKRTS,BKSE->BTKRE", map_BKRTX[..., :S], values_BKSE)
     out_BTKRE += einsum("BKRTU,BUKE->BTKRE", map_BKRTX[..., S:], v_BUKE)
     return out_BTKRE.astype(v_BUKE.dtype).reshape(B, T, H, E)
+
+
+def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a product accumulated in float32."""
+    if target.platform() == "cpu":  # XLA has not all products of bfloat16 there (jaxlib 0.12.0: "BF16 x BF16 = F32").
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

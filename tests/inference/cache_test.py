@@ -113,3 +113,16 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, kv_
     limits = np.array([*LIMITS, 0, 0, 0])
     for chunk in chunks:
         check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS, 8, chunk, packed=packed), limits, chunk)
+
+
+def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
+    outputs = []
+    for name in ("weights", "params"):
+        lm = language_model(config, mesh_of(), model__compute_dtype="bfloat16")
+        assert lm.weights["blocks"]["mlp"]["up_DF"].dtype == "bfloat16"
+        vars(lm)["weights"] = getattr(lm, name)
+        with jax.set_mesh(lm.mesh):
+            host = prompts_of([20, 5], 2, 32, packed=False)
+            rows = decode.prefill(lm, host, chunk=32, seed_B=np.zeros(2), limit_B=np.zeros(2))
+        outputs.append(np.asarray(rows.x_BD, np.float32))
+    np.testing.assert_array_equal(*outputs)
