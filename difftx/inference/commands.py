@@ -1,6 +1,8 @@
 """Text from a trained run: python -m difftx generate --workdir=DIR --prompt=TEXT | --prompts=FILE.jsonl."""
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import sys
@@ -107,9 +109,11 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
         if multihost.is_lead():
             print(text, end="", flush=True)
 
-    sys.stdout.reconfigure(errors="replace")  # pyrefly: ignore[missing-attribute]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # Where the terminal is not UTF-8.
     show(0, prompt.text)
-    generate(lm, [request], sampling, stop=stop, on_text=show)
+    with contextlib.suppress(KeyboardInterrupt):  # Enough of it.
+        generate(lm, [request], sampling, stop=stop, on_text=show)
     show(0, "\n")
 
 

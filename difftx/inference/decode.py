@@ -29,7 +29,8 @@ from difftx.parallel.mesh import batch_shards
 from difftx.training.manifest import array_name
 from difftx.training.state import graph
 
-PREFILL_TOKENS = 256  # Of a chunk; short prompts take less.
+PREFILL_TOKENS = 256  # Of a chunk; short prompts take less,
+CHUNK_MAP_ELEMENTS = 2**22  # and long ones: the maps of one head, in float32, would take more than 16 MiB.
 SMALLEST_CHUNK = 32
 BLOCK_TOKENS = 16  # Made without the host, which then looks for stop strings and prints.
 NO_TOKEN = -1  # In a block, of a row that had ended.
@@ -117,9 +118,11 @@ def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
 
-def chunk_for(longest: int) -> int:
-    """Return the tokens of a chunk of prefill: a power of two."""
-    return min(PREFILL_TOKENS, max(SMALLEST_CHUNK, 2 ** (longest - 1).bit_length()))
+def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
+    """Return the tokens of a chunk of prefill for rows of up to `longest` tokens: a power of two."""
+    fitting = CHUNK_MAP_ELEMENTS // (rows // batch_shards(mesh) * capacity_for(longest))
+    largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
+    return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
 
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:

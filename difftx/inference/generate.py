@@ -78,7 +78,7 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
 
 def _generate(lm, requests, sampling, stop, on_text) -> list[Completion]:
     count = decode.rows_for(len(requests), lm.mesh)
-    chunk = decode.chunk_for(max(len(request.prompt) for request in requests))
+    chunk = decode.chunk_for(max(len(request.prompt) for request in requests), count, lm.mesh)
     seed_B, limit_B = np.zeros(count, np.uint32), np.zeros(count, np.int32)
     seed_B[: len(requests)] = [request.seed for request in requests]
     limit_B[: len(requests)] = [request.new_tokens for request in requests]

@@ -26,7 +26,7 @@ from difftx.parallel.layout import INFERENCE, Layout
 from difftx.training.loss import token_scores
 from difftx.training.state import graph
 
-BRANCH_TOKENS = 512  # Of all branches of a row that are scored at once; a longer continuation gets a row of its own.
+BRANCH_TOKENS = 256  # Of all branches of a row that are scored at once; a longer continuation gets a row of its own.
 
 
 class Item(NamedTuple):
@@ -109,7 +109,8 @@ def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
     """Score items in a row each, by prefill."""
     inputs = [[*item.context, *item.continuation[:-1]] for item in items]
-    rows, chunk = decode.rows_for(len(inputs), lm.mesh), decode.chunk_for(max(map(len, inputs)))
+    rows = decode.rows_for(len(inputs), lm.mesh)
+    chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
     host = Tokens.of(inputs, rows, chunk)
     length = host.tokens_BT.shape[1]
     targets_BT = np.roll(host.tokens_BT, -1, axis=1)
@@ -132,7 +133,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Ite
     """Score items of one context each group: the context in the cache but for its last token, which begins a branch."""
     rows = decode.rows_for(len(groups), lm.mesh)
     prefixes = [list(group[0].context[:-1]) for group in groups]
-    chunk = decode.chunk_for(max(1, *map(len, prefixes)))
+    chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
     none_B = np.zeros(rows, np.int32)
     cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
     scores = {}
