@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     ),
     "checkpoint": ("difftx.report.checkpoints", "list, verify, compare or delete a run's checkpoints"),
+    "generate": ("difftx.inference.commands", "complete a prompt, or a file of prompts, with a trained model"),
     "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
 }
 

@@ -14,7 +14,7 @@ from jax import P
 from difftx.config import Config
 from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
-from difftx.parallel.layout import BATCH
+from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_nll
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
 
@@ -31,9 +31,9 @@ class TrainState:
     opt_state: Any
 
 
-def graph(config: Config) -> nnx.GraphDef:
+def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
     """Return the model's static part; `nnx.merge` with parameters makes it callable."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 
 def init_state(config: Config) -> TrainState:
