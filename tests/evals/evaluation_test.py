@@ -66,7 +66,9 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
     monkeypatch.setattr(evals.Evaluation, "nll", lambda self, source, limit, what: np.ones((len(source), 32)))
     monkeypatch.setattr("difftx.evals.throughput._compiled", lambda *_: lambda: None)
     monkeypatch.setattr("difftx.evals.throughput.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
-    monkeypatch.setattr("difftx.evals.sample.generate", lambda config, mesh, params, prompts, **_: [[1]] * len(prompts))
+    monkeypatch.setattr("difftx.evals.sample.LanguageModel", lambda *_: None)
+    completion = types.SimpleNamespace(text="")
+    monkeypatch.setattr("difftx.evals.sample.generate", lambda model, requests, sampling: [completion] * len(requests))
     run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
     assert set(evals.FIELDS) == set(evals.SUITES)
     for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
