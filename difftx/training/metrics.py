@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -85,10 +87,17 @@ class MetricsWriter:
             self._wandb.finish()
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Drop rows after `start_step` and half-written lines; return the others, and this attempt's number, from 1."""
+        """Drop rows and evaluations after `start_step`, and half-written lines.
+
+        Returns:
+            The rows that stay, and the number of this attempt, from 1.
+        """
         rows = read_metrics(self.path)[0] if self.path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        for path in self.path.parent.glob("evals/*/*"):  # Of parameters that there no longer are.
+            if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 

@@ -26,7 +26,12 @@ def test_a_later_attempt_rewrites_what_came_after_its_checkpoint(tmp_path):
     write_steps(tmp_path, 0, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "step": 6, "att')
+    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.items.jsonl", "notes/readme.md"):
+        (tmp_path / "evals" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "evals" / name).touch()
     writer = write_steps(tmp_path, 3, 7)
+    evals = {str(path.relative_to(tmp_path / "evals")) for path in (tmp_path / "evals").glob("*/*")}
+    assert evals == {"loss/3.json", "notes/readme.md"}
     rows, skipped = read_metrics(tmp_path / "metrics.jsonl")
     assert writer.attempt == 2
     assert skipped == 0
