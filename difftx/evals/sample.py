@@ -1,10 +1,12 @@
 """Suite `sample`: what the model writes after the first words of validation documents."""
 
 from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.inference.generate import generate
+from difftx.training.run import Run
 
 PROMPTS = 2
 PROMPT_TOKENS = 48
@@ -12,12 +14,9 @@ PROMPT_TOKENS = 48
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
-    run = evaluation.run
+    run, params = evaluation.run, evaluation.params
     config = run.config
-    stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
-    if not stores:
-        raise UserError("suite 'sample': no validation set is text; synthetic tasks have the suite 'exact_match'")
-    store = stores[0]
+    store = validation_text(run)
     prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
     prompts = [
         store.slice(int(start), min(int(start) + prompt_tokens, int(end) - 1)).tolist()
@@ -27,7 +26,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     completions = generate(
         config,
         run.mesh,
-        evaluation.params,
+        params,
         prompts,
         new_tokens=new_tokens,
         temperature=config.eval.sample_temperature,
@@ -43,3 +42,15 @@ def evaluate(evaluation: Evaluation) -> Result:
         for prompt, tokens in zip(prompts, completions, strict=True)
     ]
     return Result(numbers={"new_tokens": float(new_tokens)}, details={"samples": samples})
+
+
+def validation_text(run: Run) -> TokenStore:
+    """Return the first validation set of text.
+
+    Raises:
+        UserError: there is none.
+    """
+    stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
+    if not stores:
+        raise UserError("suite 'sample': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    return stores[0]
