@@ -13,7 +13,7 @@ from difftx.evals.result import LineChart, Result, Series
 from difftx.training.run import Run
 
 POINTS = 64  # Of a curve, evenly spaced on a log axis.
-CONFIDENCE = 0.95
+ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Standard errors on each side of a mean: 95 %.
 
 
 class DocumentStarts:
@@ -60,7 +60,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         series=series,
         log_x=True,
     )
-    band = f"{CONFIDENCE:.0%}, normal approximation: the mean over documents ± 1.96 of its standard errors"
+    band = f"95 %, normal approximation: the mean over documents ± {ERRORS:.2f} of its standard errors"
     loss = float(np.mean([curve.y[-1] for curve in series]))
     documents = float(sum(len(source) for source in sources.values()))
     return Result(numbers={"loss": loss, "documents": documents}, details={"sets": sets, "band": band}, charts=[chart])
@@ -93,6 +93,5 @@ def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
     curve = {"name": name, "x": at.astype(float).tolist(), "y": mean.tolist()}
     if len(averages) < 2:
         return Series(**curve)
-    errors = averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
-    half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * errors
+    half = ERRORS * averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
     return Series(**curve, low=(mean - half).tolist(), high=(mean + half).tolist())
