@@ -38,7 +38,11 @@ def test_both_models_are_timed_in_turn():
 
 def test_the_suite_prints_both_percentages(config, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
-    changes = {"eval__throughput_rounds": 3, "eval__throughput_steps": 1, "model__num_layers": 1}
+    changes = {
+        "eval__throughput_rounds": 3,
+        "eval__throughput_steps": 1,
+        "model__attention_implementation": "reference",
+    }
     run = Run.open(config("transformer", data__path=text_file, **changes), tmp_path)
     result = evals.evaluate(run, params_of(run), 0, ["throughput"])["throughput"]
     for kind in ("forward", "forward_backward"):
