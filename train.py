@@ -43,6 +43,7 @@ def main() -> int:
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
     run = Run.open(config, args.workdir or Path())
+    evals.check_run(run, config.eval.suites)
     multihost.say(format_data(run))
     if args.dry_run:
         return 0

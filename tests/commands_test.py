@@ -45,6 +45,7 @@ def trained(tmp_path_factory):
     [
         (["--workdir=x", "--config.model.num_head=3"], "model.num_head"),
         (["--workdir=x", "--config.eval.suites=los"], "Did you mean 'loss'"),
+        (["--workdir=x", "--config.eval.suites=loss,exact_match"], "no data path is a synthetic task"),
         (["--workdir=x", "--config.data.path=no/such/*.txt"], "data.path='no/such/*.txt'"),
         (["--workdir=x", "--config.data.tokenizer=byte"], "Did you mean 'bytes'"),
         (["--workdir=x", "--config.mesh.data=3"], "mesh.data=3"),

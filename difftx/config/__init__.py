@@ -213,19 +213,12 @@ class EvalConfig:
     sample_temperature: float
 
     def __post_init__(self):
-        for name in (
-            "every_steps",
-            "loss_tokens",
-            "position_documents",
-            "throughput_rounds",
-            "throughput_steps",
-            "sample_tokens",
-        ):
-            require_positive("eval", name, getattr(self, name))
-        if self.recall_max_bigram_count < 0:
-            raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
-        if self.sample_temperature < 0:
-            raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
+        for name in ("recall_max_bigram_count", "sample_temperature"):
+            if getattr(self, name) < 0:
+                raise UserError(f"eval.{name}={getattr(self, name)} must not be negative")
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, int) and name != "recall_max_bigram_count":
+                require_positive("eval", name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -115,10 +115,13 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
             {"path": str(f.resolve()), "sha256": store.fingerprint} for f, store in zip(folders, stores, strict=True)
         ],
     }
-    with Work() as work:
-        header = write_bigrams(
-            stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
-        )
+    try:
+        with Work() as work:
+            header = write_bigrams(
+                stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
+            )
+    except OSError as error:
+        raise UserError(f"--out={out}: {error.strerror} ({error.filename}); name another place") from error
     print(
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"

@@ -25,6 +25,14 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
 }
+# What each needs of a run: called before it, and before training, these raise a UserError where it is missing.
+NEEDS: dict[str, Callable[[Run], Any]] = {
+    "recall": recall.training_counts,
+    "position": position.long_documents,
+    "exact_match": exact_match.tasks_of,
+    "sample": sample.validation_text,
+    "throughput": lambda run: throughput.pair(run.config),
+}
 # What each reads of the config's group `eval`: with another value, a result that is there is out of date.
 FIELDS = {
     "loss": ("loss_tokens",),
@@ -42,6 +50,13 @@ def check_suites(names: Sequence[str]) -> None:
     for name in names:
         if name not in SUITES:
             raise UserError(f"suite {name!r}: no such suite.{did_you_mean(name, SUITES)}")
+
+
+def check_run(run: Run, suites: Sequence[str]) -> None:
+    """Raise `UserError` where a run has not what a suite needs: sooner than at the first evaluation."""
+    for name in suites:
+        if name in NEEDS:
+            NEEDS[name](run)
 
 
 def evaluate(run: Run, params: Any, step: int, suites: Sequence[str], work: Work | None = None) -> dict[str, Result]:

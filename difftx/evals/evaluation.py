@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from difftx.config import Config
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import Row, RowSource
 from difftx.data.progress import Work
@@ -31,11 +30,11 @@ class Evaluation:
         Every process gets all of it. So the suites sum on the host, in float64, and what they sum is the same in any
         batch, on any mesh and number of hosts; targets that do not count have a value too.
         """
-        score, rows, wanted = _scorer(self.run.config), self.run.microbatch_rows, ordered_rows(source, limit_tokens)
+        graphdef, rows, wanted = graph(self.run.config), self.run.microbatch_rows, ordered_rows(source, limit_tokens)
         batches = ordered_batches(source, rows=rows, limit_tokens=limit_tokens, sharding=self.run.batch_sharding)
         found, pending = [], None
         for batch in self.work.track(batches, what, -(-wanted // rows)):
-            scored = score(self.params, batch)
+            scored = _score(graphdef, self.params, batch)
             if pending is not None:  # Fetched while the device works on the next one.
                 found.append(np.asarray(pending))
             pending = scored
@@ -51,16 +50,9 @@ class Evaluation:
             yield source[index], nll_T
 
 
-@functools.cache
-def _scorer(config: Config):
-    """Return the jitted score of a batch, compiled once a run rather than at each evaluation."""
-    graphdef = graph(config)
-
-    @jax.jit
-    def score(params: Any, batch: Batch) -> jax.Array:
-        model = nnx.merge(graphdef, params)
-        x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-        nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT)
-        return jax.sharding.reshard(nll_BT, jax.P())  # Whole on every device, so that each host can read it.
-
-    return score
+@functools.partial(jax.jit, static_argnums=0)
+def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Array:
+    model = nnx.merge(graphdef, params)
+    x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+    nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT)
+    return jax.sharding.reshard(nll_BT, jax.P())  # Whole on every device, so that each host can read it.

@@ -24,19 +24,25 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Take the most likely token at each answer; sets are averaged without weights.
 
     `accuracy` is the share of answers that are right (Zoology's), `exact_match` of examples with all of them right.
-
-    Raises:
-        UserError: no validation set is a synthetic task.
     """
     run, params = evaluation.run, evaluation.params
-    tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
-    if not tasks:
-        raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")
-    sets = {name: _score_set(run, params, rows) for name, rows in tasks.items()}
+    sets = {name: _score_set(run, params, rows) for name, rows in tasks_of(run).items()}
     return Result(
         numbers={name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")},
         details={"sets": sets},
     )
+
+
+def tasks_of(run: Run) -> dict[str, SyntheticRows]:
+    """Return the validation sets that are synthetic tasks.
+
+    Raises:
+        UserError: there is none.
+    """
+    tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
+    if not tasks:
+        raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")
+    return tasks
 
 
 def _score_set(run: Run, params: Any, source: SyntheticRows) -> dict[str, float]:

@@ -10,9 +10,10 @@ from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import LineChart, Result, Series
+from difftx.training.run import Run
 
 POINTS = 64  # Of a curve, evenly spaced on a log axis.
-CONFIDENCE = 0.95
+ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Standard errors on each side of a mean: 95 %.
 
 
 class DocumentStarts:
@@ -40,23 +41,8 @@ class DocumentStarts:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the nll of the first 1, 2, … T targets of long documents; the last average is `loss`.
-
-    Raises:
-        UserError: no validation document is longer than a row.
-    """
-    config = evaluation.run.config
-    length, limit = config.data.sequence_length, config.eval.position_documents
-    text = {name: rows for name, rows in evaluation.run.data.valid.items() if isinstance(rows, PackedRows)}
-    if not text:
-        raise UserError("suite 'position': no validation set is text; synthetic tasks have the suite 'exact_match'")
-    sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text.items()}
-    if not any(len(source) for source in sources.values()):
-        longest = max(source.longest for source in sources.values())
-        raise UserError(
-            f"suite 'position': no validation document is longer than data.sequence_length={length} tokens, the "
-            f"longest has {longest}; leave the suite out, or validate on longer documents"
-        )
+    """Average the nll of the first 1, 2, … T targets of long documents; the last average is `loss`."""
+    sources, length = long_documents(evaluation.run), evaluation.run.config.data.sequence_length
     at = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
     sets, series = {}, []
     for name, source in sources.items():
@@ -74,10 +60,30 @@ def evaluate(evaluation: Evaluation) -> Result:
         series=series,
         log_x=True,
     )
-    band = f"{CONFIDENCE:.0%}, normal approximation: the mean over documents ± 1.96 of its standard errors"
+    band = f"95 %, normal approximation: the mean over documents ± {ERRORS:.2f} of its standard errors"
     loss = float(np.mean([curve.y[-1] for curve in series]))
     documents = float(sum(len(source) for source in sources.values()))
     return Result(numbers={"loss": loss, "documents": documents}, details={"sets": sets, "band": band}, charts=[chart])
+
+
+def long_documents(run: Run) -> dict[str, DocumentStarts]:
+    """Return the starts of long documents of each validation set of text.
+
+    Raises:
+        UserError: no document is longer than a row.
+    """
+    length, limit = run.config.data.sequence_length, run.config.eval.position_documents
+    text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
+    if not text:
+        raise UserError("suite 'position': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text.items()}
+    if not any(len(source) for source in sources.values()):
+        longest = max(source.longest for source in sources.values())
+        raise UserError(
+            f"suite 'position': no validation document is longer than data.sequence_length={length} tokens, the "
+            f"longest has {longest}; leave the suite out, or validate on longer documents"
+        )
+    return sources
 
 
 def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
@@ -87,6 +93,5 @@ def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
     curve = {"name": name, "x": at.astype(float).tolist(), "y": mean.tolist()}
     if len(averages) < 2:
         return Series(**curve)
-    errors = averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
-    half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * errors
+    half = ERRORS * averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
     return Series(**curve, low=(mean - half).tolist(), high=(mean + half).tolist())

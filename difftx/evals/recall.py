@@ -27,20 +27,10 @@ def evaluate(evaluation: Evaluation) -> Result:
     AR-Hit: the last token of a bigram that stands earlier in the row, in the same document where `data.document_mask`
     hides the others, and occurs at most `eval.recall_max_bigram_count` times in the training data. Others: the rest,
     and the first token of a document, which is in no bigram of the training data.
-
-    Raises:
-        UserError: no validation set is text, or nothing says how frequent the bigrams are.
     """
     run = evaluation.run
+    counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
     names = [name for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)]
-    if not names:
-        raise UserError("suite 'recall': no validation set is text; synthetic tasks have the suite 'exact_match'")
-    counts, limit = _training_counts(run), run.config.eval.recall_max_bigram_count
-    if limit < counts.min_count - 1:
-        raise UserError(
-            f"eval.recall_max_bigram_count={limit}: the file eval.bigrams_path has only bigrams that occur at least "
-            f"{counts.min_count} times; use at least {counts.min_count - 1}, or count again with a lower --min_count"
-        )
     sets = {name: _score_set(evaluation, name, counts, limit) for name in names}
     numbers = {}
     for part in SLICES:
@@ -80,18 +70,32 @@ def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: i
     return losses | {f"{part}_tokens": tokens[part] for part in SLICES}
 
 
-def _training_counts(run: Run) -> BigramCounts:
-    path, names = run.config.eval.bigrams_path, _trained_on(run.config.data)
-    if path is not None:
-        return read_bigrams(Path(path), fingerprint(run.tokenizer), field="eval.bigrams_path")
-    on_disk = [name for name in names.values() if name is not None and is_store(name)]
-    if on_disk:
+def training_counts(run: Run) -> BigramCounts:
+    """Return how frequent the bigrams are in the training data.
+
+    Raises:
+        UserError: nothing says so down to the limit, or no validation set is text.
+    """
+    if not any(isinstance(rows, PackedRows) for rows in run.data.valid.values()):
+        raise UserError("suite 'recall': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    settings, names = run.config.eval, _trained_on(run.config.data)
+    if settings.bigrams_path is None:
+        on_disk = [name for name in names.values() if name is not None and is_store(name)]
+        if on_disk:
+            raise UserError(
+                "suite 'recall': eval.bigrams_path is not set; count the bigrams of the training data with "
+                f"`python -m difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
+            )
+        rows = [run.data.train[name] for name in names]
+        return _counted(tuple(r.store for r in rows if isinstance(r, PackedRows)))
+    counts = read_bigrams(Path(settings.bigrams_path), fingerprint(run.tokenizer), field="eval.bigrams_path")
+    if settings.recall_max_bigram_count < counts.min_count - 1:
         raise UserError(
-            "suite 'recall': eval.bigrams_path is not set; count the bigrams of the training data with "
-            f"`python -m difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
+            f"eval.recall_max_bigram_count={settings.recall_max_bigram_count}: eval.bigrams_path="
+            f"{settings.bigrams_path!r} has only bigrams that occur at least {counts.min_count} times; use at least "
+            f"{counts.min_count - 1}, or count again with a lower --min_count"
         )
-    rows = [run.data.train[name] for name in names]
-    return _counted(tuple(r.store for r in rows if isinstance(r, PackedRows)))
+    return counts
 
 
 def _trained_on(config: DataConfig) -> dict[str, str | None]:

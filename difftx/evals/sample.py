@@ -1,12 +1,14 @@
 """Suite `sample`: what the model writes after the first words of validation documents."""
 
 from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
+from difftx.training.run import Run
 
 PROMPTS = 2
 PROMPT_TOKENS = 48
@@ -14,12 +16,9 @@ PROMPT_TOKENS = 48
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
-    run = evaluation.run
+    run, params = evaluation.run, evaluation.params
     config = run.config
-    stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
-    if not stores:
-        raise UserError("suite 'sample': no validation set is text; synthetic tasks have the suite 'exact_match'")
-    store = stores[0]
+    store = validation_text(run)
     prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
     prompts = [
         store.slice(int(start), min(int(start) + prompt_tokens, int(end) - 1)).tolist()
@@ -27,7 +26,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)
     completions = generate(
-        LanguageModel(config, run.mesh, evaluation.params, run.tokenizer),
+        LanguageModel(config, run.mesh, params, run.tokenizer),
         [
             Request(prompt=prompt, new_tokens=new_tokens, seed=(config.train.seed + number) % 2**32)
             for number, prompt in enumerate(prompts)
@@ -39,3 +38,15 @@ def evaluate(evaluation: Evaluation) -> Result:
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     return Result(numbers={"new_tokens": float(new_tokens)}, details={"samples": samples})
+
+
+def validation_text(run: Run) -> TokenStore:
+    """Return the first validation set of text.
+
+    Raises:
+        UserError: there is none.
+    """
+    stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
+    if not stores:
+        raise UserError("suite 'sample': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    return stores[0]

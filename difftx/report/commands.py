@@ -86,6 +86,7 @@ def run_suites(
     checkpointer = Checkpointer(workdir)
     chosen = _choose(checkpointer, workdir, steps)
     run = _open_on_mesh(config, workdir)
+    evals.check_run(run, suites)
     damaged = []
     with Work(enabled=multihost.is_lead()) as work:
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import dataclasses
 import types
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from difftx import evals
+from difftx.errors import UserError
 from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
 from evals.loss_test import params_of
@@ -67,14 +69,27 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
     monkeypatch.setattr("difftx.evals.throughput._compiled", lambda *_: lambda: None)
     monkeypatch.setattr("difftx.evals.throughput.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
     monkeypatch.setattr("difftx.evals.sample.LanguageModel", lambda *_: None)
-    completion = types.SimpleNamespace(text="")
-    monkeypatch.setattr("difftx.evals.sample.generate", lambda model, requests, sampling: [completion] * len(requests))
+    monkeypatch.setattr("difftx.evals.sample.generate", lambda *_, **__: 1 / 0)  # By then it has read what it reads.
     run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
     assert set(evals.FIELDS) == set(evals.SUITES)
     for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
         read = set()
         watched = dataclasses.replace(run, config=copy.copy(run.config))
         object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
-        with jax.set_mesh(run.mesh):
+        with jax.set_mesh(run.mesh), contextlib.suppress(ZeroDivisionError):
             evals.SUITES[suite](evals.Evaluation(watched, None, evals.Work(enabled=False)))
         assert read - {"__class__"} == set(evals.FIELDS[suite])
+
+
+def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path):
+    text = Run.open(config("transformer", data__path=text_file, mesh__fsdp=8, model__num_heads=1), tmp_path)
+    small = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "mesh__fsdp": 8}
+    task = Run.open(config(data__path="synthetic:mqar", **small), tmp_path)
+    evals.check_run(text, ["loss", "recall", "position", "sample"])
+    evals.check_run(task, ["loss", "exact_match", "throughput"])
+    for run, suites in ((text, ["exact_match", "throughput"]), (task, ["recall", "position", "sample"])):
+        for suite in suites:
+            with pytest.raises(UserError, match=r"no data path is a synthetic|num_heads=1|no validation set is text"):
+                evals.check_run(run, ["loss", suite])
+            with pytest.raises(UserError):
+                evals.evaluate(run, None, 0, [suite])

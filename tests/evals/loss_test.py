@@ -17,9 +17,16 @@ def run_of(config, text_file, tmp_path, **changes):
     return Run.open(config(data__path=text_file, **changes), tmp_path)
 
 
+KNOWN = {}
+
+
 def params_of(run):
-    with jax.set_mesh(run.mesh):
-        return jax.jit(lambda: init_state(run.config))().params
+    """Random parameters, made once for a model and a mesh: compiling them takes longer than any test."""
+    key = (run.config.model, run.config.train.seed, run.mesh)
+    if key not in KNOWN:
+        with jax.set_mesh(run.mesh):
+            KNOWN[key] = jax.jit(lambda: init_state(run.config))().params
+    return KNOWN[key]
 
 
 def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
@@ -33,9 +40,10 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     nats, text_bytes = 0.0, 0
     with jax.set_mesh(run.mesh):
         model = nnx.merge(graph(run.config), params)
+        forward = jax.jit(lambda tokens: model(tokens)[0])
         for row in range(9):
             piece = tokens[row * 32 : row * 32 + 33]
-            logits = np.asarray(model(piece[None, :-1])[0][0], np.float64)
+            logits = np.asarray(forward(piece[None, :-1])[0], np.float64)
             for t, target in enumerate(piece[1:]):
                 nats += np.log(np.exp(logits[t]).sum()) - logits[t, target]
                 text_bytes += target != run.tokenizer.eot_token

@@ -160,11 +160,3 @@ def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, mon
     monkeypatch.setattr("difftx.evals.recall.fingerprint", lambda _: "0" * 64)
     with pytest.raises(UserError, match="counted with tokenizer 'bytes'"):
         evals.evaluate(counted, None, 0, ["recall"])
-
-
-def test_synthetic_tasks_have_no_bigrams(config, tmp_path):
-    small = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "mesh__fsdp": 8}
-    run = Run.open(config(data__path="synthetic:mqar", **small), tmp_path)
-    for suite in ("recall", "position"):
-        with pytest.raises(UserError, match=f"suite '{suite}': no validation set is text"):
-            evals.evaluate(run, None, 0, [suite])

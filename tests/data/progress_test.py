@@ -1,0 +1,26 @@
+import types
+
+from difftx.data import progress
+
+
+def test_a_line_every_ten_seconds_says_how_long_it_still_takes(monkeypatch, capsys):
+    """20 parts of four seconds each, in no terminal: lines after 12, 24, … seconds, and none at the end."""
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    with progress.Work() as work:
+        for _ in work.track(range(20), "parts", 20):
+            now[0] += 4
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["parts: 3 of 20, 0:01:08 left", "parts: 6 of 20, 0:00:56 left"]
+    assert lines[-1] == "parts: 18 of 20, 0:00:08 left"
+    assert len(lines) == 6
+
+
+def test_what_is_not_enabled_shows_nothing(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    with progress.Work(enabled=False) as work, work.task("counting", 1000) as advance:
+        for _ in range(10):
+            now[0] += 60
+            advance(100)
+    assert capsys.readouterr() == ("", "")
