@@ -13,7 +13,7 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test test-compile lint format
+.PHONY: quickstart test test-processes test-compile lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -25,7 +25,12 @@ quickstart: .venv/.installed
 
 # Where a Chromium is installed, the page of eval.py --report is tested in it.
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter"
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not processes"
+
+# Runs of several processes, sweeps, and what happens to them: killed, frozen, damaged. One test at a time:
+# they have patience of seconds with each other.
+test-processes: .venv/.installed
+	$(BIN)/python -m pytest -m processes
 
 # Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
 # and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.
@@ -33,10 +38,13 @@ test-compile: .venv-compile/.installed
 	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m interpreter tests/kernels
 
+# What pip-audit cannot look up, it names; without a network that is everything.
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive difftx configs benchmarks train.py eval.py
+	$(BIN)/pip-audit --local --progress-spinner=off
 
 format: .venv/.installed-lint
 	$(BIN)/ruff check --fix .

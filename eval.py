@@ -4,7 +4,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from difftx.config_reader import split_overrides
+from difftx.config_reader import split_group_overrides
 from difftx.errors import run_command
 from difftx.parallel import multihost
 
@@ -14,7 +14,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workdir", type=Path, help="directory of a run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
-    parser.add_argument("--step", type=int, help="checkpoint to evaluate; the newest if not given")
+    parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; the newest if not given")
+    parser.add_argument("--again", action="store_true", help="evaluate again what is done with the same settings")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
     parser.add_argument(
         "--scaling", metavar="GLOB", help="run directories, or tables of points, to fit scaling laws to"
@@ -24,9 +25,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="directory for figures; file of the report, else WORKDIR/report.html")
     parser.add_argument("--list", action="store_true", help="list the suites")
     multihost.add_flags(parser)
-    parser.epilog = "--eval.field=value changes a field of the run's eval config"
+    parser.epilog = "--eval.field=value and --mesh.field=value change fields of the run's config"
     args, rest = parser.parse_known_args()
-    overrides = split_overrides(rest, "eval")
+    overrides = split_group_overrides(rest, ("eval", "mesh"))
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
 
     # Slow to import, so after the flags are known to be good.
@@ -43,7 +44,7 @@ def main() -> int:
         return commands.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
     if args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
-    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides, args)
+    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides, args.again, args)
 
 
 if __name__ == "__main__":

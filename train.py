@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import time
 from pathlib import Path
 
 from difftx.config_reader import load_config, split_overrides
@@ -11,6 +12,7 @@ from difftx.parallel import multihost
 
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
+    began = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
@@ -44,7 +46,7 @@ def main() -> int:
     multihost.say(format_data(run))
     if args.dry_run:
         return 0
-    return train(run, evals.evaluate, allow_config_change=args.allow_config_change)
+    return train(run, evals.evaluate, began=began, allow_config_change=args.allow_config_change)
 
 
 if __name__ == "__main__":

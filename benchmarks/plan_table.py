@@ -1,6 +1,6 @@
 """Does it fit? Every size of the paper compiled for TPU slices that are not here, as a table in docs/operations.md.
 
-    python benchmarks/plan_table.py [--only=830m] [--out=/tmp/plan_table] [--write]
+    python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write]
 
 Needs libtpu (pip install 'difftx[tpu]'). Each row is one `difftx plan` in a process of its own, whose greatest memory
 is measured; what --out already has is not compiled again. --write puts the table between its markers in
@@ -48,7 +48,7 @@ def main() -> None:
     """Compile what is missing, print the table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", choices=TOPOLOGIES, help="one size")
-    parser.add_argument("--out", type=Path, default=Path("/tmp/plan_table"), help="where each row's numbers are kept")
+    parser.add_argument("--out", type=Path, default=Path("runs/plan_table"), help="where each row's numbers are kept")
     parser.add_argument("--write", action="store_true", help="replace the table in docs/operations.md")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ one more round for `xprof` or Perfetto; its scopes are `attention`, `mlp`, `loss
 
 import argparse
 import dataclasses
-import re
 import statistics
 import sys
 import time
@@ -29,18 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from difftx.config import Config
 from difftx.config_reader import load_config, split_overrides
 from difftx.data.loader import Batch, Loader
-from difftx.data.packing import PackedRows
 from difftx.data.sources import load_sources
-from difftx.data.store import TokenStore
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
+from difftx.evals.throughput import ARCHITECTURES, median_ratio, pair, random_rows
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.training.state import TrainState, init_state, make_train_step
 
-ARCHITECTURES = ("transformer", "diff")
 DEPTHS = (2, 24)
 RANDOM_ROWS = 256
 
@@ -100,16 +97,9 @@ def prepare(config: Config) -> Contestant:
     return Contestant(config, mesh, step, state, batches, time.perf_counter() - start)
 
 
-def twin(spec: str, architecture: str) -> str:
-    """Return a config's spec for another architecture: FILE.py:diff-2.8b → FILE.py:transformer-2.8b."""
-    path, _, arg = spec.partition(":")
-    swapped, count = re.subn(r"\b(diff|transformer)\b", architecture, arg)
-    return f"{path}:{swapped if count else architecture}"
-
-
-def measure(spec: str, overrides: dict[str, str], *, rounds: int, steps: int, profile: Path | None) -> list[Contestant]:
+def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path | None) -> list[Contestant]:
     """Compile both, then run `steps` of each in turn, `rounds` times; print the table."""
-    contestants = [prepare(load_config(twin(spec, name), overrides)) for name in ARCHITECTURES]
+    contestants = [prepare(one) for one in pair(config).values()]
     for contestant in contestants:
         contestant.run(2)  # Warm-up.
         contestant.reset()
@@ -162,7 +152,7 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
         table.add_column(column, justify="left" if column == "architecture" else "right")
     for c in contestants:
         rate = statistics.median(c.rates)
-        ratio = statistics.median(a / b for a, b in zip(c.rates, contestants[0].rates, strict=True))
+        ratio = median_ratio(c.rates, contestants[0].rates)
         flops = [flops_per_token(c.config.model, c.config.data.sequence_length, causal=h) * rate for h in (False, True)]
         peak = PEAK_FLOPS.get(device)
         table.add_row(
@@ -180,12 +170,8 @@ def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.tab
 
 
 def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
-    length = config.data.sequence_length
     if config.data.path is None and not config.data.sources:
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, RANDOM_ROWS * length, dtype=np.uint32)
-        store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
-        rows = PackedRows(store, sequence_length=length, packing="concat", document_mask=False, cache_path="")
-        examples = grain.MapDataset.source(rows).shuffle(seed=config.data.seed).repeat()
+        examples = grain.MapDataset.source(random_rows(config, RANDOM_ROWS)).shuffle(seed=config.data.seed).repeat()
     else:
         examples = load_sources(config.data, load_tokenizer(config.data.tokenizer)).examples
     return Loader(
@@ -207,9 +193,9 @@ def main() -> int:
     parser.add_argument("--depths", action="store_true", help="also compile 2 and 24 layers")
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
-    overrides = split_overrides(rest, "config")
-    multihost.start(args, load_config(twin(args.config, "diff"), overrides).multihost)
-    contestants = measure(args.config, overrides, rounds=args.rounds, steps=args.steps, profile=args.profile)
+    config = load_config(args.config, split_overrides(rest, "config"))
+    multihost.start(args, config.multihost)
+    contestants = measure(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:
         measure_depths(contestants)
     return 0

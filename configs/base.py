@@ -1,7 +1,7 @@
 """Every field of a difftx config, with its meaning and unit. Nothing has a default anywhere else.
 
 The values here are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10); the other files in this
-folder change what they need. `difftx/config.py` holds the types and the checks.
+folder change what they need. `difftx/config/` holds the types and the checks.
 """
 
 from ml_collections import ConfigDict
@@ -125,10 +125,30 @@ def get_config() -> ConfigDict:
     # Weights to start from: a run's directory (its newest checkpoint) or a checkpoint's; None: random ones.
     c.checkpoint.init_from = placeholder(str)
 
+    # An update whose loss or gradient is not finite is always skipped. A step is bad if it was skipped, or if its loss
+    # is a spike; what happens to bad steps in a row: difftx/training/guards.py.
+    c.guards = ConfigDict()
+    c.guards.on_bad_steps = "rewind"  # Back to a good checkpoint and past the data of the bad steps; or "stop".
+    c.guards.max_skipped = 10  # Skipped updates among bad steps in a row, until that happens.
+    c.guards.skip_steps = 100  # Data passed over beyond the bad steps', in batches.
+    c.guards.max_rewinds = 3  # In the whole run; then it stops.
+    # A spike: a loss so many robust standard deviations (1.4826 MAD) above the median. None: no loss is one, so that
+    # runs that are compared see the same data. Noise of a healthy run stays below 6 or so.
+    c.guards.spike_threshold = placeholder(float)
+    c.guards.spike_window_steps = 128  # Losses behind median and MAD: the last ones that were not bad.
+    c.guards.spike_patience_steps = 8  # Spikes among bad steps in a row, until something happens.
+
     c.eval = ConfigDict()
     c.eval.every_steps = 1000  # In the training loop; also at the last step.
     c.eval.suites = ("loss",)  # What runs then, see `python eval.py --list`.
-    c.eval.loss_tokens = 1_048_576  # Suite loss: at most so many validation tokens.
+    c.eval.loss_tokens = 1_048_576  # Suites loss and recall: at most so many tokens of each validation set.
+    # Suite recall: a bigram that occurs more often in the training data is known by heart, and no AR-Hit (Zoology).
+    c.eval.recall_max_bigram_count = 1250
+    # What `difftx data bigrams` wrote; None: counted at once, where the run tokenises its text itself.
+    c.eval.bigrams_path = placeholder(str)
+    c.eval.position_documents = 256  # Suite position: at most so many long documents of each validation set.
+    c.eval.throughput_rounds = 5  # Suite throughput: turns of each model; the median counts.
+    c.eval.throughput_steps = 10  # Batches a turn.
     c.eval.sample_tokens = 200  # Suite sample: new tokens a prompt.
     c.eval.sample_temperature = 0.8  # Suite sample: 0 takes the most likely token.
 

@@ -8,12 +8,13 @@ from difftx.errors import UserError, did_you_mean, run_command
 # Name → module with `main(arguments) -> exit code`, imported when it is asked for, and what it does.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("difftx.launch.plan", "what a config costs on devices that are not here"),
-    "data": ("difftx.data.commands", "verify a token store, or show a row of it"),
+    "data": ("difftx.data.commands", "verify a token store, show a row of it, or count its bigrams"),
     "prepare": (
         "difftx.data.prepare",
         "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     ),
     "checkpoint": ("difftx.report.checkpoints", "list, verify, compare or delete a run's checkpoints"),
+    "generate": ("difftx.inference.commands", "complete a prompt, or a file of prompts, with a trained model"),
     "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
 }
 

@@ -54,6 +54,16 @@ def split_overrides(arguments: Sequence[str], group: str) -> dict[str, str]:
     return overrides
 
 
+def split_group_overrides(arguments: Sequence[str], groups: Sequence[str]) -> dict[str, str]:
+    """Turn `--eval.field=value` arguments, of these groups of the config, into `{"eval.field": "value"}`."""
+    overrides = {}
+    for argument in arguments:
+        name = argument.removeprefix("--").partition(".")[0]
+        group = name if name in groups else groups[0]
+        overrides |= {f"{group}.{field}": text for field, text in split_overrides([argument], group).items()}
+    return overrides
+
+
 def _run_config_file(spec: str) -> dict[str, Any]:
     path, _, arg = spec.partition(":")
     module = _import_config_file(spec)

@@ -4,13 +4,19 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
-EXIT_FAILED = 1
+EXIT_FAILED = 1  # What Python itself ends with after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
+LONGEST_MESSAGE = 1500
 
 
 class UserError(ValueError):
     """A wrong config, path or input file. The message is one line: field or file, value, fix."""
+
+    def __init__(self, message: str):
+        """Take the message; a value in it may have come from anywhere, with line breaks or without end."""
+        line = " ".join(message.splitlines())
+        super().__init__(line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …")
 
 
 class RunError(RuntimeError):

@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 
 from difftx.errors import UserError
 
+NAMES = {int: "a count", float: "a number", str: "text", dict: "an object", list: "a list"}
+
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
@@ -51,6 +53,33 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
     except (ValueError, RecursionError) as error:  # Not UTF-8, a number of thousands of digits, brackets without end.
         raise UserError(f"{path}: not JSON ({error})") from error
+
+
+def misfit(value: Any, shape: Any, path: str = "") -> str | None:
+    """Return where a JSON value is not of a shape, such as "files.config: not an object"; None if it is of it.
+
+    Args:
+        value: as `read_json` returns it.
+        shape: a type, with `int` for a count, 0 … 2**63 - 1; `{name: shape}` for an object with at least these names;
+            `{str: shape}` for one with any names; `[shape]` for a list.
+        path: of the value, in what holds it.
+    """
+    at = path or "the text"
+    if isinstance(shape, type):
+        fits = type(value) is shape and (shape is not int or 0 <= value < 2**63)
+        return None if fits else f"{at}: not {NAMES[shape]}"
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{at}: not a list"
+        parts = {f"{path}[{i}]": (item, shape[0]) for i, item in enumerate(value)}
+    elif not isinstance(value, dict):
+        return f"{at}: not an object"
+    else:
+        wanted = dict.fromkeys(value, shape[str]) if str in shape else shape
+        if missing := [name for name in wanted if name not in value]:
+            return f"{at}: no {missing[0]!r}"
+        parts = {f"{path}.{name}".lstrip("."): (value[name], inner) for name, inner in wanted.items()}
+    return next((found for name, (item, inner) in parts.items() if (found := misfit(item, inner, name))), None)
 
 
 def json_sha256(value: Any) -> str:

@@ -96,7 +96,8 @@ def test_eval_suites(trained):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     in_loop = [row for row in rows if row["split"] == "valid" and row["step"] == 6]
     assert newest["numbers"]["loss"] == in_loop[0]["loss"]  # The same code path, bit for bit.
-    result = run("eval.py", f"--workdir={workdir}", "--suite=loss", "--step=3")
+    assert "evals/loss/6.json was made with the same settings" in result.stdout
+    result = run("eval.py", f"--workdir={workdir}", "--suite=loss", "--step=all", "--mesh.data=-1", "--mesh.fsdp=1")
     assert result.returncode == 0, result.stderr
     assert (workdir / "evals" / "loss" / "3.json").exists()
 
@@ -149,6 +150,8 @@ def test_eval_mistakes(trained, tmp_path):
             [f"--workdir={workdir}", "--suite=loss", "--eval.loss_token=5"],
             "Did you mean 'loss_tokens'",
         ),
+        ([f"--workdir={workdir}", "--suite=loss", "--step=3:"], "write N, A:B, A:B:K or all"),
+        ([f"--workdir={workdir}", "--suite=loss", "--mesh.data=3"], "--mesh.data=1 --mesh.fsdp=-1"),
         (["--workdir=no/such", "--suite=loss"], "no config.json there"),
         ([f"--workdir={tmp_path}", "--suite=loss"], "line 1 is not JSON"),
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
@@ -167,7 +170,8 @@ def test_eval_mistakes(trained, tmp_path):
 def test_eval_lists_its_suites():
     result = run("eval.py", "--list")
     assert result.returncode == 0
-    assert {line.split()[0] for line in result.stdout.splitlines()} == {"loss", "exact_match", "sample"}
+    names = {"loss", "recall", "position", "exact_match", "sample", "throughput"}
+    assert {line.split()[0] for line in result.stdout.splitlines()} == names
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -1,4 +1,4 @@
-"""Looking into a token store: python -m difftx data verify DIR, python -m difftx data show DIR --row N."""
+"""Looking into token stores: python -m difftx data verify DIR, data show DIR --row N, data bigrams DIR --out=FILE."""
 
 import argparse
 import itertools
@@ -12,6 +12,8 @@ import numpy as np
 import rich.console
 import rich.text
 
+from difftx.data.bigrams import write_bigrams
+from difftx.data.progress import Work
 from difftx.data.store import SPLITS, damage, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
@@ -21,7 +23,7 @@ BOUNDARY_STYLE = "bold reverse"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `data verify` or `data show`."""
+    """Run `data verify`, `data show` or `data bigrams`."""
     parser = argparse.ArgumentParser("difftx data", description="Look into a token store.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("verify", help="read everything and compare it with meta.json", allow_abbrev=False)
@@ -32,9 +34,16 @@ def main(arguments: Sequence[str]) -> int:
     show.add_argument("--split", choices=SPLITS, default="train")
     show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
     show.add_argument("--tokenizer", help="where the store's is a .tiktoken file that is elsewhere now")
+    count = commands.add_parser("bigrams", help="count what follows what, for the suite recall", allow_abbrev=False)
+    count.add_argument("folders", type=Path, nargs="+", metavar="folder")
+    count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
+    count.add_argument("--min_count", type=int, default=1, help="leave rarer bigrams out; up to the suite's limit + 1")
+    count.add_argument("--max_memory_mib", type=int, default=1024, help="for the counting (%(default)s)")
     options = parser.parse_args(arguments)
     if options.command == "verify":
         return verify(options.folder)
+    if options.command == "bigrams":
+        return count_bigrams(options.folders, options.out, options.min_count, options.max_memory_mib)
     return show_row(options.folder, options.split, options.row, options.sequence_length, options.tokenizer)
 
 
@@ -82,6 +91,38 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         console.print(rich.text.Text(_printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
         text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
         console.print(rich.text.Text(_printable(text), style=DOCUMENT_STYLES[document % 2]))
+    return 0
+
+
+def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib: int) -> int:
+    """Count the bigrams of the training documents of stores, together, into one file."""
+    for flag, value in (("--min_count", min_count), ("--max_memory_mib", memory_mib)):
+        if value < 1:
+            raise UserError(f"{flag}={value}: at least 1")
+    stores = [open_store(folder, "train") for folder in folders]
+    tokenizers = [read_meta(folder)["tokenizer"] for folder in folders]
+    for folder, tokenizer in zip(folders, tokenizers, strict=True):
+        if tokenizer["vocabulary_sha256"] != tokenizers[0]["vocabulary_sha256"]:
+            raise UserError(
+                f"{folder}: tokenizer {tokenizer['name']!r}, but {folders[0]} has {tokenizers[0]['name']!r} with "
+                "another vocabulary; count stores of one vocabulary together"
+            )
+    if not out.parent.is_dir() or out.is_dir():
+        raise UserError(f"--out={out}: name a file in a folder that exists")
+    description = {
+        "tokenizer": {key: tokenizers[0][key] for key in ("name", "vocabulary_sha256")},
+        "stores": [
+            {"path": str(f.resolve()), "sha256": store.fingerprint} for f, store in zip(folders, stores, strict=True)
+        ],
+    }
+    with Work() as work:
+        header = write_bigrams(
+            stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
+        )
+    print(
+        f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
+        f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"
+    )
     return 0
 
 

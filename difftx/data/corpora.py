@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from difftx.config import DataConfig
+from difftx.config.data import DataConfig
 from difftx.data.store import SPLITS, TokenStore, open_store, store_tokenizer
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError

@@ -1,11 +1,70 @@
 """How far a long command is: a bar in a terminal, a line every ten seconds elsewhere."""
 
+import contextlib
+import datetime
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self, TypeVar
 
 import rich.console
 import rich.progress
 
 LINE_SECONDS = 10.0
+
+Item = TypeVar("Item")
+
+
+class Work:
+    """Shows tasks, one within the other, each with the share that is done and the time left. A context manager."""
+
+    def __init__(self, *, enabled: bool = True):
+        """Start a display; one that is not `enabled` shows nothing."""
+        self._console = rich.console.Console(stderr=True)
+        self._plain = enabled and not self._console.is_terminal
+        self._bars = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not enabled or self._plain,
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    @contextlib.contextmanager
+    def task(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show a task of `total` parts; the block calls `advance(n)` when it has done n more."""
+        bar, done = self._bars.add_task(what, total=total), 0
+        start = printed = time.monotonic()
+
+        def advance(parts: int) -> None:
+            nonlocal done, printed
+            done += parts
+            self._bars.update(bar, completed=done)
+            now = time.monotonic()
+            if self._plain and done < total and now - printed >= LINE_SECONDS:
+                printed = now
+                left = datetime.timedelta(seconds=round((now - start) * (total - done) / max(done, 1)))
+                self._console.print(f"{what}: {done:,} of {total:,}, {left} left", markup=False, highlight=False)
+
+        try:
+            yield advance
+        finally:
+            self._bars.remove_task(bar)
+
+    def track(self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+        """Yield `items`, of which there are `total`, as a task."""
+        with self.task(what, total) as advance:
+            for item in items:
+                yield item
+                advance(1)
 
 
 class Progress:

@@ -7,7 +7,7 @@ from typing import Any
 import grain
 import tiktoken
 
-from difftx.config import SYNTHETIC, DataConfig
+from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.data.corpora import load_corpus
 from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource

@@ -17,11 +17,20 @@ from typing import Any
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import json_sha256, read_json, write_atomically
+from difftx.files import json_sha256, misfit, read_json, write_atomically
 
 META = "meta.json"
 FORMAT = 1
 SPLITS = ("train", "valid")
+SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str}}
+SPLIT = {"documents": int, "tokens": int, "bytes": int, "duplicates": int, "shards": [SHARD]}
+SHAPE = {
+    "dtype": str,
+    "tokenizer": {"name": str, "vocabulary_sha256": str, "vocab_size": int, "end_of_text": int},
+    "empty": int,
+    "skipped": int,
+    "splits": dict.fromkeys(SPLITS, SPLIT),
+}
 
 
 class TokenStore:
@@ -137,7 +146,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
     if meta.pop("sha256", None) != json_sha256(meta):
         raise UserError(f"{path}: damaged, its SHA-256 is not that of its text; restore it, or prepare the store again")
+    if why := misfit(meta, SHAPE) or _strange_value(meta):
+        raise UserError(f"{path}: not as `difftx prepare` writes it: {why}; prepare the store again")
     return meta
+
+
+def _strange_value(meta: dict[str, Any]) -> str | None:
+    if meta["dtype"] not in ("uint16", "uint32"):
+        return f"dtype: {meta['dtype']!r}"
+    for split in SPLITS:
+        for shard in meta["splits"][split]["shards"]:
+            # A kind becomes part of a file's name.
+            if not shard["documents"] or not shard["sha256"].keys() <= {"tokens", "offsets", "ids"}:
+                return f"splits.{split}: a shard without documents, or with other files than a shard has"
+    return None
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:

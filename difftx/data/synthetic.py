@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from difftx.config import SYNTHETIC, DataConfig, SyntheticConfig
+from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
 from difftx.data.packing import Row, segments
 from difftx.errors import UserError, did_you_mean
 

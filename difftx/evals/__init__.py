@@ -3,22 +3,38 @@
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from difftx.data.progress import Work
 from difftx.errors import UserError, did_you_mean
-from difftx.evals import exact_match, loss, sample
+from difftx.evals import exact_match, loss, position, recall, sample, throughput
+from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
-from difftx.files import write_atomically
+from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_lead
 from difftx.training.run import Run
 
-SUITES: dict[str, Callable[[Run, Any], Result]] = {
+SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "loss": loss.evaluate,
+    "recall": recall.evaluate,
+    "position": position.evaluate,
     "exact_match": exact_match.evaluate,
     "sample": sample.evaluate,
+    "throughput": throughput.evaluate,
 }
+# What each reads of the config's group `eval`: with another value, a result that is there is out of date.
+FIELDS = {
+    "loss": ("loss_tokens",),
+    "recall": ("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
+    "position": ("position_documents",),
+    "exact_match": (),
+    "sample": ("sample_tokens", "sample_temperature"),
+    "throughput": ("throughput_rounds", "throughput_steps"),
+}
+MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
 
 
 def check_suites(names: Sequence[str]) -> None:
@@ -28,17 +44,57 @@ def check_suites(names: Sequence[str]) -> None:
             raise UserError(f"suite {name!r}: no such suite.{did_you_mean(name, SUITES)}")
 
 
-def evaluate(run: Run, params: Any, step: int, suites: Sequence[str]) -> dict[str, Result]:
-    """Run suites on parameters of a step and write `<workdir>/evals/<suite>/<step>.json` for each."""
+def evaluate(run: Run, params: Any, step: int, suites: Sequence[str], work: Work | None = None) -> dict[str, Result]:
+    """Run suites on parameters of a step and write `<workdir>/evals/<suite>/<step>.json` for each.
+
+    Args:
+        run: whose validation data and mesh are used.
+        params: of the model.
+        step: that they are of.
+        suites: names.
+        work: shows how far a suite is; None: nothing does.
+    """
     check_suites(suites)
+    evaluation = Evaluation(run, params, work or Work(enabled=False))
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:
-            results[name] = result = SUITES[name](run, params)
+            results[name] = result = SUITES[name](evaluation)
             if not is_lead():
                 continue
-            folder = run.workdir / "evals" / name
-            folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"suite": name, "step": step, **dataclasses.asdict(result)}, indent=2)
-            write_atomically(folder / f"{step}.json", text + "\n")
+            path = result_path(run.workdir, name, step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"suite": name, "step": step, "settings": settings(run, name), **dataclasses.asdict(result)}
+            write_atomically(path, json.dumps(content, indent=2) + "\n")
     return results
+
+
+def result_path(workdir: Path, suite: str, step: int) -> Path:
+    """Return where a suite's result goes."""
+    return workdir / "evals" / suite / f"{step}.json"
+
+
+def stored_result(run: Run, suite: str, step: int) -> dict[str, Any] | None:
+    """Return the JSON of a result that was made with the settings of `run`; None if there is none."""
+    path = result_path(run.workdir, suite, step)
+    if not path.exists():
+        return None
+    content = read_json(path)
+    return content if isinstance(content, dict) and content.get("settings") == settings(run, suite) else None
+
+
+def settings(run: Run, suite: str) -> str:
+    """Return a SHA-256 of what a suite's result depends on beside the parameters."""
+    config = run.config
+    depends: dict[str, Any] = {
+        "suite": suite,
+        "eval": {field: getattr(config.eval, field) for field in FIELDS[suite]},
+        "model": dataclasses.asdict(config.model),
+        "data": run.data.signature,
+        "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
+        "seed": config.train.seed,
+    }
+    if suite in MEASURES_DEVICES:
+        device = run.mesh.devices.flat[0].device_kind
+        depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
+    return json_sha256(depends)

@@ -13,13 +13,14 @@ from difftx.config import Config
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.training.loss import is_most_likely
 from difftx.training.run import Run
 from difftx.training.state import graph
 
 
-def evaluate(run: Run, params: Any) -> Result:
+def evaluate(evaluation: Evaluation) -> Result:
     """Take the most likely token at each answer; sets are averaged without weights.
 
     `accuracy` is the share of answers that are right (Zoology's), `exact_match` of examples with all of them right.
@@ -27,6 +28,7 @@ def evaluate(run: Run, params: Any) -> Result:
     Raises:
         UserError: no validation set is a synthetic task.
     """
+    run, params = evaluation.run, evaluation.params
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
         raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")

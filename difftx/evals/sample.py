@@ -1,19 +1,20 @@
 """Suite `sample`: what the model writes after the first words of validation documents."""
 
-from typing import Any
-
 from difftx.data.packing import PackedRows
 from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
-from difftx.inference.generate import generate
-from difftx.training.run import Run
+from difftx.inference.decode import LanguageModel
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import Sampling
 
 PROMPTS = 2
 PROMPT_TOKENS = 48
 
 
-def evaluate(run: Run, params: Any) -> Result:
+def evaluate(evaluation: Evaluation) -> Result:
     """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
+    run = evaluation.run
     config = run.config
     stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
     if not stores:
@@ -26,21 +27,15 @@ def evaluate(run: Run, params: Any) -> Result:
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)
     completions = generate(
-        config,
-        run.mesh,
-        params,
-        prompts,
-        new_tokens=new_tokens,
-        temperature=config.eval.sample_temperature,
-        seed=config.train.seed,
-        vocab_size=run.tokenizer.n_vocab,
+        LanguageModel(config, run.mesh, evaluation.params, run.tokenizer),
+        [
+            Request(prompt=prompt, new_tokens=new_tokens, seed=(config.train.seed + number) % 2**32)
+            for number, prompt in enumerate(prompts)
+        ],
+        Sampling(repetition_penalty=None, temperature=config.eval.sample_temperature, top_k=None, top_p=None),
     )
-    end = run.tokenizer.eot_token
     samples = [
-        {
-            "prompt": run.tokenizer.decode(prompt),
-            "completion": run.tokenizer.decode(tokens[: tokens.index(end)] if end in tokens else tokens),
-        }
-        for prompt, tokens in zip(prompts, completions, strict=True)
+        {"prompt": run.tokenizer.decode(prompt), "completion": completion.text}
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
     return Result(numbers={"new_tokens": float(new_tokens)}, details={"samples": samples})

@@ -1,97 +1,137 @@
-"""Sampling by running the whole window for every new token: short texts from small models."""
-#   B = prompts, T = tokens of the window, V = vocabulary
+"""Text from a model: a batch of prompts to their completions, streamed if asked for."""
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import P
 
-from difftx.config import Config
 from difftx.errors import UserError
-from difftx.parallel.layout import BATCH, Layout
-from difftx.parallel.mesh import batch_shards
-from difftx.training.state import graph
+from difftx.inference import decode
+from difftx.inference.decode import LanguageModel, Tokens
+from difftx.inference.sampling import Sampling
+from difftx.inference.text import TextStream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and what may follow it."""
+
+    prompt: Sequence[int]  # Token ids, one at least.
+    new_tokens: int  # At most.
+    seed: int  # Of its samples, below 2**32: the same beside any other requests.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What followed a prompt."""
+
+    tokens: list[
+        int
+    ]  # As they came, without the end-of-text token; a stop string and what follows it may be among them.
+    text: str  # Up to the stop string.
+    ended_by: Literal["end of text", "stop string", "limit"]
 
 
 def generate(
-    config: Config,
-    mesh: jax.sharding.Mesh,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
+    lm: LanguageModel,
+    requests: Sequence[Request],
+    sampling: Sampling,
     *,
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-    vocab_size: int,
-) -> list[list[int]]:
-    """Return `new_tokens` token ids after each prompt.
+    stop: Sequence[str] = (),
+    on_text: Callable[[int, str], None] = lambda index, text: None,
+) -> list[Completion]:
+    """Complete all requests in one batch.
 
     Args:
-        config: of the model.
-        mesh: the current mesh.
-        params: the model's parameters.
-        prompts: token ids, at least one each.
-        new_tokens: how many to add; prompt and new tokens must fit `data.sequence_length`.
-        temperature: 0 takes the most likely token.
-        seed: of the samples.
-        vocab_size: ids from here on (padding of the embedding) are never produced.
+        lm: the model.
+        requests: what to complete.
+        sampling: how tokens are chosen.
+        stop: a text ends before the first of these that comes.
+        on_text: called with a request's index and text as it is made.
 
     Raises:
-        UserError: a prompt is empty, or too long for the window.
+        UserError: a prompt is empty, or does not fit the window with its new tokens.
     """
-    window = config.data.sequence_length
-    for prompt in prompts:
-        if not 1 <= len(prompt) <= window - new_tokens:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {new_tokens} new ones do not fit a window of "
-                f"data.sequence_length={window}; a prompt needs 1 to {window - new_tokens} tokens here"
-            )
-    rows = -(-len(prompts) // batch_shards(mesh)) * batch_shards(mesh)
-    tokens_BT = np.zeros((rows, window), np.int32)
-    length_B = np.ones(rows, np.int32)
-    for i, prompt in enumerate(prompts):
-        tokens_BT[i, : len(prompt)] = prompt
-        length_B[i] = len(prompt)
-    tokens_BT = jax.device_put(tokens_BT, jax.NamedSharding(mesh, Layout().act_BT))
-    length_B = jax.device_put(length_B, jax.NamedSharding(mesh, P(BATCH)))
-    with jax.set_mesh(mesh):
-        sample = _sampler(config, new_tokens, vocab_size)
-        tokens_BT = np.asarray(sample(params, tokens_BT, length_B, jnp.float32(temperature), jax.random.key(seed)))
-    return [tokens_BT[i, len(p) : len(p) + new_tokens].tolist() for i, p in enumerate(prompts)]
+    for index, request in enumerate(requests):
+        check(lm, request, f"prompt {index}")
+    with jax.set_mesh(lm.mesh):
+        return _generate(lm, requests, sampling, stop, on_text)
 
 
-@functools.cache
-def _sampler(config: Config, new_tokens: int, vocab_size: int):
-    graphdef = graph(config)
+def check(lm: LanguageModel, request: Request, name: str) -> None:
+    """Raise `UserError` if a request cannot be served; `name` says which it is."""
+    prompt, new, window = len(request.prompt), request.new_tokens, lm.window
+    if not prompt:
+        raise UserError(f"{name} is empty; give it at least one token")
+    if prompt >= window:
+        raise UserError(
+            f"{name} has {prompt} tokens, and the model's context data.sequence_length={window}; shorten it"
+        )
+    if not 0 < new <= window - prompt:
+        raise UserError(
+            f"{name} has {prompt} tokens, so that new_tokens={new} does not fit the model's context "
+            f"data.sequence_length={window}; use 1 to {window - prompt}"
+        )
 
-    @jax.jit
-    def sample(
-        params: Any,
-        tokens_BT: jax.Array,
-        length_B: jax.Array,
-        temperature: jax.Array,
-        key: jax.Array,
-    ):
-        model = nnx.merge(graphdef, params)
 
-        def next_token(i: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-            x_BTD, _ = model.hidden(tokens_BT)
-            x_BTD = jax.sharding.reshard(x_BTD, P(BATCH, None, None))  # The last token is on one of `context`.
-            last_B1 = (length_B + i - 1)[:, None]
-            x_B1D = jnp.take_along_axis(x_BTD, last_B1[..., None], axis=1, mode="clip")
-            logits_BV = jax.sharding.reshard(model.logits(x_B1D)[:, 0], P(BATCH, None))
-            logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocab_size, logits_BV, -jnp.inf)
-            noise_BV = jax.random.gumbel(jax.random.fold_in(key, i), logits_BV.shape, out_sharding=P(BATCH, None))
-            chosen_B = jnp.argmax(logits_BV + temperature * noise_BV, axis=-1).astype(jnp.int32)
-            is_next_BT = jnp.arange(tokens_BT.shape[1]) == last_B1 + 1
-            return jnp.where(is_next_BT, chosen_B[:, None], tokens_BT)
+def _generate(lm, requests, sampling, stop, on_text) -> list[Completion]:
+    count = decode.rows_for(len(requests), lm.mesh)
+    chunk = decode.chunk_for(max(len(request.prompt) for request in requests), count, lm.mesh)
+    seed_B, limit_B = np.zeros(count, np.uint32), np.zeros(count, np.int32)
+    seed_B[: len(requests)] = [request.seed for request in requests]
+    limit_B[: len(requests)] = [request.new_tokens for request in requests]
+    prompts = Tokens.of([list(request.prompt) for request in requests], count, chunk)
+    rows = decode.prefill(lm, prompts, chunk=chunk, seed_B=seed_B, limit_B=limit_B)
+    texts = [RowText(lm, request, stop) for request in requests]
+    while not all(text.ended_by for text in texts):
+        rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
+        rows, token_BN = decode.next_tokens(lm, rows, sampling)
+        for index, text in enumerate(texts):
+            if not text.ended_by and (piece := text.add(token_BN[index].tolist())):
+                on_text(index, piece)
+        if any(text.ended_by == "stop string" for text in texts):
+            # The device knows of the other ends itself.
+            done_B = np.array([*(bool(text.ended_by) for text in texts), *[True] * (count - len(texts))])
+            rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
+    return [text.completion() for text in texts]
 
-        # On every device: each process reads the result.
-        return jax.sharding.reshard(jax.lax.fori_loop(0, new_tokens, next_token, tokens_BT), P())
 
-    return sample
+class RowText:
+    """A request's new tokens and text."""
+
+    def __init__(self, lm: LanguageModel, request: Request, stop: Sequence[str]):
+        self.ended_by: Literal["", "end of text", "stop string", "limit"] = ""
+        self._request, self._end = request, lm.tokenizer.eot_token
+        self._tokens: list[int] = []
+        self._stream = TextStream(lm.bytes_of, stop)
+
+    def room(self) -> int:
+        """Slots that the row needs for its next block."""
+        left = self._request.new_tokens - len(self._tokens)
+        return len(self._request.prompt) + len(self._tokens) + min(left, decode.BLOCK_TOKENS)
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Take a block of tokens and return the text that it releases."""
+        pieces = []
+        for token in tokens:
+            if token == self._end:
+                self.ended_by = "end of text"
+                break
+            self._tokens.append(token)
+            pieces.append(self._stream.add(token))
+            if self._stream.stopped:
+                self.ended_by = "stop string"
+                break
+            if len(self._tokens) == self._request.new_tokens:
+                self.ended_by = "limit"
+                break
+        if self.ended_by:
+            pieces.append(self._stream.finish())
+        return "".join(pieces)
+
+    def completion(self) -> Completion:
+        """Return what there is."""
+        assert self.ended_by
+        return Completion(tokens=self._tokens, text=self._stream.text, ended_by=self.ended_by)

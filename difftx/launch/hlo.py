@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
-BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # Others carry their width: bf16, s4, f8e4m3fn.
+# Others carry their width: bf16, s4, f8e4m3fn.
+BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # nosec B105: a type of XLA's, no password
 
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")

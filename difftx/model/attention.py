@@ -1,7 +1,8 @@
 """Differential attention (arXiv 2410.05258, §2.1) and the softmax attention it is matched with.
 
 Both modules have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they return
-the residual update and per-layer statistics. `project` gives what a cache or a map analysis needs.
+the residual update and per-layer statistics. `project` gives queries and what is cached of a token; `extend` is the
+call for tokens that follow cached ones, and returns what is to be cached in place of statistics.
 """
 #   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
@@ -15,6 +16,8 @@ from jax.sharding import reshard
 
 from difftx import kernels
 from difftx.config import ModelConfig
+from difftx.kernels import cached
+from difftx.kernels.cached import Ids, Past
 from difftx.model.layers import projection, rms_normalize, rotate
 from difftx.parallel.layout import Layout
 
@@ -74,9 +77,23 @@ class DiffAttention(nnx.Module):
             segment_ids_BT=segment_ids_BT,
             implementation=self.config.attention_implementation,
         )
-        heads_BTHE = reshard(heads_BTHE, layout.act_BTHE)
-        heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
-        return _merge_heads(heads_BTHE, self.output_HED, layout), {"lambda": lam}
+        return self._output(heads_BTHE, depth), {"lambda": lam}
+
+    def extend(
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Return the residual update of tokens that follow cached ones, and their keys and values."""
+        layout = self.layout
+        q_BTHGd, k_BTKGd, v_BTKE = self.project(x_BTD, angles)
+        heads_BTHE = cached.diff_attention(
+            reshard(q_BTHGd, layout.attend_BTHGd),
+            reshard(k_BTKGd, layout.attend_BTHGd),
+            reshard(v_BTKE, layout.attend_BTHE),
+            self.lam(depth.lambda_init),
+            past,
+            ids,
+        )
+        return self._output(heads_BTHE, depth), (k_BTKGd, v_BTKE)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
@@ -92,6 +109,11 @@ class DiffAttention(nnx.Module):
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
         return jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1]) + lambda_init
+
+    def _output(self, heads_BTHE: jax.Array, depth: Depth) -> jax.Array:
+        heads_BTHE = reshard(heads_BTHE, self.layout.act_BTHE)
+        heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
+        return _merge_heads(heads_BTHE, self.output_HED, self.layout)
 
 
 class Attention(nnx.Module):
@@ -115,8 +137,18 @@ class Attention(nnx.Module):
             segment_ids_BT=segment_ids_BT,
             implementation=self.config.attention_implementation,
         )
-        heads_BTHd = reshard(heads_BTHd, self.layout.act_BTHE)
-        return _merge_heads(self.head_norm(heads_BTHd), self.output_HdD, self.layout), {}
+        return self._output(heads_BTHd), {}
+
+    def extend(
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Return the residual update of tokens that follow cached ones, and their keys and values."""
+        attend_BTHE = self.layout.attend_BTHE
+        q_BTHd, k_BTKd, v_BTKd = self.project(x_BTD, angles)
+        heads_BTHd = cached.attention(
+            reshard(q_BTHd, attend_BTHE), reshard(k_BTKd, attend_BTHE), reshard(v_BTKd, attend_BTHE), past, ids
+        )
+        return self._output(heads_BTHd), (k_BTKd, v_BTKd)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
@@ -130,6 +162,10 @@ class Attention(nnx.Module):
             for weight in (self.query_DHd, self.key_DKd, self.value_DKd)
         )
         return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
+
+    def _output(self, heads_BTHd: jax.Array) -> jax.Array:
+        heads_BTHd = reshard(heads_BTHd, self.layout.act_BTHE)
+        return _merge_heads(self.head_norm(heads_BTHd), self.output_HdD, self.layout)
 
 
 class HeadNorm(nnx.Module):

@@ -1,11 +1,15 @@
 """The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
 #   B = batch, T = tokens, D = model width, V = vocabulary, L = layers
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from difftx.config import ModelConfig
+from difftx.kernels.cached import Ids, Past
 from difftx.model.attention import Angles, Attention, Depth, DiffAttention, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
 from difftx.parallel.layout import Layout
@@ -33,11 +37,20 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the layer's output `[B, T, D]` and the attention's statistics."""
+        return self._residual(x_BTD, lambda h_BTD: self.attention(h_BTD, angles, depth, segment_ids_BT))
+
+    def extend(
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Return the layer's output for tokens that follow cached ones, and what is to be cached of them."""
+        return self._residual(x_BTD, lambda h_BTD: self.attention.extend(h_BTD, angles, depth, past, ids))
+
+    def _residual(self, x_BTD: jax.Array, attention: Callable[[jax.Array], tuple[jax.Array, Any]]):
         with jax.named_scope("attention"):
-            update_BTD, stats = self.attention(self.attention_norm(x_BTD), angles, depth, segment_ids_BT)
+            update_BTD, extra = attention(self.attention_norm(x_BTD))
             x_BTD = x_BTD + update_BTD
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), stats
+            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), extra
 
 
 class Decoder(nnx.Module):
@@ -80,13 +93,10 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics."""
-        config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
+        config = self.config
         positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
         angles = rotary_angles(positions, config.d_head, config.rope_theta)
-        # In float32: the gradient of a common token is a sum of thousands of terms.
-        tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
-        x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
-        x_BTD = jax.sharding.reshard(x_BTD.astype(dtype), self.layout.act_BTD)
+        x_BTD = self._embed(tokens_BT)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
             block, depth = block_and_depth
@@ -96,6 +106,45 @@ class Decoder(nnx.Module):
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
         return self.final_norm(x_BTD), stats
+
+    def extend(
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: Past, ids: Ids
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Return `hidden`'s output for tokens that follow cached ones, and what is to be cached of them.
+
+        Args:
+            tokens_BT: int32 token ids.
+            positions_BT: int32 positions for the rotary embedding.
+            past: the cache of all layers: each array with a leading layer axis.
+            ids: which tokens each sees.
+
+        Returns:
+            `[B, T, D]`, and arrays `[L, B, T, K, …]`: what `project` of a layer's attention returns after the queries.
+        """
+        angles = rotary_angles(positions_BT, self.config.d_head, self.config.rope_theta)
+
+        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, Past]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            block, depth, past = inputs
+            return block.extend(x_BTD, angles, depth, past, ids)
+
+        inputs = (self.blocks, depth_schedule(self.config), past)
+        x_BTD, entries = jax.lax.scan(layer, self._embed(tokens_BT), inputs)
+        return self.final_norm(x_BTD), entries
+
+    def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return shapes and dtypes of what `extend` has cached of one token in each of so many rows."""
+        config = self.config
+
+        def entries() -> tuple[jax.Array, ...]:
+            shape, sharding = (rows, 1, config.d_model), self.layout.act_BTD
+            x_BTD = jnp.zeros(shape, config.compute_dtype, out_sharding=sharding)
+            angles = rotary_angles(jnp.zeros((1, 1), jnp.int32), config.d_head, config.rope_theta)
+            _, entries = jax.lax.scan(
+                lambda _, block: (None, block.attention.project(x_BTD, angles)[1:]), None, self.blocks
+            )
+            return entries
+
+        return jax.eval_shape(entries)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return float32 logits `[B, T, V]` of `hidden`'s output: for few tokens; losses never hold them all."""
@@ -110,3 +159,9 @@ class Decoder(nnx.Module):
     def unembedding(self) -> jax.Array:
         """Return the float32 table `[V, D]` that turns hidden states into logits."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
+
+    def _embed(self, tokens_BT: jax.Array) -> jax.Array:
+        # In float32: the gradient of a common token is a sum of thousands of terms.
+        tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
+        x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
+        return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)

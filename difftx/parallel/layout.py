@@ -39,3 +39,18 @@ class Layout:
     # (DeepSpeed Ulysses, arXiv 2309.14509), so that kernels, masks and load balance stay those of one device.
     attend_BTHGd: P = P(BATCH, None, ("tensor", "context"), None, None)
     attend_BTHE: P = P(BATCH, None, ("tensor", "context"), None)
+
+    # A layer's cached keys [L, B, K, …] and values: rows and heads as in attention.
+    cache_LBK: P = P(None, BATCH, ("tensor", "context"))
+
+
+# Generation and scoring: tokens come one by one or in small chunks, so that `context` cuts only heads in attention.
+INFERENCE = Layout(
+    lookup_BT=P("data", None),
+    lookup_BTD=P("data", None, "fsdp"),
+    act_BT=P(BATCH, None),
+    act_BTD=P(BATCH, None, None),
+    act_BTHGd=P(BATCH, None, "tensor", None, None),
+    act_BTHE=P(BATCH, None, "tensor", None),
+    act_BTF=P(BATCH, None, "tensor"),
+)

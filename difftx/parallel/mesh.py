@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from difftx.config import Config, MeshConfig
+from difftx.config import Config, MeshConfig, ModelConfig
 from difftx.errors import UserError
 
 # Outermost first: neighbouring devices share the innermost axis, which communicates most.
@@ -45,25 +45,29 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raise `UserError` where a sharded dimension does not divide by its mesh axes."""
-    model, tensor, context, shards = config.model, mesh.shape["tensor"], mesh.shape["context"], batch_shards(mesh)
-    rows = config.batch_rows // config.train.accumulation
-    fsdp, heads = mesh.shape["fsdp"], tensor * context
+    rows, shards = config.batch_rows // config.train.accumulation, batch_shards(mesh)
+    _check("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp")
+    _check("data.sequence_length", config.data.sequence_length, None, mesh.shape["context"], "mesh.context")
+    check_model_divisible(config.model, mesh)
+
+
+def check_model_divisible(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+    """Raise `UserError` where a dimension of the model does not divide by its mesh axes."""
+    tensor, context, fsdp = mesh.shape["tensor"], mesh.shape["context"], mesh.shape["fsdp"]
     over_heads = "mesh.tensor" if context == 1 else "mesh.tensor × mesh.context"
-    checks = [
-        ("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp"),
-        ("data.sequence_length", config.data.sequence_length, None, context, "mesh.context"),
-        ("model.d_model", model.d_model, None, fsdp, "mesh.fsdp"),
-        ("model.num_heads", model.num_heads, None, heads, over_heads),
-        ("model.num_kv_heads", model.kv_heads, None, heads, over_heads),
-        ("model.mlp_dim", model.mlp_dim, None, tensor, "mesh.tensor"),
-        ("model.vocab_size", model.vocab_size, None, tensor, "mesh.tensor"),
-    ]
-    for field, size, shown, parts, axes in checks:
-        if size % parts:
-            fix = math.ceil(size / parts) * parts
-            raise UserError(
-                f"{field}: {shown or size} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}"
-            )
+    _check("model.d_model", model.d_model, None, fsdp, "mesh.fsdp")
+    _check("model.num_heads", model.num_heads, None, tensor * context, over_heads)
+    _check("model.num_kv_heads", model.kv_heads, None, tensor * context, over_heads)
+    _check("model.mlp_dim", model.mlp_dim, None, tensor, "mesh.tensor")
+    _check("model.vocab_size", model.vocab_size, None, tensor, "mesh.tensor")
+
+
+def _check(field: str, size: int, shown: str | None, parts: int, axes: str) -> None:
+    if size % parts:
+        fix = math.ceil(size / parts) * parts
+        raise UserError(
+            f"{field}: {shown or size} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}"
+        )
 
 
 def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.ndarray:

@@ -143,6 +143,7 @@ class Interrupt:
 
     def __init__(self):
         self._received: float | None = None  # time.monotonic() of the first.
+        self._agreed = False  # Several processes: that they stop after the step that was asked about.
         # With several processes JAX listens for SIGTERM itself, and lets all of them stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
@@ -151,7 +152,13 @@ class Interrupt:
         """Whether to stop after `step`; all processes must ask about every step, and get the same answer."""
         if jax.process_count() == 1:
             return self._received is not None
-        return multihost_utils.reached_preemption_sync_point(step)
+        if not self._agreed and multihost_utils.reached_preemption_sync_point(step):
+            self._agreed = True
+            # JAX has seen the first SIGTERM and would take no notice of another.
+            self._received = self._received or time.monotonic()
+            signal.signal(signal.SIGTERM, self._receive)
+            self._previous[signal.SIGTERM] = signal.SIG_DFL
+        return self._agreed
 
     def close(self) -> None:
         """Put the earlier handlers back."""

@@ -15,6 +15,7 @@ NEUTRAL_FIELDS = (
     "data.cache_path",
 )
 # They do on these, but a run that is under way may go on with another value.
+CONTINUABLE_GROUPS = ("guards",)
 CONTINUABLE_FIELDS = ("train.steps", "checkpoint.init_from")
 
 
@@ -38,7 +39,8 @@ class Change:
     @property
     def is_safe(self) -> bool:
         """Whether a run may go on with the new value."""
-        return self.is_neutral or self.field in CONTINUABLE_FIELDS
+        group = self.field.partition(".")[0]
+        return self.is_neutral or group in CONTINUABLE_GROUPS or self.field in CONTINUABLE_FIELDS
 
 
 def changed_fields(old: Config, new: Config) -> list[Change]:

@@ -1,48 +1,79 @@
 """The training loop."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import rich
 
 from difftx import kernels
-from difftx.data.loader import Loader
+from difftx.data.loader import Batch, Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
+from difftx.training.goodput import Goodput, format_goodput
+from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps
 from difftx.training.metrics import MetricsWriter, Progress
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
-from difftx.training.state import Metrics, make_train_step
+from difftx.training.state import Metrics, TrainState, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str]], Mapping[str, Any]]
 
 
-def train(run: Run, evaluate: Evaluate, *, allow_config_change: bool = False) -> int:
+def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
     """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
         run: config, mesh and data.
         evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
+        began: `time.perf_counter()` when the process began its work; None: now.
         allow_config_change: go on from a checkpoint though the config is not that of its run.
 
     Returns:
-        0, or 75 if SIGTERM or Ctrl-C came: a checkpoint was saved and the same command continues.
+        0; 75 if SIGTERM or Ctrl-C came, and the same command continues; 1 if the guards stopped the run.
     """
     interrupt = Interrupt()
     try:
         if run.config.model.architecture == "diff":
             kernels.check_gradients(run.config.model.d_head)
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            return _train(run, evaluate, interrupt, monitor, allow_config_change)
+            step_fn = jax.jit(make_train_step(run.config), donate_argnums=0)
+            journal, outcome = Journal(run.workdir), None
+            while not isinstance(outcome, int):
+                goodput = Goodput(time.perf_counter() if began is None else began)
+                outcome = _train(
+                    run,
+                    evaluate,
+                    step_fn,
+                    journal,
+                    goodput,
+                    interrupt,
+                    monitor,
+                    rewind=outcome,
+                    allow_config_change=allow_config_change,
+                )
+                began = None
+            return outcome
     finally:
         interrupt.close()
 
 
-def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor, allow_config_change: bool) -> int:
+def _train(
+    run: Run,
+    evaluate: Evaluate,
+    step_fn: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    journal: Journal,
+    goodput: Goodput,
+    interrupt: Interrupt,
+    monitor: Monitor,
+    *,
+    rewind: Rewind | None,
+    allow_config_change: bool,
+) -> int | Rewind:
+    """Train to the end, a signal or bad steps; return the exit code, or the rewind to call this with again."""
     config, steps = run.config, run.config.train.steps
     patience = config.multihost.barrier_timeout_seconds
 
@@ -55,63 +86,90 @@ def _train(run: Run, evaluate: Evaluate, interrupt: Interrupt, monitor: Monitor,
         sharding=run.batch_sharding,
         signature=run.data.signature,
     )
-    state, start = starting_state(run, checkpointer, loader, allow_config_change=allow_config_change)
+    guard = Guard(config.guards)
+    with goodput.section("restore" if checkpointer.steps() else "init"):
+        state, start = starting_state(run, checkpointer, loader, guard, allow_config_change=allow_config_change)
     if is_lead():
         run.write_description()
+        goodput.resume(run.workdir / "metrics.jsonl", start)
     writer = MetricsWriter(run.workdir, config.logging, start, enabled=is_lead())
-    barrier("start", patience)
-
-    step_fn = jax.jit(make_train_step(config), donate_argnums=0)
+    if rewind is not None:
+        journal.add_rewind(rewind, start, loader.state()["examples"], writer.attempt)
+    journal.resume(start, guard, loader)
+    first_example = loader.state()["examples"]
+    again = f", rewind {guard.rewinds}" if guard.rewinds else ""  # A barrier's name is used once.
+    barrier(f"start{again}", patience)
 
     with Progress(steps, start, enabled=is_lead()) as progress:
         progress.note(f"{run.workdir}: attempt {writer.attempt}, from step {start} to {steps}")
-        reporter = Reporter(run, writer, progress)
+        reporter = Reporter(run, writer, progress, guard)
+        writer.write("goodput", start, goodput.row())
         step = start
 
         # ── Steps ──
-        while step < steps and not interrupt.requested(step):
+        goodput.switch("compile" if rewind is None else "train")  # The first call of the step compiles it.
+        while step < steps and guard.tripped is None and not interrupt.requested(step):
             waited = time.perf_counter()
-            batch = next(loader)
+            with goodput.section("data_wait"):
+                batch = next(loader)
             data_wait = time.perf_counter() - waited
             # A value that slips from the host into the step, or back, would stall every device: make it an error.
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
+            goodput.switch("train")
             step += 1
             monitor.beat(step)
             reporter.push(step, metrics, data_wait)
             checkpointer.check()
 
             if step % config.eval.every_steps == 0 or step == steps:
-                barrier(f"evaluation after step {step}", patience)
+                barrier(f"evaluation after step {step}{again}", patience)
                 reporter.flush()
-                for suite, result in evaluate(run, state.params, step, config.eval.suites).items():
+                with goodput.section("eval"):
+                    results = evaluate(run, state.params, step, config.eval.suites) if guard.tripped is None else {}
+                for suite, result in results.items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
                     shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())
                     progress.note(f"step {step}  {suite}: {shown}")
+                writer.write("goodput", step, goodput.row())
                 reporter.restart_clock()
             if step % config.checkpoint.every_steps == 0:
-                barrier(f"checkpoint of step {step}", patience)
+                barrier(f"checkpoint of step {step}{again}", patience)
                 reporter.flush()  # Before the save: what a checkpoint has behind it is in metrics.jsonl.
-                checkpointer.save(state, loader.state(), config)
+                writer.write("goodput", step, goodput.row())
+                if guard.calm:
+                    with goodput.section("save"):
+                        checkpointer.save(state, loader.state() | {"guard": guard.state()}, config)
                 reporter.restart_clock()
 
-        # ── End: the last step, or a signal ──
+        # ── End: the last step, a signal, or bad steps ──
         reporter.flush()
-        checkpointer.save_and_wait(state, loader.state(), config)
+        goodput.switch("save")
+        saved = guard.calm or (step == steps and guard.tripped is None)
+        if saved:
+            checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, config)
+        checkpointer.close()
 
-    checkpointer.close()
+    outcome: int | Rewind = 0 if step == steps else EXIT_PREEMPTED
+    if guard.tripped is not None:
+        consumed = first_example + (guard.tripped.last - start) * config.batch_rows
+        outcome = act_on_bad_steps(guard, config, journal, checkpointer, consumed, writer.attempt)
+    elif step < steps:
+        what = "checkpoint saved" if saved else "nothing saved between bad steps"
+        say(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
+    row = goodput.row()
+    writer.write("goodput", step, row)
     writer.close()
-    if step < steps:
-        say(f"stopped by a signal at step {step}, checkpoint saved; run the same command again to continue")
-        return EXIT_PREEMPTED
-    return 0
+    if is_lead() and isinstance(outcome, int):
+        rich.print(format_goodput(row))
+    return outcome
 
 
 class Reporter:
     """Reports each step one step late: metrics are fetched after the next step was dispatched, so nothing waits."""
 
-    def __init__(self, run: Run, writer: MetricsWriter, progress: Progress):
-        self._config, self._writer, self._progress = run.config, writer, progress
+    def __init__(self, run: Run, writer: MetricsWriter, progress: Progress, guard: Guard):
+        self._config, self._writer, self._progress, self._guard = run.config, writer, progress, guard
         model, length = run.config.model, run.config.data.sequence_length
         peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
         self._mfu_per_rate = {
@@ -128,20 +186,18 @@ class Reporter:
         self._pending = (step, metrics, data_wait)
 
     def flush(self) -> None:
-        """Report the step that is held, when its metrics have arrived.
-
-        Raises:
-            FloatingPointError: its loss is not finite.
-        """
+        """Report the step that is held, when its metrics have arrived, and let the guard judge it."""
         if self._pending is None:
             return
         (step, metrics, data_wait), self._pending = self._pending, None
         row = self._row(step, jax.device_get(metrics), data_wait)
-        if step % self._config.logging.every_steps == 0 or step == self._config.train.steps:
+        self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
+        # Bad steps have a row each, even where only some steps have one.
+        if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
             self._writer.write("train", step, row)
         self._progress.update(step, row)
-        if not math.isfinite(row["loss"]):
-            raise FloatingPointError(f"step {step}: the loss is {row['loss']}; metrics are in {self._writer.path}")
+        if row["skipped"]:
+            self._progress.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
         """Leave the time since the last row out of the next one."""

@@ -6,8 +6,6 @@ chunk in the same pass, so that no logit is kept or computed twice.
 """
 #   B = batch, T = tokens, D = model width, V = vocabulary; on one device: N = tokens of all rows, C = tokens of a chunk
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,19 +26,20 @@ def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Ar
 
 def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Return -log p(target), nats, float32 `[B, T]`, of a decoder's last hidden state and its unembedding."""
-    return _per_token(_nll, x_BTD, table_VD, targets_BT)
+    return token_scores(x_BTD, table_VD, targets_BT)[0]
 
 
 def is_most_likely(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Return where no token is more likely than the target, bool `[B, T]`; arguments as in `token_nll`."""
-    return _per_token(_is_largest, x_BTD, table_VD, targets_BT)
+    return token_scores(x_BTD, table_VD, targets_BT)[1]
 
 
-def _per_token(function: Callable, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `token_nll` and `is_most_likely`, from the same logits."""
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
     # check_vma off here and below: the collectives are written out, and nothing is differentiated through them.
-    call = jax.shard_map(function, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
+    call = jax.shard_map(_scores, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
     return call(x_BTD, table_VD, targets_BT)
 
 
@@ -68,27 +67,16 @@ def _weighted_nll_backward(residuals, dloss):
 weighted_nll.defvjp(_weighted_nll_forward, _weighted_nll_backward)
 
 
-def _nll(x_BTD, table_VD, targets_BT):
-    """On one device: nll of its tokens, `[B, T]`."""
+def _scores(x_BTD, table_VD, targets_BT):
+    """On one device: nll of its tokens, and whether each has the largest logit, `[B, T]`."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(rows):
-        _, log_sum_C, target_C, _ = _logits(rows["x"], table_VD, rows["target"])
-        return log_sum_C - target_C
+        logits_CV, log_sum_C, target_C, _ = _logits(rows["x"], table_VD, rows["target"])
+        return log_sum_C - target_C, target_C >= jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
 
-    nll = jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT))
-    return _joined(nll, targets_BT.shape)
-
-
-def _is_largest(x_BTD, table_VD, targets_BT):
-    """On one device: whether the targets of its tokens have the largest logit, `[B, T]`."""
-    table_VD = _whole_rows(table_VD, x_BTD.dtype)
-
-    def chunk(rows):
-        logits_CV, _, target_logit_C, _ = _logits(rows["x"], table_VD, rows["target"])
-        return target_logit_C >= jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
-
-    return _joined(jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT)), targets_BT.shape)
+    nll, is_largest = jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT))
+    return _joined(nll, targets_BT.shape), _joined(is_largest, targets_BT.shape)
 
 
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):

@@ -1,7 +1,10 @@
 """What a run reports: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
 
+import itertools
 import json
 import math
+import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +22,12 @@ from difftx.files import write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
 NEWEST_BYTES = 65_536
+# What the rows of a split have besides step and attempt.
+REQUIRED = {
+    "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
+    "valid": {"suite": str},
+    "goodput": {"wall_seconds": int | float},
+}
 
 
 class MetricsWriter:
@@ -33,7 +42,7 @@ class MetricsWriter:
         self._file = self._tensorboard = self._wandb = None
         if not enabled:
             return
-        self.attempt = self._rewind(start_step)
+        kept, self.attempt = self._rewind(start_step)
         self._file = self.path.open("a")
         if config.tensorboard:
             # Steps from purge_step on are hidden: a resumed run draws no line twice.
@@ -44,7 +53,9 @@ class MetricsWriter:
                 filename_suffix=f".{self.attempt}",
             )
         if config.wandb_project:
-            self._wandb = _start_wandb(config.wandb_project, workdir)
+            self._wandb = _start_wandb(config.wandb_project, workdir, self.attempt)
+            for row in kept:
+                self._wandb.log(_scalars(row), step=row["step"])
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one row, `values` being numbers or lists of numbers; nothing is buffered."""
@@ -58,7 +69,7 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        scalars = {f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")}
+        scalars = _scalars(row)
         if self._tensorboard:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -75,12 +86,19 @@ class MetricsWriter:
         if self._wandb:
             self._wandb.finish()
 
-    def _rewind(self, start_step: int) -> int:
-        """Drop rows after `start_step` and half-written lines; return the number of this attempt, from 1."""
+    def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
+        """Drop rows and evaluations after `start_step`, and half-written lines.
+
+        Returns:
+            The rows that stay, and the number of this attempt, from 1.
+        """
         rows = read_metrics(self.path)[0] if self.path.exists() else []
         kept = [row for row in rows if row["step"] <= start_step]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        return 1 + max((row["attempt"] for row in rows), default=0)
+        for path in self.path.parent.glob("evals/*/*"):  # Of parameters that there no longer are.
+            if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -103,13 +121,32 @@ def _parse_rows(text: str) -> tuple[list[dict[str, Any]], int]:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict) and {"split", "step", "attempt"} <= row.keys():
+        if _is_row(row):
             rows.append(row)
         else:
             skipped += 1
     return rows, skipped
+
+
+def _is_row(row: Any) -> bool:
+    """Whether this is what `MetricsWriter.write` writes, with the numbers that its readers count on."""
+    if not isinstance(row, dict) or not isinstance(row.get("split"), str):
+        return False
+    if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("step", "attempt")):
+        return False
+    if not all(isinstance(row.get(name), kind) for name, kind in REQUIRED.get(row["split"], {}).items()):
+        return False
+    values = {name: value for name, value in row.items() if name not in ("split", "suite")}
+    lists = [
+        values.pop(name) for name, value in row.items() if isinstance(value, list) and not name.endswith("_seconds")
+    ]
+    return all(map(_is_number, itertools.chain(values.values(), *lists)))
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 class Progress:
@@ -174,24 +211,26 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the row's numbers; those of a list as name/01, name/02, …"""
-    flat = []
+def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the row's numbers as "split/name"; those of a list as "split/name/01", "split/name/02", …"""
+    flat = {}
     for name, value in row.items():
         if isinstance(value, list):
-            flat += [(f"{name}/{i:02d}", v) for i, v in enumerate(value, 1) if v is not None]
-        elif isinstance(value, (int, float)):
-            flat.append((name, value))
+            flat |= {f"{row['split']}/{name}/{i:02d}": v for i, v in enumerate(value, 1) if v is not None}
+        elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
+            flat[f"{row['split']}/{name}"] = value
     return flat
 
 
-def _start_wandb(project: str, workdir: Path) -> Any:
+def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
     try:
         import wandb  # pyrefly: ignore[missing-import]  # An extra.
     except ImportError as error:
         raise UserError(
             f"logging.wandb_project={project!r}: wandb is not installed; pip install '.[wandb]', or set it to none"
         ) from error
-    # The directory names the run, so that a resumed run goes on in the same one.
+    # W&B takes no step twice: each attempt is a run of its own and begins with the rows that it continues. The
+    # newest run of a group has every step once.
     name = "-".join(workdir.resolve().parts[-2:])
-    return wandb.init(project=project, id=name, name=name, dir=str(workdir), resume="allow")
+    run = f"{name}-{attempt}"
+    return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")

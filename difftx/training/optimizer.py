@@ -21,6 +21,11 @@ def learning_rate(config: Config) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [c.warmup_steps])
 
 
+def updates_made(opt_state: Any) -> jax.Array:
+    """Return the number of updates, which the learning rate follows; a step that was skipped made none."""
+    return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))
+
+
 def decay_mask(params: Any) -> Any:
     """Return the tree of which parameters are decayed: projections and embeddings."""
 

@@ -10,15 +10,16 @@ from difftx.errors import UserError
 from difftx.parallel.multihost import decided_by_lead, say
 from difftx.training.changes import changed_fields
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.guards import Guard
 from difftx.training.manifest import MANIFEST, damage, read_manifest
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 
 
 def starting_state(
-    run: Run, checkpointer: Checkpointer, loader: Loader, *, allow_config_change: bool
+    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
 ) -> tuple[TrainState, int]:
-    """Return the state and the step to go on from, with `loader` set to what comes next.
+    """Return the state and the step to go on from, with `loader` and `guard` set to what comes next.
 
     Raises:
         UserError: no checkpoint verifies though there are some, or what was found does not fit the config.
@@ -30,7 +31,7 @@ def starting_state(
     #   3. Nothing: parameters from `train.seed`.
     step = checkpointer.newest()
     if step is not None:
-        return _resume(run, checkpointer, loader, step, allow_config_change), step
+        return _resume(run, checkpointer, loader, guard, step, allow_config_change), step
     state = jax.jit(lambda: init_state(run.config))()
     if run.config.checkpoint.init_from is None:
         return state, 0
@@ -38,7 +39,9 @@ def starting_state(
     return TrainState(state.step, params, state.opt_state), 0
 
 
-def _resume(run: Run, checkpointer: Checkpointer, loader: Loader, step: int, allow_config_change: bool) -> TrainState:
+def _resume(
+    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, step: int, allow_config_change: bool
+) -> TrainState:
     data = read_manifest(checkpointer.folder / str(step)).data
     refused = _unsafe_changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
     if refused and not allow_config_change:
@@ -51,6 +54,7 @@ def _resume(run: Run, checkpointer: Checkpointer, loader: Loader, step: int, all
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
+    guard.restore(loader_state["guard"])
     return state
 
 

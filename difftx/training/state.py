@@ -14,9 +14,9 @@ from jax import P
 from difftx.config import Config
 from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
-from difftx.parallel.layout import BATCH
+from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_nll
-from difftx.training.optimizer import learning_rate, make_optimizer
+from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
 
 Metrics = dict[str, Any]  # Name → scalar, or an array over layers.
 
@@ -26,14 +26,14 @@ Metrics = dict[str, Any]  # Name → scalar, or an array over layers.
 class TrainState:
     """Everything that an update changes."""
 
-    step: jax.Array  # int32: updates made.
+    step: jax.Array  # int32: batches learned from, and those whose update was skipped.
     params: Any  # Nested dictionaries of float32 arrays, as the modules name them.
     opt_state: Any
 
 
-def graph(config: Config) -> nnx.GraphDef:
+def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
     """Return the model's static part; `nnx.merge` with parameters makes it callable."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 
 def init_state(config: Config) -> TrainState:
@@ -46,7 +46,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     """Return `step(state, batch) -> (state, metrics)`, pure, to be jitted with the state donated.
 
     The loss is the mean over all counted tokens of the update: microbatches are summed and divided once, so that a
-    microbatch with few counted tokens weighs as little as it should.
+    microbatch with few counted tokens weighs as little as it should. If the loss or the gradient's norm is not finite,
+    the update is skipped: parameters and the optimizer's state stay as they are, bit for bit.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
@@ -67,15 +68,23 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
+        loss, grad_norm = nll / tokens, optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (optax.apply_updates(state.params, updates), opt_state),
+                (state.params, state.opt_state),
+            )
         metrics = {
-            "loss": nll / tokens,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": schedule(state.step),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": schedule(updates_made(state.opt_state)),
+            "skipped": 1 - finite.astype(jnp.int32),
             **stats,
         }
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
 

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from difftx.config import SourceConfig, StageConfig, UpsamplingConfig
+from difftx.config.data import SourceConfig, StageConfig, UpsamplingConfig
 from difftx.data.loader import Loader
 from difftx.data.mixture import BLOCK_ROWS
 from difftx.data.sources import load_sources

@@ -55,15 +55,6 @@ def one_device(config):
     return make_mesh(dataclasses.replace(config, fsdp=1), jax.devices()[:1])
 
 
-def test_loss_does_not_depend_on_mesh_or_batch(config, text_file, tmp_path, monkeypatch):
-    eight = run_of(config, text_file, tmp_path / "a", mesh__fsdp=8)
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
-    one = run_of(config, text_file, tmp_path / "b", train__global_batch_tokens=96, eval__loss_tokens=20 * 32)
-    eight = dataclasses.replace(eight, config=dataclasses.replace(eight.config, eval=one.config.eval))
-    losses = [evals.evaluate(r, params_of(r), 0, ["loss"])["loss"].numbers["loss"] for r in (eight, one)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
 def test_an_unknown_suite_suggests_one():
     with pytest.raises(UserError, match=r"'los': no such suite\. Did you mean 'loss'"):
         evals.check_suites(["loss", "los"])

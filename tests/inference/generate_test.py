@@ -1,53 +1,100 @@
-import jax
+"""Batches of requests: greedy against a plain loop, seeds, limits, stop strings, growth of the cache."""
+
 import numpy as np
 import pytest
-from flax import nnx
 
 from difftx.errors import UserError
-from difftx.inference.generate import generate
-from difftx.training.state import graph, init_state
+from difftx.inference import cache, decode
+from difftx.inference.decode import Tokens
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY, Sampling
+from inference.cache_test import TENSOR, full_logits, language_model
 
-PROMPTS = [[5, 6, 7], [100], [9] * 10]
-
-
-def setup(config, mesh, architecture):
-    c = config(architecture, model__init="normal", model__init_std=0.3)  # Far from uniform.
-    with jax.set_mesh(mesh):
-        return c, jax.jit(lambda: init_state(c))().params
+PROMPTS = [[5, 6, 7], [100], [9] * 30]
+HOT = Sampling(repetition_penalty=None, temperature=2.0, top_k=100, top_p=0.95)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "tensor": 2}, {"context": 2, "fsdp": 2}])
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
-def test_greedy_equals_a_plain_loop(config, mesh_of, architecture, sizes):
-    mesh = mesh_of(**sizes)
-    c, params = setup(config, mesh, architecture)
-    options = {"new_tokens": 8, "temperature": 0.0, "seed": 0, "vocab_size": 257}
-    actual = generate(c, mesh, params, PROMPTS, **options)
-    one = mesh_of()
-    with jax.set_mesh(one):
-        local = jax.device_put(jax.device_get(params), jax.NamedSharding(one, jax.P()))
-        model = nnx.merge(graph(c), local)
-        for prompt, completion in zip(PROMPTS, actual, strict=True):
-            tokens = list(prompt)
-            for _ in range(8):
-                tokens.append(int(np.argmax(model(np.asarray([tokens], np.int32))[0][0, -1, :257])))
-            assert tokens[len(prompt) :] == completion
+def requests(prompts=PROMPTS, new_tokens=40, seed=0):
+    return [Request(prompt=prompt, new_tokens=new_tokens, seed=seed + i) for i, prompt in enumerate(prompts)]
 
 
-def test_samples_follow_the_seed_and_the_vocabulary(config, mesh_of):
-    mesh = mesh_of()
-    c, params = setup(config, mesh, "diff")
-    options = {"new_tokens": 20, "temperature": 5.0, "vocab_size": 50}
-    first, again, other = (generate(c, mesh, params, PROMPTS, seed=s, **options) for s in (1, 1, 2))
-    assert first == again
-    assert first != other
-    assert max(max(row) for row in first) < 50
-    assert len(set(first[0])) > 5
+def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monkeypatch):
+    monkeypatch.setattr(cache, "UNIT", 32)
+    lm = language_model(config, mesh_of())
+    completions = generate(lm, requests(), GREEDY)
+    assert max(len(c.tokens) for c in completions) == 40
+    host = Tokens.of([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], 3, 1)
+    best_BT = np.argmax(full_logits(lm, mesh_of(), host, host.tokens_BT)[..., :257], axis=-1)
+    for prompt, completion, best_T in zip(PROMPTS, completions, best_BT, strict=True):
+        new = len(completion.tokens)
+        assert completion.tokens == best_T[len(prompt) - 1 :][:new].tolist()
+        assert completion.ended_by == ("limit" if new == 40 else "end of text")
+        assert new == 40 or best_T[len(prompt) - 1 + new] == 256
 
 
-def test_prompts_must_fit(config, mesh_of):
-    mesh = mesh_of()
-    c, params = setup(config, mesh, "diff")
-    for prompt in ([], [1] * 30):
-        with pytest.raises(UserError, match=f"a prompt of {len(prompt)} tokens and 8 new ones"):
-            generate(c, mesh, params, [prompt], new_tokens=8, temperature=0.0, seed=0, vocab_size=257)
+def test_a_rows_samples_follow_its_seed_and_not_its_batch(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    together = generate(lm, requests(), HOT)
+    assert generate(lm, requests(), HOT) == together
+    backwards = generate(lm, requests()[::-1], HOT)[::-1]
+    alone = [generate(lm, [request], HOT)[0] for request in requests()]
+    assert backwards == together
+    assert alone == together
+    other = generate(lm, requests(seed=7), HOT)
+    assert all(a.tokens != b.tokens for a, b in zip(together, other, strict=True))
+
+
+def test_samples_on_a_mesh_are_those_of_one_device(config, mesh_of):
+    runs = [generate(language_model(config, mesh_of(**sizes)), requests(), HOT) for sizes in ({}, TENSOR)]
+    assert runs[0] == runs[1]
+
+
+def test_only_tokens_of_the_vocabulary_are_produced(config, mesh_of):
+    lm = language_model(config, mesh_of(), model__vocab_size=1024)
+    flat = Sampling(repetition_penalty=None, temperature=1e6, top_k=None, top_p=None)
+    tokens = [t for c in generate(lm, requests(new_tokens=90), flat) for t in c.tokens]
+    assert max(tokens) < 257
+    assert len(set(tokens)) > 50
+
+
+def test_rows_end_on_their_own_limits_and_stop_strings(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    free = generate(lm, requests(), HOT)
+    stop = free[0].text[5:7]
+    assert free[0].text.find(stop) == 5
+    limited = [
+        Request(prompt=r.prompt, new_tokens=n, seed=r.seed) for r, n in zip(requests(), (40, 3, 17), strict=True)
+    ]
+    pieces = ["", "", ""]
+
+    def on_text(index, text):
+        pieces[index] += text
+
+    completions = generate(lm, limited, HOT, stop=[stop, "never this"], on_text=on_text)
+    assert [c.text for c in completions] == pieces
+    assert completions[0].text == free[0].text[:5]
+    assert completions[0].ended_by == "stop string"
+    for c, whole, limit in zip(completions[1:], free[1:], (3, 17), strict=True):
+        assert c.tokens == whole.tokens[: len(c.tokens)]
+        assert c.ended_by == "stop string" or len(c.tokens) == limit
+
+
+def test_requests_must_fit(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    for prompt, new, message in [
+        ([], 8, "prompt 0 is empty"),
+        ([1] * 128, 1, "128 tokens, and the model's context data.sequence_length=128"),
+        ([1] * 125, 4, "use 1 to 3"),
+        ([1], 0, "use 1 to 127"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            generate(lm, requests([prompt], new), GREEDY)
+
+
+def test_few_programs_are_compiled(mesh_of):
+    assert [cache.capacity_for(n) for n in (0, 256, 257, 4096, 4097)] == [256, 256, 512, 4096, 8192]
+    assert [decode.rows_for(n, mesh_of(fsdp=2)) for n in (1, 2, 3, 5, 16)] == [2, 2, 4, 8, 16]
+    chunks = [decode.chunk_for(n, 1, mesh_of()) for n in (1, 32, 33, 200, 5000, 2**16)]
+    assert chunks == [32, 32, 64, 256, 256, 64]
+    assert decode.chunk_for(4096, 16, mesh_of()) == 64
+    assert decode.chunk_for(4096, 16, mesh_of(fsdp=4)) == 256

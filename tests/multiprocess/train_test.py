@@ -20,6 +20,8 @@ from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 
+pytestmark = pytest.mark.processes
+
 PATIENCE = 8  # Seconds, of barriers and so of silence.
 
 
@@ -119,6 +121,25 @@ def test_two_processes_train_as_one_and_stop_together(started):
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         both = [[row[name] for row in rows(group.metrics)] for group in (whole, two)]
         np.testing.assert_allclose(*both, rtol=tolerance)
+
+
+def test_two_processes_rewind_and_stop_together(started):
+    """An absurd learning rate: bad after the first updates, and again after the rewind."""
+    two = started(
+        train__steps=100_000,
+        devices=2,
+        optimizer__learning_rate=1e38,
+        guards__max_skipped=3,
+        guards__max_rewinds=1,
+    )
+    codes_and_texts = [two.wait(process) for process in (0, 1)]
+    assert [code for code, _ in codes_and_texts] == [1, 1], codes_and_texts
+    lead, other = (text for _, text in codes_and_texts)
+    assert re.search(r"steps \d+ to \d+: 3 updates skipped, .*; back to step 0, on with example \d+", lead)
+    assert len(re.findall(r"^error: steps .*; stopped, rewound before: 1", lead, re.MULTILINE)) == 1
+    assert "Traceback" not in lead + other
+    events = (two.metrics.parent / "journal.jsonl").read_text()
+    assert re.findall(r'"event": "(\w+)"', events) == ["rewind", "stop"]
 
 
 COPY = """

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 from tensorboardX.proto import event_pb2
@@ -10,10 +11,13 @@ from difftx.training.metrics import MetricsWriter, Progress, read_metrics
 QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
 
 
+SPEED = {"tokens": 256, "tokens_per_second": 1e3, "step_seconds": 0.25}
+
+
 def write_steps(workdir, start, stop, config=QUIET):
     writer = MetricsWriter(workdir, config, start)
     for step in range(start + 1, stop + 1):
-        writer.write("train", step, {"loss": 1 / step, "lambda": [0.2, 0.3]})
+        writer.write("train", step, SPEED | {"loss": 1 / step, "lambda": [0.2, 0.3]})
     writer.close()
     return writer
 
@@ -22,7 +26,12 @@ def test_a_later_attempt_rewrites_what_came_after_its_checkpoint(tmp_path):
     write_steps(tmp_path, 0, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "train", "step": 6, "att')
+    for name in ("loss/3.json", "loss/4.json", "position/5/nll.png", "needle/40.items.jsonl", "notes/readme.md"):
+        (tmp_path / "evals" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "evals" / name).touch()
     writer = write_steps(tmp_path, 3, 7)
+    evals = {str(path.relative_to(tmp_path / "evals")) for path in (tmp_path / "evals").glob("*/*")}
+    assert evals == {"loss/3.json", "notes/readme.md"}
     rows, skipped = read_metrics(tmp_path / "metrics.jsonl")
     assert writer.attempt == 2
     assert skipped == 0
@@ -46,10 +55,11 @@ def test_what_is_not_finite_is_null(tmp_path):
 
 def test_lines_that_are_no_metrics_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"split": "train", "step": 1, "attempt": 1}\nnot json\n[1]\n{"step": 3}\n\x00\n')
-    rows, skipped = read_metrics(path)
-    assert len(rows) == 1
-    assert skipped == 4
+    row = SPEED | {"split": "train", "step": 1, "attempt": 1, "loss": 2.5}
+    strange = [row | {"loss": "2.5"}, row | {"step": -1}, row | {"lambda": [[1]]}, row | {"tokens": 10**400}]
+    lines = [json.dumps(row), "not json", "[1]", '{"step": 3}', "\x00", *map(json.dumps, strange)]
+    path.write_text("\n".join(lines))
+    assert read_metrics(path) == ([row], len(lines) - 1)
 
 
 def test_tensorboard_hides_the_overlap(tmp_path):
@@ -77,9 +87,42 @@ def events(path):
 
 
 def test_wandb_that_is_not_installed_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
         MetricsWriter(tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0)
+
+
+class Wandb:
+    """Stands for the package: keeps what it is told."""
+
+    def __init__(self):
+        self.runs = []
+
+    def init(self, **options):
+        self.runs.append((options, []))
+        return self
+
+    def log(self, scalars, step):
+        self.runs[-1][1].append((step, scalars))
+
+    def finish(self):
+        pass
+
+
+def test_each_attempt_in_wandb_begins_with_the_history_that_it_continues(tmp_path, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p")
+    write_steps(tmp_path, 0, 5, config)
+    write_steps(tmp_path, 3, 7, config)
+    write_steps(tmp_path, 7, 7, config)
+    ids, logs = [options["id"] for options, _ in wandb.runs], [log for _, log in wandb.runs]
+    assert len(set(ids)) == 3
+    assert len({options["group"] for options, _ in wandb.runs}) == 1
+    assert [[step for step, _ in log] for log in logs] == [[1, 2, 3, 4, 5], list(range(1, 8)), list(range(1, 8))]
+    assert logs[0][:3] == logs[1][:3]
+    assert logs[1] == logs[2]
+    assert logs[1][0][1]["train/lambda/02"] == 0.3
 
 
 def test_plain_progress_ends_with_the_last_step(capsys):

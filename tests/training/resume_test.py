@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
 
+from difftx.parallel.multihost import REPEAT_SECONDS
+from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
 
 STEPS = 60
+KEYS = {name: f"the value of {name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
 
 
 def command(text_file, workdir, **changes):
@@ -41,7 +44,7 @@ def train(text_file, workdir, *flags, devices=1, **changes):
     return subprocess.run(
         [*command(text_file, workdir, **changes), *flags],
         cwd=ROOT,
-        env=child_environment(devices),
+        env=child_environment(devices) | KEYS,
         capture_output=True,
         text=True,
         timeout=300,
@@ -61,14 +64,18 @@ def stop_at(step, text_file, workdir, devices=1):
     process = subprocess.Popen(
         command(text_file, workdir), cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL
     )
+    wait_for_step(step, process, workdir)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=120)
+
+
+def wait_for_step(step, process, workdir):
     metrics = workdir / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert process.poll() is None, "training ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=120)
 
 
 def flip_a_bit(checkpoint):
@@ -88,6 +95,7 @@ def uninterrupted(tmp_path_factory):
     text.write_text("".join(" ".join(rng.choice(words, 12)) + ".\n" for _ in range(4000)))
     result = train(text, folder / "run")
     assert result.returncode == 0, result.stderr
+    (folder / "run" / "train.log").write_text(result.stdout + result.stderr)
     return text, folder / "run"
 
 
@@ -104,8 +112,12 @@ def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_pa
     expected, _ = train_losses(whole)
     assert losses == expected
     assert len(losses) == STEPS
-    assert {row["attempt"] for row in rows if row["step"] <= saved} == {1}
-    assert {row["attempt"] for row in rows if row["step"] > saved} == {2}
+    attempts = [row["attempt"] for row in rows if row["split"] == "train"]
+    assert attempts == [1] * saved + [2] * (STEPS - saved)
+    last = rows[-1]
+    assert (last["split"], last["step"]) == ("goodput", STEPS)
+    assert sum(last[f"{name}_seconds"] for name in SECTIONS) == pytest.approx(last["wall_seconds"], rel=0.01)
+    assert last["lost_work_seconds"] == 0.0
     valid = [[r["loss"] for r in train_losses(w)[1] if r["split"] == "valid"] for w in (workdir, whole)]
     assert valid[0] == valid[1]
     assert len(valid[0]) == 3
@@ -142,13 +154,19 @@ def test_a_finished_run_stays_finished(uninterrupted):
     assert train_losses(whole)[0] == before
 
 
+def test_keys_of_the_environment_are_nowhere_in_a_run(uninterrupted):
+    files = [path for path in uninterrupted[1].rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert not [path for path in files for key in KEYS.values() if key.encode() in path.read_bytes()]
+
+
 def test_run_directory_describes_the_run(uninterrupted):
     _, workdir = uninterrupted
     assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
     manifest = json.loads((workdir / "manifest.json").read_text())
     assert set(manifest) == {"commit", "python", "packages", "devices", "data"}
     assert len(manifest["data"]["source train"]) == 64
-    row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
+    row = next(row for row in train_losses(workdir)[1] if row["split"] == "train")
     wanted = {
         "split",
         "step",
@@ -156,6 +174,7 @@ def test_run_directory_describes_the_run(uninterrupted):
         "loss",
         "grad_norm",
         "learning_rate",
+        "skipped",
         "tokens",
         "tokens_per_second",
     }
@@ -172,7 +191,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continues_bit_for_
     (folder / "80").mkdir()
     result = train(text, workdir)
     assert result.returncode == 0, result.stderr
-    assert "attempt 2, from step 40" in result.stdout
+    assert "from step 40" in result.stdout  # The attempt: an earlier test started the finished run again.
     assert train_losses(workdir)[0] == train_losses(whole)[0]
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["20", "40", "60", "60.quarantined", "80.quarantined"]
@@ -228,3 +247,53 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
+
+
+STUCK = """
+import runpy, sys, threading
+from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath as Temporary
+
+finalize = Temporary.finalize
+
+async def only_of_step_20(self):  # Any later save never comes to the rename that makes it a checkpoint.
+    if "checkpoints/20" not in str(self._final_path):
+        print("saving", flush=True)
+        threading.Event().wait()
+    await finalize(self)
+
+Temporary.finalize = only_of_step_20
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, *command(text, workdir)[1:]],
+        cwd=ROOT,
+        env=child_environment(1),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(30, process, workdir)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert any(line == "saving\n" for line in process.stdout)
+    before = contents(workdir / "checkpoints" / "20")
+    while time.monotonic() - asked < 1.5 * REPEAT_SECONDS:  # Before that it would be the same request.
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == -signal.SIGTERM
+    process.stdout.close()
+    assert [step for step in range(STEPS + 1) if (workdir / "checkpoints" / str(step)).exists()] == [20]
+    assert contents(workdir / "checkpoints" / "20") == before
+    result = train(text, workdir)
+    assert "attempt 2, from step 20" in result.stdout, result.stderr
+    assert train_losses(workdir)[0] == train_losses(whole)[0]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -18,6 +18,7 @@ from difftx.errors import RunError, UserError
 from difftx.files import json_sha256
 from difftx.training import checkpoint as checkpoint_module
 from difftx.training.checkpoint import Checkpointer
+from difftx.training.guards import Guard
 from difftx.training.manifest import MANIFEST, damage, read_manifest, write_manifest
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
@@ -85,7 +86,7 @@ def edit_manifest(folder, change, sign=True):
 
 
 def add_file(name):
-    return lambda folder: edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 0, "crc32": "00000000"}}))
+    return lambda folder: edit_manifest(folder, lambda m: m["files"].update({name: {"bytes": 0, "xxh3": "0" * 32}}))
 
 
 def link_outside(folder):
@@ -94,7 +95,7 @@ def link_outside(folder):
 
 
 DAMAGES = {
-    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is damaged: its CRC-32"),
+    "flipped bit": (lambda f: flip_a_bit(largest_file(f)), "is damaged: its XXH3"),
     "flipped bit in the loader's state": (
         lambda f: flip_a_bit(f / "loader" / "metadata"),
         "loader/metadata is damaged",
@@ -114,8 +115,11 @@ DAMAGES = {
     ),
     "manifest of another step": (lambda f: edit_manifest(f, lambda m: m.update(step=3)), "is that of step 3"),
     "manifest of another format": (lambda f: edit_manifest(f, lambda m: m.update(format=9)), "has format 9"),
-    "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "has no files of type dict"),
-    "manifest with odd arrays": (lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})), "not described"),
+    "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "the text: no 'files'"),
+    "manifest with odd arrays": (
+        lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})),
+        "arrays.w: not an object",
+    ),
     "path upwards": (add_file("../20/commit_success.txt"), "which is not a file of this folder"),
     "absolute path": (add_file("/etc/hostname"), "which is not a file of this folder"),
     "path by a link": (link_outside, "which is not a file of this folder"),
@@ -307,13 +311,13 @@ def start(config, mesh_of, text_file, tmp_path):
             sharding=run.batch_sharding,
             signature=run.data.signature,
         )
-        checkpointer = Checkpointer(run.workdir, c.checkpoint)
+        checkpointer, guard = Checkpointer(run.workdir, c.checkpoint), Guard(c.guards)
         with jax.set_mesh(run.mesh):
-            state, step = starting_state(run, checkpointer, loader, allow_config_change=allow)
+            state, step = starting_state(run, checkpointer, loader, guard, allow_config_change=allow)
             if save:
                 next(loader)
                 state = TrainState(jnp.int32(1), jax.tree.map(lambda x: x + 1, state.params), state.opt_state)
-                checkpointer.save_and_wait(state, loader.state(), c)
+                checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, c)
         checkpointer.close()
         return state, step, loader.state()["examples"]
 

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import math
-from collections.abc import Sequence
 from typing import Literal
 
+from difftx.config.checks import require_positive
+from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.errors import UserError
-
-SYNTHETIC = "synthetic:"  # Of a data path: a task of difftx/data/synthetic.py.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):
-            _require_positive("model", name, getattr(self, name))
+            require_positive("model", name, getattr(self, name))
         width = self.groups * self.num_heads
         if self.head_dim is None and self.d_model % width:
             fitting = [n for n in range(1, self.d_model) if self.d_model % (self.groups * n) == 0]
@@ -55,11 +53,11 @@ class ModelConfig:
                 f"use {nearest}, or set model.head_dim"
             )
         if self.head_dim is not None:
-            _require_positive("model", "head_dim", self.head_dim)
+            require_positive("model", "head_dim", self.head_dim)
         if self.d_head % 2:
             raise UserError(f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim")
         if self.num_kv_heads is not None:
-            _require_positive("model", "num_kv_heads", self.num_kv_heads)
+            require_positive("model", "num_kv_heads", self.num_kv_heads)
             if self.num_heads % self.num_kv_heads:
                 raise UserError(
                     f"model.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
@@ -83,103 +81,6 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """An entry of `data.sources`."""
-
-    name: str
-    path: str
-    weight: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageConfig:
-    """An entry of `data.stages`."""
-
-    from_tokens: int
-    weights: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpsamplingConfig:
-    """Group `data.upsampling`."""
-
-    longer_than_tokens: int | None
-    share: float
-
-    def __post_init__(self):
-        if self.longer_than_tokens is not None:
-            _require_positive("data.upsampling", "longer_than_tokens", self.longer_than_tokens)
-        if not 0 < self.share < 1:
-            raise UserError(f"data.upsampling.share={self.share} must lie between 0 and 1")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticConfig:
-    """Group `data.synthetic`."""
-
-    vocab_size: int
-    pairs: int
-    query_power: float
-    distractors: int
-    train_examples: int
-    valid_examples: int
-    seed: int
-
-    def __post_init__(self):
-        for name in ("pairs", "query_power", "train_examples", "valid_examples"):
-            _require_positive("data.synthetic", name, getattr(self, name))
-        if self.distractors < 0:
-            raise UserError(f"data.synthetic.distractors={self.distractors} must not be negative")
-        if self.pairs > self.vocab_size // 2 - 1:
-            raise UserError(
-                f"data.synthetic.vocab_size={self.vocab_size} has no {self.pairs} different keys in its lower half; "
-                f"use at least {2 * self.pairs + 2}"
-            )
-        _require_seed("data.synthetic", self.seed)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Group `data`."""
-
-    path: str | None
-    sources: tuple[SourceConfig, ...]
-    stages: tuple[StageConfig, ...]
-    upsampling: UpsamplingConfig
-    synthetic: SyntheticConfig
-    tokenizer: str
-    verify: bool
-    sequence_length: int
-    packing: Literal["concat", "best_fit"]
-    document_mask: bool
-    valid_fraction: float
-    seed: int
-    prefetch_batches: int
-    cache_path: str
-
-    def __post_init__(self):
-        _require_positive("data", "sequence_length", self.sequence_length)
-        _require_positive("data", "prefetch_batches", self.prefetch_batches)
-        if not 0 < self.valid_fraction < 1:
-            raise UserError(f"data.valid_fraction={self.valid_fraction} must lie between 0 and 1")
-        _require_seed("data", self.seed)
-        if self.sources and self.path is not None:
-            raise UserError(f"data.path={self.path!r} and data.sources are both set; set data.path to None")
-        names = [source.name for source in self.sources]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"data.sources: {names.count(name)} sources are named {name!r}; names must differ")
-        if self.sources:
-            _require_weights("data.sources", names, [source.weight for source in self.sources])
-        start = 0
-        for i, stage in enumerate(self.stages):
-            if stage.from_tokens <= start:
-                raise UserError(f"data.stages[{i}].from_tokens={stage.from_tokens} must be more than {start}")
-            start = stage.from_tokens
-            _require_weights(f"data.stages[{i}].weights", names, stage.weights)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Group `optimizer`."""
 
@@ -193,14 +94,14 @@ class OptimizerConfig:
     clip_norm: float | None
 
     def __post_init__(self):
-        _require_positive("optimizer", "learning_rate", self.learning_rate)
+        require_positive("optimizer", "learning_rate", self.learning_rate)
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
         if self.warmup_steps < 0:
             raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
         if self.clip_norm is not None:
-            _require_positive("optimizer", "clip_norm", self.clip_norm)
+            require_positive("optimizer", "clip_norm", self.clip_norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +115,7 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "global_batch_tokens", "accumulation"):
-            _require_positive("train", name, getattr(self, name))
+            require_positive("train", name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,10 +131,10 @@ class MeshConfig:
 
     def __post_init__(self):
         sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "context", "tensor")}
-        _require_positive("mesh", "slices", self.slices)
+        require_positive("mesh", "slices", self.slices)
         for axis, size in sizes.items():
             if size != -1:
-                _require_positive("mesh", axis, size)
+                require_positive("mesh", axis, size)
         if list(sizes.values()).count(-1) > 1:
             raise UserError(f"mesh={sizes}: only one axis can be -1 (all devices that are left)")
 
@@ -249,7 +150,7 @@ class MultihostConfig:
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            _require_positive("multihost", name, value)
+            require_positive("multihost", name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,11 +168,33 @@ class CheckpointConfig:
 
     def __post_init__(self):
         for name in ("every_steps", "keep", "max_failed_saves"):
-            _require_positive("checkpoint", name, getattr(self, name))
+            require_positive("checkpoint", name, getattr(self, name))
         if self.keep_every_steps is not None:
-            _require_positive("checkpoint", "keep_every_steps", self.keep_every_steps)
+            require_positive("checkpoint", "keep_every_steps", self.keep_every_steps)
         if self.keep_best is not None and self.keep_best.count("/") != 1:
             raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """Group `guards`."""
+
+    on_bad_steps: Literal["rewind", "stop"]
+    max_skipped: int
+    skip_steps: int
+    max_rewinds: int
+    spike_threshold: float | None
+    spike_window_steps: int
+    spike_patience_steps: int
+
+    def __post_init__(self):
+        for name in ("max_skipped", "spike_window_steps", "spike_patience_steps"):
+            require_positive("guards", name, getattr(self, name))
+        for name in ("skip_steps", "max_rewinds"):
+            if getattr(self, name) < 0:
+                raise UserError(f"guards.{name}={getattr(self, name)} must not be negative")
+        if self.spike_threshold is not None:
+            require_positive("guards", "spike_threshold", self.spike_threshold)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,12 +204,26 @@ class EvalConfig:
     every_steps: int
     suites: tuple[str, ...]
     loss_tokens: int
+    recall_max_bigram_count: int
+    bigrams_path: str | None
+    position_documents: int
+    throughput_rounds: int
+    throughput_steps: int
     sample_tokens: int
     sample_temperature: float
 
     def __post_init__(self):
-        for name in ("every_steps", "loss_tokens", "sample_tokens"):
-            _require_positive("eval", name, getattr(self, name))
+        for name in (
+            "every_steps",
+            "loss_tokens",
+            "position_documents",
+            "throughput_rounds",
+            "throughput_steps",
+            "sample_tokens",
+        ):
+            require_positive("eval", name, getattr(self, name))
+        if self.recall_max_bigram_count < 0:
+            raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
         if self.sample_temperature < 0:
             raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
 
@@ -300,7 +237,7 @@ class LoggingConfig:
     wandb_project: str | None
 
     def __post_init__(self):
-        _require_positive("logging", "every_steps", self.every_steps)
+        require_positive("logging", "every_steps", self.every_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,6 +251,7 @@ class Config:
     mesh: MeshConfig
     multihost: MultihostConfig
     checkpoint: CheckpointConfig
+    guards: GuardsConfig
     eval: EvalConfig
     logging: LoggingConfig
 
@@ -364,23 +302,6 @@ class Config:
     def to_json(self) -> str:
         """Return the config as indented JSON, the text of `config.json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-
-def _require_positive(group: str, name: str, value: float) -> None:
-    if not value > 0:
-        raise UserError(f"{group}.{name}={value} must be positive")
-
-
-def _require_seed(group: str, seed: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise UserError(f"{group}.seed={seed} must lie in 0 … 2**32 - 1")
-
-
-def _require_weights(field: str, names: Sequence[str], weights: Sequence[float]) -> None:
-    if len(weights) != len(names):
-        raise UserError(f"{field}={tuple(weights)}: {len(weights)} weights for the {len(names)} data.sources")
-    if not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
-        raise UserError(f"{field}={tuple(weights)}: weights must not be negative, and one must be positive")
 
 
 def _divisors(n: int) -> list[int]:

@@ -1,0 +1,26 @@
+"""What several groups of a config check."""
+
+import math
+from collections.abc import Sequence
+
+from difftx.errors import UserError
+
+
+def require_positive(group: str, name: str, value: float) -> None:
+    """Raise `UserError` for a field that is not above 0."""
+    if not value > 0:
+        raise UserError(f"{group}.{name}={value} must be positive")
+
+
+def require_seed(group: str, seed: int) -> None:
+    """Raise `UserError` for a seed that numpy would not take."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"{group}.seed={seed} must lie in 0 … 2**32 - 1")
+
+
+def require_weights(field: str, names: Sequence[str], weights: Sequence[float]) -> None:
+    """Raise `UserError` unless each of `names` has a weight, and one is above 0."""
+    if len(weights) != len(names):
+        raise UserError(f"{field}={tuple(weights)}: {len(weights)} weights for the {len(names)} data.sources")
+    if not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
+        raise UserError(f"{field}={tuple(weights)}: weights must not be negative, and one must be positive")

@@ -1,0 +1,211 @@
+"""Counts of token bigrams inside documents: exact, for stores of any size, in bounded memory.
+
+Chunks of tokens are counted one by one, each a sorted run on disk, and the runs are merged by ranges of bigrams. A file
+of counts is a line of JSON, then all bigrams, ascending, and all counts, little-endian uint64 both, for memory maps.
+"""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftx.data.progress import Work
+from difftx.data.store import TokenStore
+from difftx.errors import UserError
+from difftx.files import new_file
+
+FORMAT = "difftx bigrams 1"
+ALIGNMENT = 64  # Of the arrays in the file; the line before them is filled up with spaces.
+BYTES_PER_ITEM = 64  # Of memory, for a token that is counted or an entry that is merged, with all copies on the way.
+
+
+@dataclasses.dataclass(frozen=True)
+class BigramCounts:
+    """How often each bigram occurs; one that is not there does not occur, or less often than `min_count`."""
+
+    bigrams: np.ndarray  # uint64, ascending: see `as_bigrams`.
+    counts: np.ndarray  # uint64
+    min_count: int
+    description: dict[str, Any]  # What was counted, as JSON.
+
+    def of(self, bigrams: np.ndarray) -> np.ndarray:
+        """Return the count of each of these bigrams, 0 for one that is not there."""
+        if not len(self.bigrams):
+            return np.zeros(len(bigrams), np.uint64)
+        at = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
+        return np.where(self.bigrams[at] == bigrams, self.counts[at], np.uint64(0))
+
+
+def as_bigrams(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return uint64 `first × 2**32 + second` of token ids."""
+    return first.astype(np.uint64) << np.uint64(32) | second.astype(np.uint64)
+
+
+def count_bigrams(stores: Sequence[TokenStore]) -> BigramCounts:
+    """Count the bigrams of stores in memory."""
+    found = np.concatenate([_bigrams_of(store, 0, len(store)) for store in stores])
+    bigrams, counts = np.unique(found, return_counts=True)
+    description = {"counted": "the training text, in memory", "tokens": sum(len(store) for store in stores)}
+    return BigramCounts(bigrams, counts.astype(np.uint64), 1, description)
+
+
+def write_bigrams(
+    stores: Sequence[TokenStore],
+    path: Path,
+    *,
+    min_count: int,
+    memory_bytes: int,
+    description: dict[str, Any],
+    work: Work,
+) -> dict[str, Any]:
+    """Count the bigrams of stores and write the file, whole or not at all.
+
+    Args:
+        stores: what to count, added up.
+        path: of the file. Beside it, while this runs, up to twice 16 bytes for each bigram of each chunk.
+        min_count: leave out the bigrams that occur less often.
+        memory_bytes: for counting and merging, beside the stores' offsets of documents.
+        description: of the stores, for the header.
+        work: shows how far it is.
+
+    Returns:
+        The header.
+    """
+    items = max(1, memory_bytes // BYTES_PER_ITEM)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        names = [Path(scratch) / name for name in ("run bigrams", "run counts", "bigrams", "counts")]
+        bounds = _write_runs(stores, names[0], names[1], items, work)
+        run_bigrams, run_counts = (_mapped(name) for name in names[:2])
+        distinct = occurrences = 0
+        merging = work.task("merging", int(bounds[-1]))
+        with names[2].open("wb") as bigrams_file, names[3].open("wb") as counts_file, merging as advance:
+            for read, bigrams, counts in _merged(run_bigrams, run_counts, bounds, items):
+                kept = counts >= min_count
+                bigrams[kept].tofile(bigrams_file)
+                counts[kept].tofile(counts_file)
+                distinct += int(kept.sum())
+                occurrences += int(counts.sum())
+                advance(read)
+        header = {
+            "format": FORMAT,
+            **description,
+            "tokens": sum(len(store) for store in stores),
+            "occurrences": occurrences,
+            "min_count": min_count,
+            "bigrams": distinct,
+        }
+        with new_file(path) as file:
+            file.write(_header_line(header))
+            for name in names[2:]:
+                with name.open("rb") as part:
+                    shutil.copyfileobj(part, file)
+    return header
+
+
+def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCounts:
+    """Map a file of counts into memory.
+
+    Args:
+        path: of the file.
+        vocabulary_sha256: the fingerprint of the tokenizer whose ids are going to be looked up.
+        field: what the user set, for messages.
+
+    Raises:
+        UserError: not such a file, not whole, or counted with another vocabulary.
+    """
+    where = f"{field}={str(path)!r}"
+    try:
+        with path.open("rb") as file:
+            line = file.readline(2**20)
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
+    try:
+        header = json.loads(line)
+    except ValueError:  # Not JSON, or not UTF-8.
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
+    size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
+    if size != expected:
+        raise UserError(f"{where}: {size} bytes, its header says {expected}; count the bigrams again")
+    if header["tokenizer"]["vocabulary_sha256"] != vocabulary_sha256:
+        raise UserError(
+            f"{where}: counted with tokenizer {header['tokenizer']['name']!r} (vocabulary "
+            f"{header['tokenizer']['vocabulary_sha256'][:12]}), not this run's (vocabulary {vocabulary_sha256[:12]}); "
+            "count the bigrams of the run's own store"
+        )
+    both = _mapped(path, offset=len(line))
+    description = {key: header[key] for key in ("stores", "tokens")}
+    return BigramCounts(
+        both[: header["bigrams"]], both[header["bigrams"] :], header["min_count"], {"counted": str(path), **description}
+    )
+
+
+def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
+    """Return the bigrams whose first token is one of start … stop - 1 and whose second is of the same document."""
+    tokens = store.slice(start, min(stop + 1, len(store)))
+    bigrams = as_bigrams(tokens[:-1], tokens[1:])
+    offsets = store.offsets.view(np.int64)
+    first, last = np.searchsorted(offsets, [start + 1, start + len(tokens)])
+    inside = np.ones(len(bigrams), bool)
+    inside[offsets[first:last] - start - 1] = False  # The second token begins a document.
+    return bigrams[inside]
+
+
+def _write_runs(
+    stores: Sequence[TokenStore], bigrams_path: Path, counts_path: Path, items: int, work: Work
+) -> np.ndarray:
+    """Count chunks of `items` tokens; return where each one's sorted run starts in both files, and the end."""
+    lengths = [0]
+    counting = work.task("counting", sum(len(store) for store in stores))
+    with bigrams_path.open("wb") as bigrams_file, counts_path.open("wb") as counts_file, counting as advance:
+        for store in stores:
+            for start in range(0, len(store), items):
+                stop = min(start + items, len(store))
+                bigrams, counts = np.unique(_bigrams_of(store, start, stop), return_counts=True)
+                bigrams.tofile(bigrams_file)
+                counts.astype(np.uint64).tofile(counts_file)
+                lengths.append(len(bigrams))
+                advance(stop - start)
+    return np.cumsum(lengths)
+
+
+def _merged(
+    bigrams: np.ndarray, counts: np.ndarray, bounds: np.ndarray, items: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield the number of entries read, and bigrams, ascending over all yields, with the sums of their counts.
+
+    Each time every run is read up to the same bigram, the least at which one of them has given its share of `items`:
+    so no bigram is left behind in a run.
+    """
+    at, ends = bounds[:-1].copy(), bounds[1:]
+    share = max(1, items // max(1, len(ends)))
+    while len(left := np.flatnonzero(at < ends)):
+        stops = np.minimum(at[left] + share, ends[left])
+        last = bigrams[stops - 1].min()
+        taken = [
+            slice(start, start + int(np.searchsorted(bigrams[start:stop], last, side="right")))
+            for start, stop in zip(at[left].tolist(), stops.tolist(), strict=True)
+        ]
+        at[left] = [part.stop for part in taken]
+        found = np.concatenate([bigrams[part] for part in taken])
+        order = np.argsort(found, kind="stable")
+        found = found[order]
+        firsts = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]]))
+        yield len(found), found[firsts], np.add.reduceat(np.concatenate([counts[p] for p in taken])[order], firsts)
+
+
+def _header_line(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return text.ljust(-(-(len(text) + 1) // ALIGNMENT) * ALIGNMENT - 1) + b"\n"
+
+
+def _mapped(path: Path, offset: int = 0) -> np.ndarray:
+    if path.stat().st_size == offset:  # Nothing cannot be mapped.
+        return np.zeros(0, np.uint64)
+    return np.memmap(path, "<u8", mode="r", offset=offset).view(np.ndarray)

@@ -1,0 +1,66 @@
+"""What a suite is given, and the pass over the model that suites share."""
+#   B = batch, T = tokens of a row
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from difftx.config import Config
+from difftx.data.loader import Batch, ordered_batches, ordered_rows
+from difftx.data.packing import Row, RowSource
+from difftx.data.progress import Work
+from difftx.training.loss import token_nll
+from difftx.training.run import Run
+from difftx.training.state import graph
+
+
+class Evaluation:
+    """A run, the parameters of one of its steps, and a display for suites that take long."""
+
+    def __init__(self, run: Run, params: Any, work: Work):
+        self.run, self.params, self.work = run, params, work
+        self._valid_nll: dict[str, np.ndarray] = {}
+
+    def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
+        """Return -log p of each target of a source's first rows, nats, float32 `[rows, T]`.
+
+        Every process gets all of it. So the suites sum on the host, in float64, and what they sum is the same in any
+        batch, on any mesh and number of hosts; targets that do not count have a value too.
+        """
+        score, rows, wanted = _scorer(self.run.config), self.run.microbatch_rows, ordered_rows(source, limit_tokens)
+        batches = ordered_batches(source, rows=rows, limit_tokens=limit_tokens, sharding=self.run.batch_sharding)
+        found, pending = [], None
+        for batch in self.work.track(batches, what, -(-wanted // rows)):
+            scored = score(self.params, batch)
+            if pending is not None:  # Fetched while the device works on the next one.
+                found.append(np.asarray(pending))
+            pending = scored
+        return np.concatenate([*found, np.asarray(pending)])[:wanted]
+
+    def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
+        """Yield the rows of a validation set, `eval.loss_tokens` at most, each with its `nll`, computed once."""
+        source = self.run.data.valid[name]
+        if name not in self._valid_nll:
+            limit = self.run.config.eval.loss_tokens
+            self._valid_nll[name] = self.nll(source, limit, f"rows of {name}")
+        for index, nll_T in enumerate(self._valid_nll[name]):
+            yield source[index], nll_T
+
+
+@functools.cache
+def _scorer(config: Config):
+    """Return the jitted score of a batch, compiled once a run rather than at each evaluation."""
+    graphdef = graph(config)
+
+    @jax.jit
+    def score(params: Any, batch: Batch) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+        nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT)
+        return jax.sharding.reshard(nll_BT, jax.P())  # Whole on every device, so that each host can read it.
+
+    return score

@@ -1,0 +1,92 @@
+"""Suite `position`: cumulative average loss against the position in a long document (arXiv 2410.05258, Figure 4)."""
+#   N = documents, T = tokens of a row
+
+import statistics
+
+import numpy as np
+
+from difftx.data.packing import PackedRows, Row
+from difftx.data.store import TokenStore
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.result import LineChart, Result, Series
+
+POINTS = 64  # Of a curve, evenly spaced on a log axis.
+CONFIDENCE = 0.95
+
+
+class DocumentStarts:
+    """The first T tokens of documents that are longer than T, a row each: a `RowSource`."""
+
+    def __init__(self, store: TokenStore, sequence_length: int, limit: int):
+        """Take at most `limit` of the documents, evenly spaced in the store."""
+        offsets = store.offsets.view(np.int64)
+        lengths = np.diff(offsets)
+        found = offsets[:-1][lengths > sequence_length]  # The last of T inputs needs a target in the document.
+        count = min(limit, len(found))
+        self.store, self.fingerprint, self.sequence_length = store, store.fingerprint, sequence_length
+        self.longer, self.longest = len(found), int(lengths.max(initial=0))
+        self.tokens = count * sequence_length
+        self._starts = found[np.arange(count) * len(found) // max(count, 1)].tolist()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Row:
+        start = self._starts[index]
+        tokens = self.store.slice(start, start + self.sequence_length + 1).astype(np.int32)
+        ones = np.ones(self.sequence_length, np.float32)
+        return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": ones}
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Average the nll of the first 1, 2, … T targets of long documents; the last average is `loss`.
+
+    Raises:
+        UserError: no validation document is longer than a row.
+    """
+    config = evaluation.run.config
+    length, limit = config.data.sequence_length, config.eval.position_documents
+    text = {name: rows for name, rows in evaluation.run.data.valid.items() if isinstance(rows, PackedRows)}
+    if not text:
+        raise UserError("suite 'position': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text.items()}
+    if not any(len(source) for source in sources.values()):
+        longest = max(source.longest for source in sources.values())
+        raise UserError(
+            f"suite 'position': no validation document is longer than data.sequence_length={length} tokens, the "
+            f"longest has {longest}; leave the suite out, or validate on longer documents"
+        )
+    at = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
+    sets, series = {}, []
+    for name, source in sources.items():
+        sets[name] = {"documents": len(source), "documents_that_are_longer": source.longer, "tokens": source.tokens}
+        if len(source):
+            nll_NT = evaluation.nll(source, source.tokens, f"long documents of {name}")
+            curve = _curve(name, nll_NT, at)
+            sets[name]["loss"] = curve.y[-1]
+            series.append(curve)
+    chart = LineChart(
+        name="loss_by_position",
+        title="Loss up to a position",
+        x_label="position, tokens",
+        y_label="cumulative average loss, nats a token",
+        series=series,
+        log_x=True,
+    )
+    band = f"{CONFIDENCE:.0%}, normal approximation: the mean over documents ± 1.96 of its standard errors"
+    loss = float(np.mean([curve.y[-1] for curve in series]))
+    documents = float(sum(len(source) for source in sources.values()))
+    return Result(numbers={"loss": loss, "documents": documents}, details={"sets": sets, "band": band}, charts=[chart])
+
+
+def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
+    """Return the documents' mean cumulative average at positions `at`, from 1, with a band if there are two or more."""
+    averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, at - 1] / at
+    mean = averages.mean(axis=0)
+    curve = {"name": name, "x": at.astype(float).tolist(), "y": mean.tolist()}
+    if len(averages) < 2:
+        return Series(**curve)
+    errors = averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
+    half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * errors
+    return Series(**curve, low=(mean - half).tolist(), high=(mean + half).tolist())

@@ -1,0 +1,111 @@
+"""Suite `recall`: the validation loss in two slices, AR-Hit and Others, as Zoology cuts it (arXiv 2312.04927, §3)."""
+#   T = tokens of a row
+
+import functools
+import math
+from pathlib import Path
+
+import numpy as np
+
+from difftx.config import DataConfig
+from difftx.data.bigrams import BigramCounts, as_bigrams, count_bigrams, read_bigrams
+from difftx.data.packing import PackedRows, Row
+from difftx.data.sources import ONLY_SOURCE
+from difftx.data.store import TokenStore, is_store
+from difftx.data.tokenizer import fingerprint
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.result import Result
+from difftx.training.run import Run
+
+SLICES = ("ar_hit", "others")
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Average the nll of each slice; sets are averaged without weights.
+
+    AR-Hit: the last token of a bigram that stands earlier in the row, in the same document where `data.document_mask`
+    hides the others, and occurs at most `eval.recall_max_bigram_count` times in the training data. Others: the rest,
+    and the first token of a document, which is in no bigram of the training data.
+
+    Raises:
+        UserError: no validation set is text, or nothing says how frequent the bigrams are.
+    """
+    run = evaluation.run
+    names = [name for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)]
+    if not names:
+        raise UserError("suite 'recall': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    counts, limit = _training_counts(run), run.config.eval.recall_max_bigram_count
+    if limit < counts.min_count - 1:
+        raise UserError(
+            f"eval.recall_max_bigram_count={limit}: the file eval.bigrams_path has only bigrams that occur at least "
+            f"{counts.min_count} times; use at least {counts.min_count - 1}, or count again with a lower --min_count"
+        )
+    sets = {name: _score_set(evaluation, name, counts, limit) for name in names}
+    numbers = {}
+    for part in SLICES:
+        losses = [scores[f"{part}_loss"] for scores in sets.values() if f"{part}_loss" in scores]
+        if losses:
+            numbers[f"{part}_loss"] = float(np.mean(losses))
+            numbers[f"{part}_perplexity"] = math.exp(numbers[f"{part}_loss"])
+        numbers[f"{part}_tokens"] = float(sum(scores[f"{part}_tokens"] for scores in sets.values()))
+    used = {"max_count": limit, "min_count": counts.min_count, "distinct": len(counts.bigrams), **counts.description}
+    return Result(numbers=numbers, details={"sets": sets, "bigrams": used})
+
+
+def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
+    """Return which targets of a row are AR-Hits, bool [T]."""
+    # Where a target does not count, it need not be the next token.
+    counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
+    bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])
+    documents = row.get("segment_ids", np.zeros(len(row["tokens"]), np.int32))[counted]
+    order = np.lexsort((bigrams, documents))  # Stable: of equal ones, the first in the row comes first.
+    same = (np.diff(bigrams[order]) == 0) & (np.diff(documents[order]) == 0)
+    repeated = order[1:][same]
+    hits = repeated[counts.of(bigrams[repeated]) <= limit]
+    hit_T = np.zeros(len(row["tokens"]), bool)
+    hit_T[counted[hits]] = True
+    return hit_T
+
+
+def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: int) -> dict[str, float]:
+    """Return tokens and loss of each slice; an empty one, as of a short text without hits, has no loss."""
+    nats, tokens, end = dict.fromkeys(SLICES, 0.0), dict.fromkeys(SLICES, 0), evaluation.run.tokenizer.eot_token
+    for row, nll_T in evaluation.valid_rows(name):
+        hit_T, counts_T = is_hit(row, counts, limit, end), row["loss_mask"] > 0
+        for part, in_part_T in zip(SLICES, (hit_T, counts_T & ~hit_T), strict=True):
+            nats[part] += float(nll_T[in_part_T].sum(dtype=np.float64))
+            tokens[part] += int(in_part_T.sum())
+    losses = {f"{part}_loss": nats[part] / tokens[part] for part in SLICES if tokens[part]}
+    return losses | {f"{part}_tokens": tokens[part] for part in SLICES}
+
+
+def _training_counts(run: Run) -> BigramCounts:
+    path, names = run.config.eval.bigrams_path, _trained_on(run.config.data)
+    if path is not None:
+        return read_bigrams(Path(path), fingerprint(run.tokenizer), field="eval.bigrams_path")
+    on_disk = [name for name in names.values() if name is not None and is_store(name)]
+    if on_disk:
+        raise UserError(
+            "suite 'recall': eval.bigrams_path is not set; count the bigrams of the training data with "
+            f"`python -m difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
+        )
+    rows = [run.data.train[name] for name in names]
+    return _counted(tuple(r.store for r in rows if isinstance(r, PackedRows)))
+
+
+def _trained_on(config: DataConfig) -> dict[str, str | None]:
+    """Return name and path of the sources that ever have a weight."""
+    if not config.sources:
+        return {ONLY_SOURCE: config.path}
+    return {
+        source.name: source.path
+        for i, source in enumerate(config.sources)
+        if source.weight or any(stage.weights[i] for stage in config.stages)
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _counted(stores: tuple[TokenStore, ...]) -> BigramCounts:
+    """Count once a run, not at each evaluation."""
+    return count_bigrams(stores)

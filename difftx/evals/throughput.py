@@ -1,0 +1,154 @@
+"""Suite `throughput`: tokens/s of the run's model and its counterpart on these devices (arXiv 2410.05258, Table 7)."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from difftx.config import Config
+from difftx.data.loader import Batch, ordered_batches
+from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.result import Result
+from difftx.parallel.mesh import check_divisible
+from difftx.training.loss import batch_nll
+from difftx.training.state import graph, init_state
+
+ARCHITECTURES = ("transformer", "diff")  # The first is the measure of the others.
+PASSES = ("forward", "forward_backward")
+WARM_UP_STEPS = 2
+ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Time both models in turn on one microbatch of random tokens, `eval.throughput_rounds` × `throughput_steps`.
+
+    forward: the loss of every token; forward_backward: that and its gradient by the parameters, without an update.
+    With r = tokens/s of diff / tokens/s of the Transformer, the median of the rounds' own, throughput drops by 1 - r
+    and time rises by 1/r - 1, which is what Table 7 prints.
+    """
+    run, settings = evaluation.run, evaluation.run.config.eval
+    configs = pair(run.config)
+    batch = _random_batch(evaluation)
+    calls = {}
+    for name, config in configs.items():
+        check_divisible(config, run.mesh)
+        params = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
+        for kind in PASSES:
+            calls[kind, name] = _compiled(config, kind, params, batch)
+    rows, length = run.microbatch_rows, run.config.data.sequence_length
+    numbers, details = {}, {}
+    for kind in PASSES:
+        here = {name: calls[kind, name] for name in ARCHITECTURES}
+        rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
+        rates = rates_in_turn(here, rounds, settings.throughput_steps, rows * length)
+        ratio = median_ratio(rates["diff"], rates["transformer"])
+        numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in ARCHITECTURES}
+        numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
+        numbers[f"{kind}_time_rise_percent"] = 100 * (1 / ratio - 1)
+        details[kind] = rates
+    device = run.mesh.devices.flat[0].device_kind
+    measured = {"device": device, "devices": run.mesh.size, "rows": rows, "sequence_length": length}
+    return Result(numbers=numbers, details={"tokens_per_second": details, **measured})
+
+
+def pair(config: Config) -> dict[str, Config]:
+    """Return the config and its counterpart by architecture, in the order of `ARCHITECTURES`."""
+    both = {c.model.architecture: c for c in (config, counterpart(config))}
+    return {name: both[name] for name in ARCHITECTURES}
+
+
+def counterpart(config: Config) -> Config:
+    """Return the config of the other architecture with the same size (§3.1): a diff head stands for two of softmax.
+
+    Raises:
+        UserError: a Transformer with an odd number of heads has none.
+    """
+    model = config.model
+    other = "transformer" if model.architecture == "diff" else "diff"
+    for field in ("num_heads", "num_kv_heads"):
+        if other == "diff" and (getattr(model, field) or 0) % 2:
+            raise UserError(
+                f"model.{field}={getattr(model, field)}: a differential model has half the heads, which takes an even "
+                "number; leave the suite throughput out"
+            )
+
+    def heads(count: int) -> int:
+        return 2 * count if other == "transformer" else count // 2
+
+    implementation = model.attention_implementation
+    changed = dataclasses.replace(
+        model,
+        architecture=other,
+        num_heads=heads(model.num_heads),
+        num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
+        head_norm="rms_affine" if other == "diff" else "none",
+        attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
+    )
+    return dataclasses.replace(config, model=changed)
+
+
+def random_rows(config: Config, rows: int) -> PackedRows:
+    """Return rows of random tokens, the same for every config of a vocabulary and a length."""
+    length = config.data.sequence_length
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
+    store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
+    return PackedRows(store, sequence_length=length, packing="concat", document_mask=False, cache_path="")
+
+
+def rates_in_turn(
+    calls: Mapping[str, Callable[[], Any]], rounds: Any, steps: int, tokens: int
+) -> dict[str, list[float]]:
+    """Time `steps` calls of each, one after the other, in every round, so that a slow minute strikes all.
+
+    Args:
+        calls: what to time; returns arrays to wait for.
+        rounds: an iterable, an element a round.
+        steps: calls of a turn. The next one is dispatched before the last one is awaited, as in the training loop.
+        tokens: of a call.
+
+    Returns:
+        Tokens/s of each round.
+    """
+    rates = {name: [] for name in calls}
+    for _ in rounds:
+        for name, call in calls.items():
+            start, pending = time.perf_counter(), None
+            for _ in range(steps):
+                pending, last = call(), pending
+                jax.block_until_ready(last)
+            jax.block_until_ready(pending)
+            rates[name].append(steps * tokens / (time.perf_counter() - start))
+    return rates
+
+
+def median_ratio(rates: Sequence[float], baseline: Sequence[float]) -> float:
+    """Return the median of the ratios of the rounds."""
+    return statistics.median(a / b for a, b in zip(rates, baseline, strict=True))
+
+
+def _random_batch(evaluation: Evaluation) -> Batch:
+    run = evaluation.run
+    rows = random_rows(run.config, run.microbatch_rows)
+    return next(ordered_batches(rows, rows=len(rows), limit_tokens=rows.tokens, sharding=run.batch_sharding))
+
+
+def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[[], Any]:
+    """Compile a pass, run it `WARM_UP_STEPS` times, and return the call."""
+    graphdef = graph(config)
+
+    def nll(params: Any, batch: Batch) -> jax.Array:
+        return batch_nll(nnx.merge(graphdef, params), batch)[0]
+
+    function = nll if kind == "forward" else jax.value_and_grad(nll)
+    step = jax.jit(function).lower(params, batch).compile()
+    for _ in range(WARM_UP_STEPS):
+        jax.block_until_ready(step(params, batch))
+    return lambda: step(params, batch)

@@ -1,0 +1,259 @@
+"""The compiled programs of generation: prefill of a chunk of the prompts, and a block of new tokens.
+
+Rows of a batch have prompts of their own lengths: row b's token number i is in slot i of the cache, fillers behind a
+short prompt are in nobody's segment, and a new token overwrites the first of them.
+"""
+#   B = rows, T = tokens of a chunk, N = new tokens of a block, D = model width, V = vocabulary
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiktoken
+from flax import nnx
+from jax import P
+from jax.sharding import reshard
+
+from difftx.config import Config
+from difftx.data.tokenizer import token_bytes
+from difftx.inference.cache import ROWS, Cache, capacity_for, empty_cache, extend, grow, write_chunk, write_token
+from difftx.inference.sampling import Sampling, choose
+from difftx.kernels.cached import EMPTY
+from difftx.model.decoder import Decoder
+from difftx.parallel.layout import BATCH, INFERENCE
+from difftx.parallel.mesh import batch_shards
+from difftx.training.manifest import array_name
+from difftx.training.state import graph
+
+PREFILL_TOKENS = 256  # Of a chunk; short prompts take less,
+CHUNK_MAP_ELEMENTS = 2**22  # and long ones: the maps of one head, in float32, would take more than 16 MiB.
+SMALLEST_CHUNK = 32
+BLOCK_TOKENS = 16  # Made without the host, which then looks for stop strings and prints.
+NO_TOKEN = -1  # In a block, of a row that had ended.
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """Parameters and what reads and writes their tokens."""
+
+    config: Config
+    mesh: jax.sharding.Mesh
+    params: Any
+    tokenizer: tiktoken.Encoding
+
+    @property
+    def window(self) -> int:
+        """Tokens of a row that the model was trained for."""
+        return self.config.data.sequence_length
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """The parameters in the compute dtype, which the model would give them at each use: a token reads half as much.
+
+        What belongs to λ stays float32, as `DiffAttention.lam` has it.
+        """
+
+        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            return leaf if "lambda" in array_name(path) else leaf.astype(self.config.model.compute_dtype)
+
+        return jax.tree.map_with_path(cast, self.params)
+
+    @functools.cached_property
+    def bytes_of(self) -> list[bytes | None]:
+        """Each token's bytes."""
+        return token_bytes(self.tokenizer)
+
+    @functools.cached_property
+    def allowed(self) -> np.ndarray:
+        """Which ids of the embedding may be produced, bool `[V]`: those that the tokenizer has."""
+        allowed_V = np.zeros(self.config.model.vocab_size, bool)
+        allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
+        return allowed_V
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Rows of tokens on the host, right-padded to whole chunks, int32 `[B, T]` each."""
+
+    tokens_BT: np.ndarray
+    positions_BT: np.ndarray
+    segment_BT: np.ndarray  # EMPTY: a filler.
+
+    @classmethod
+    def of(cls, rows: list[list[int]], count: int, chunk: int) -> "Tokens":
+        """Pad `rows`, each one segment, to whole chunks, and to `count` rows."""
+        length = -(-max(map(len, rows)) // chunk) * chunk
+        tokens_BT = np.zeros((count, length), np.int32)
+        segment_BT = np.full((count, length), EMPTY, np.int32)
+        for row, tokens in enumerate(rows):
+            tokens_BT[row, : len(tokens)] = tokens
+            segment_BT[row, : len(tokens)] = 0
+        return cls(tokens_BT, np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)), segment_BT)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What goes from one new token to the next."""
+
+    cache: Cache
+    x_BD: jax.Array  # Of each row's last token: it makes the next one.
+    length_B: jax.Array  # int32: slots in use.
+    position_B: jax.Array  # int32: of the next token.
+    segment_B: jax.Array  # int32: of the next token.
+    seen_BV: jax.Array  # bool: tokens of the row.
+    seed_B: jax.Array  # uint32
+    count_B: jax.Array  # int32: new tokens.
+    limit_B: jax.Array  # int32: of new tokens.
+    done_B: jax.Array  # bool
+
+
+def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
+    """Return the rows of a batch: a power of two on each shard, so that few programs are compiled."""
+    per_shard = -(-requests // batch_shards(mesh))
+    return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
+
+
+def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
+    """Return the tokens of a chunk of prefill for rows of up to `longest` tokens: a power of two."""
+    fitting = CHUNK_MAP_ELEMENTS // (rows // batch_shards(mesh) * capacity_for(longest))
+    largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
+    return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
+
+
+def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
+    """Return a host's array `[B, …]` with its rows where the mesh has them."""
+    return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, P(BATCH)))
+
+
+def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarray, limit_B: np.ndarray) -> Rows:
+    """Return rows with their prompts in the cache. A row with a limit of 0 has ended before it began."""
+    mesh, (rows, length) = lm.mesh, prompts.tokens_BT.shape
+    real_BT = prompts.segment_BT != EMPTY
+    length_B = np.sum(real_BT, axis=1, dtype=np.int32)
+    last_B = np.maximum(length_B - 1, 0)
+    at = np.arange(rows), last_B
+    seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
+    seen_BV[np.nonzero(real_BT)[0], prompts.tokens_BT[real_BT]] = True
+    programs = programs_of(lm.config)
+    cache, x_BD = programs.empty(lm.weights, rows, capacity_for(length))
+    for start in range(0, length, chunk):
+        part = slice(start, start + chunk)
+        host = (prompts.tokens_BT[:, part], prompts.positions_BT[:, part], prompts.segment_BT[:, part], last_B - start)
+        cache, x_BD = programs.prefill(lm.weights, cache, x_BD, np.int32(start), *(put(mesh, x) for x in host))
+    host = {
+        "length_B": length_B,
+        "position_B": prompts.positions_BT[at] + np.int32(1),
+        "segment_B": prompts.segment_BT[at],
+        "seen_BV": seen_BV,
+        "seed_B": seed_B.astype(np.uint32),
+        "count_B": np.zeros(rows, np.int32),
+        "limit_B": limit_B.astype(np.int32),
+        "done_B": limit_B <= 0,
+    }
+    return Rows(cache, x_BD, **{name: put(mesh, x) for name, x in host.items()})
+
+
+def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
+    """Return the rows after a block of new tokens, and these, int32 `[B, N]`: NO_TOKEN where a row had ended.
+
+    A row ends with the end-of-text token, or at its limit. Its cache must have room for the block, or up to its limit.
+    """
+    end = np.int32(lm.tokenizer.eot_token)
+    rows, token_BN = programs_of(lm.config).decode(lm.weights, rows, lm.allowed, end, sampling)
+    return rows, np.asarray(token_BN)
+
+
+def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
+    """Return the rows with a cache of at least so many slots."""
+    capacity = capacity_for(tokens)
+    if capacity <= rows.cache.segment_BS.shape[1]:
+        return rows
+    return dataclasses.replace(rows, cache=programs_of(lm.config).grow(rows.cache, capacity))
+
+
+class Programs(NamedTuple):
+    """Functions under jit, compiled once for each shape."""
+
+    empty: Callable[[Any, int, int], tuple[Cache, jax.Array]]
+    prefill: Callable[..., tuple[Cache, jax.Array]]
+    decode: Callable[..., tuple[Rows, jax.Array]]
+    grow: Callable[[Cache, int], Cache]
+
+
+@functools.cache
+def programs_of(config: Config) -> Programs:
+    """Return the programs of a config's model, for whatever mesh is current when they are called."""
+    graphdef = graph(config, INFERENCE)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def empty(params: Any, rows: int, capacity: int) -> tuple[Cache, jax.Array]:
+        model = nnx.merge(graphdef, params)
+        x_BD = jnp.zeros((rows, config.model.d_model), config.model.compute_dtype, out_sharding=ROWS)
+        return empty_cache(model, rows, capacity), x_BD
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def prefill(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B):
+        """Add a chunk to the cache; x of row b is that of token `last` of the chunk, where that is in it."""
+        new_BTD, entries = extend(nnx.merge(graphdef, params), cache, tokens_BT, positions_BT, segment_BT)
+        new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
+        is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
+        return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
+
+    @functools.partial(jax.jit, donate_argnums=1, static_argnums=4)
+    def decode(params, rows, allowed_V, end, sampling):
+        model = nnx.merge(graphdef, params)
+        out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
+
+        def goes_on(carry: tuple[jax.Array, Rows, jax.Array]) -> jax.Array:
+            return (carry[0] < BLOCK_TOKENS) & ~jnp.all(carry[1].done_B)
+
+        def step(carry: tuple[jax.Array, Rows, jax.Array]) -> tuple[jax.Array, Rows, jax.Array]:
+            i, rows, out_BN = carry
+            token_B = _choose_token(model, rows, allowed_V, sampling)
+            out_BN = jnp.where(
+                jnp.arange(BLOCK_TOKENS) == i, jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None], out_BN
+            )
+            return i + 1, _append(model, rows, token_B, end, sampling), out_BN
+
+        _, rows, out_BN = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows, out_BN))
+        return rows, reshard(out_BN, P())  # On every device: each process reads it.
+
+    return Programs(empty, prefill, decode, jax.jit(grow, static_argnums=1))
+
+
+def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sampling) -> jax.Array:
+    logits_BV = reshard(model.logits(rows.x_BD[:, None])[:, 0], ROWS)
+    logits_BV = jnp.where(allowed_V, logits_BV, -jnp.inf)
+
+    def on_one_device(logits_BV, seen_BV, seed_B, count_B):
+        return choose(logits_BV, sampling, seen_BV=seen_BV, seed_B=seed_B, count_B=count_B)
+
+    in_specs = (ROWS, ROWS, P(BATCH), P(BATCH))
+    call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=P(BATCH), check_vma=False)
+    return call(logits_BV, rows.seen_BV, rows.seed_B, rows.count_B)
+
+
+def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:
+    """Put each row's new token behind it; a row that has ended keeps its length, and its slot is written in vain."""
+    count_B = rows.count_B + ~rows.done_B
+    done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
+    segment_B1 = rows.segment_B[:, None]
+    x_B1D, entries = extend(model, rows.cache, token_B[:, None], rows.position_B[:, None], segment_B1)
+    seen_BV = rows.seen_BV
+    if sampling.repetition_penalty is not None:
+        seen_BV |= jnp.arange(seen_BV.shape[1]) == token_B[:, None]
+    return dataclasses.replace(
+        rows,
+        cache=write_token(rows.cache, entries, segment_B1, rows.length_B),
+        x_BD=x_B1D[:, 0],
+        length_B=rows.length_B + ~done_B,
+        position_B=rows.position_B + ~done_B,
+        seen_BV=seen_BV,
+        count_B=count_B,
+        done_B=done_B,
+    )

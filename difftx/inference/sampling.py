@@ -1,0 +1,79 @@
+"""How the next token is chosen from its logits."""
+#   B = rows, V = vocabulary, N = candidates, most likely first
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from difftx.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Settings of one call; filters act in the order of the fields, as in Hugging Face's `generate`."""
+
+    repetition_penalty: (
+        float | None
+    )  # Logits of tokens in the row: divided by it if positive, else multiplied. None: 1.
+    temperature: float  # 0: the most likely token, whatever the rest says.
+    top_k: int | None  # So many candidates at most. None: all.
+    top_p: float | None  # The fewest most likely candidates whose probabilities sum to it. None: all.
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature} must be 0, for the most likely token, or positive")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be more than 0 and at most 1")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing")
+
+
+GREEDY = Sampling(repetition_penalty=None, temperature=0.0, top_k=None, top_p=None)
+
+
+def choose(
+    logits_BV: jax.Array, sampling: Sampling, *, seen_BV: jax.Array, seed_B: jax.Array, count_B: jax.Array
+) -> jax.Array:
+    """Return the next token of each row, int32 `[B]`.
+
+    Args:
+        logits_BV: float32; -inf for tokens that cannot be.
+        sampling: the settings.
+        seen_BV: which tokens the row has; read with a repetition penalty.
+        seed_B: uint32; what a row draws follows from its seed and `count_B` alone, not from the rows beside it.
+        count_B: int32, tokens drawn before by the row.
+    """
+    if sampling.repetition_penalty is not None:
+        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BN, token_BN = candidates(logits_BV, sampling)
+
+    def noise_of(seed: jax.Array, count: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), logits_BN.shape[1:])
+
+    drawn_B1 = jnp.argmax(logits_BN + jax.vmap(noise_of)(seed_B, count_B), axis=-1)[:, None]
+    return jnp.take_along_axis(token_BN, drawn_B1, axis=1)[:, 0].astype(jnp.int32)
+
+
+def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:
+    """Make tokens that were seen less likely (arXiv 1909.05858, §4.1, with the sign of the logit heeded)."""
+    lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return jnp.where(seen_BV, lower_BV, logits_BV)
+
+
+def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Return the candidates' logits at the temperature, -inf for those left out, and their token ids, `[B, N]` each."""
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.top_k is None and sampling.top_p is None:
+        return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
+    # Of equally likely tokens, the one with the lower id comes first.
+    logits_BN, token_BN = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
+    if sampling.top_p is not None:
+        p_BN = jax.nn.softmax(logits_BN, axis=-1)
+        before_BN = jnp.cumsum(p_BN, axis=-1) - p_BN
+        logits_BN = jnp.where(before_BN < sampling.top_p, logits_BN, -jnp.inf)
+    return logits_BN, token_BN

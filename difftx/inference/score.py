@@ -1,0 +1,205 @@
+"""How likely given continuations of given contexts are, in batches: what multiple choice and label sets need.
+
+Continuations of one context are branches of one row: the context is prefilled once, and each branch sees it and itself.
+"""
+#   B = rows, T = tokens of a chunk
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import P
+from jax.sharding import reshard
+
+from difftx.config import Config
+from difftx.errors import UserError
+from difftx.inference import decode
+from difftx.inference.cache import Cache, capacity_for, extend, write_chunk
+from difftx.inference.decode import LanguageModel, Tokens
+from difftx.kernels.cached import EMPTY
+from difftx.parallel.layout import INFERENCE, Layout
+from difftx.training.loss import token_scores
+from difftx.training.state import graph
+
+BRANCH_TOKENS = 256  # Of all branches of a row that are scored at once; a longer continuation gets a row of its own.
+
+
+class Item(NamedTuple):
+    """What is to be scored: token ids, one at least each."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class Score(NamedTuple):
+    """Of a continuation."""
+
+    loglikelihood: float  # Nats: log p(continuation | context), over the whole embedding.
+    is_greedy: bool  # No token was more likely than any of its own.
+
+
+def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int) -> list[Score]:
+    """Score each continuation after its context.
+
+    Args:
+        lm: the model.
+        items: in any order, of any lengths; those that share a context share its computation.
+        batch_rows: rows that go through the model at once.
+
+    Raises:
+        UserError: a context or continuation is empty, or both do not fit the model's context.
+    """
+    for number, item in enumerate(items):
+        _check(lm, item, number)
+    by_context = collections.defaultdict(list)
+    for item in dict.fromkeys(items):
+        by_context[item.context].append(item)
+    alone: list[Item] = []
+    shared: list[list[Item]] = []
+    for group in by_context.values():
+        short = [item for item in group if len(item.continuation) <= BRANCH_TOKENS]
+        long = [item for item in group if len(item.continuation) > BRANCH_TOKENS]
+        shared += [short] if len(short) > 1 else []
+        alone += long if len(short) > 1 else group
+    # Rows of like lengths go together.
+    alone.sort(key=lambda item: len(item.context) + len(item.continuation))
+    shared.sort(key=lambda group: len(group[0].context))
+    scores: dict[Item, Score] = {}
+    with jax.set_mesh(lm.mesh):
+        for batch in _batches(alone, batch_rows):
+            scores |= _score_rows(lm, batch)
+        for groups in _batches(shared, batch_rows):
+            scores |= _score_branches(lm, groups)
+    return [scores[item] for item in items]
+
+
+def most_likely(
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, batch_rows: int
+) -> list[int]:
+    """Return for each prompt the number of the label that is its most likely continuation, the first of equals.
+
+    This is decoding constrained to the labels, exact where a greedy walk down their trie is not. Labels of which one
+    begins with another need an end of their own, such as a line's.
+    """
+    items = [Item(tuple(prompt), tuple(label)) for prompt in prompts for label in labels]
+    scores = loglikelihoods(lm, items, batch_rows=batch_rows)
+    by_prompt = np.array([score.loglikelihood for score in scores]).reshape(len(prompts), len(labels))
+    return np.argmax(by_prompt, axis=1).tolist()
+
+
+def _check(lm: LanguageModel, item: Item, number: int) -> None:
+    if not item.context or not item.continuation:
+        raise UserError(f"item {number}: context and continuation need a token at least each")
+    tokens = len(item.context) + len(item.continuation) - 1  # The last one is only a target.
+    if tokens > lm.window:
+        raise UserError(
+            f"item {number} has {tokens} tokens, more than the model's context data.sequence_length={lm.window}; cut it"
+        )
+
+
+def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (values[start : start + size] for start in range(0, len(values), size))
+
+
+def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
+    """Score items in a row each, by prefill."""
+    inputs = [[*item.context, *item.continuation[:-1]] for item in items]
+    rows = decode.rows_for(len(inputs), lm.mesh)
+    chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
+    host = Tokens.of(inputs, rows, chunk)
+    length = host.tokens_BT.shape[1]
+    targets_BT = np.roll(host.tokens_BT, -1, axis=1)
+    places = {}
+    for row, item in enumerate(items):
+        targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
+        places[item] = row, slice(len(item.context) - 1, len(inputs[row]))
+    cache, _ = decode.programs_of(lm.config).empty(lm.weights, rows, capacity_for(length))
+    parts = []
+    for start in range(0, length, chunk):
+        arrays = (host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT)
+        put = (decode.put(lm.mesh, x[:, start : start + chunk]) for x in arrays)
+        cache, part = _programs(lm.config).chunk(lm.weights, cache, np.int32(start), *put)
+        parts.append(part)
+    nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in both], axis=1) for both in zip(*parts, strict=True))
+    return {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
+
+
+def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Item, Score]:
+    """Score items of one context each group: the context in the cache but for its last token, which begins a branch."""
+    rows = decode.rows_for(len(groups), lm.mesh)
+    prefixes = [list(group[0].context[:-1]) for group in groups]
+    chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
+    none_B = np.zeros(rows, np.int32)
+    cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
+    scores = {}
+    for now in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
+        width = max(sum(len(item.continuation) for item in branches) for branches in now)
+        shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
+        tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
+        segment_BT = np.full(shape, EMPTY, np.int32)
+        places = {}
+        for row, branches in enumerate(now):
+            at = 0
+            for branch, item in enumerate(branches):
+                tokens = len(item.continuation)
+                place = places[item] = row, slice(at, at + tokens)
+                tokens_BT[place] = (item.context[-1], *item.continuation[:-1])
+                targets_BT[place] = item.continuation
+                positions_BT[place] = len(item.context) - 1 + np.arange(tokens)
+                segment_BT[place], branch_BT[place] = 0, branch
+                at += tokens
+        host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
+        arrays = (decode.put(lm.mesh, x) for x in host)
+        nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.weights, cache, *arrays))
+        scores |= {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
+    return scores
+
+
+def _passes(group: Sequence[Item]) -> Iterator[list[Item]]:
+    """Cut a group into lists of at most `BRANCH_TOKENS`."""
+    members: list[Item] = []
+    tokens = 0
+    for item in group:
+        if tokens + len(item.continuation) > BRANCH_TOKENS:
+            yield members
+            members, tokens = [], 0
+        members.append(item)
+        tokens += len(item.continuation)
+    yield members
+
+
+def _score(nll_T: np.ndarray, is_best_T: np.ndarray) -> Score:
+    return Score(-float(np.sum(nll_T, dtype=np.float64)), bool(np.all(is_best_T)))
+
+
+class _Programs(NamedTuple):
+    chunk: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array]]]
+    branches: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@functools.cache
+def _programs(config: Config) -> _Programs:
+    graphdef, layout = graph(config, INFERENCE), Layout()
+
+    def score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT):
+        model = nnx.merge(graphdef, params)
+        x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
+        x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
+        scores = token_scores(x_BTD, model.unembedding(), targets_BT)
+        return entries, reshard(scores, P())  # On every device: each process reads them.
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT):
+        entries, scores = score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, None)
+        return write_chunk(cache, entries, segment_BT, start), scores
+
+    @jax.jit
+    def branches(params, cache, *arrays_BT):
+        return score(params, cache, *arrays_BT)[1]
+
+    return _Programs(chunk, branches)

@@ -1,0 +1,91 @@
+"""Attention of new tokens to cached ones and to each other, in XLA's own operations: prefill, decode, scoring.
+
+The cache is only read here; what new tokens add to it is written for all layers at once (difftx/inference/cache.py).
+Keys and values are cached with heads before tokens, as both products want them: nothing of the cache is transposed.
+"""
+#   B = batch, T = U = new tokens, S = slots of the cache, H = heads, K = key/value heads,
+#   R = H / K query heads a key/value head, G = groups (2: A1 and A2; 1: softmax attention), D = width of a sub-head,
+#   E = width of a value head
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from difftx.kernels import fused, target
+
+EMPTY = -1  # Segment of a slot, or of a filler token, that no token shall see.
+
+# A layer's cache: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
+type Past = tuple[jax.Array, ...]
+
+
+class Ids(NamedTuple):
+    """Which keys a token sees, int32: the cached ones of its segment, and new ones of its segment and branch up to it.
+
+    Branches continue one cached context in several ways side by side, in one row.
+    """
+
+    segment_BT: jax.Array
+    branch_BT: jax.Array
+    cached_segment_BS: jax.Array
+
+
+def diff_attention(
+    q_BTHGD: jax.Array, k_BTKGD: jax.Array, v_BTKE: jax.Array, lam: jax.Array, past: Past, ids: Ids
+) -> jax.Array:
+    """Eq. 1 of arXiv 2410.05258 over cached and new tokens: P = P1 - λ P2 in float32, then one product with V.
+
+    Returns:
+        `[B, T, H, E]` in the values' dtype.
+    """
+    lam_BTH = fused.lam_per_token(lam, q_BTHGD)
+    return _per_shard(_attend, q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, past, ids)
+
+
+def attention(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, past: Past, ids: Ids) -> jax.Array:
+    """Softmax attention over cached and new tokens: `[B, T, H, D]` in the values' dtype."""
+    return _per_shard(_attend, q_BTHD[:, :, :, None], k_BTKD[:, :, :, None], v_BTKD, None, past, ids)
+
+
+def _per_shard(call, q, k, v, lam_BTH, past: Past, ids: Ids) -> jax.Array:
+    return fused.per_shard(call, q, k, v, lam_BTH, *ids, fused.Saved(by_head=past), saves=False)
+
+
+def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved):
+    """On one device: its rows and heads."""
+    keys, values_BKSE = saved.by_head
+    B, T, H, G, D = q_BTHGD.shape
+    K, E = v_BUKE.shape[2:]
+    S = cached_segment_BS.shape[1]
+    q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
+    same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
+    seen_BTX = jnp.concatenate(
+        [segment_BT[:, :, None] == cached_segment_BS[:, None], same_BTU & jnp.tri(T, dtype=bool)], axis=2
+    )
+    keys_BKGSD = keys.reshape(B, K, G, S, D)
+    logits_BKGRTX = jnp.concatenate(
+        [
+            einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD),
+            einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD),
+        ],
+        axis=-1,
+    )
+    # A token sees itself at least, so that no row is masked throughout.
+    logits_BKGRTX = jnp.where(seen_BTX[:, None, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
+    maps_BKGRTX = jax.nn.softmax(logits_BKGRTX, axis=-1)
+    map_BKRTX = maps_BKGRTX[:, :, 0]
+    if lam_BTH is not None:
+        lam_BKRT = jnp.moveaxis(lam_BTH.reshape(B, T, K, H // K), 1, 3)
+        map_BKRTX -= lam_BKRT[..., None] * maps_BKGRTX[:, :, 1]
+    map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
+    out_BTKRE = einsum("BKRTS,BKSE->BTKRE", map_BKRTX[..., :S], values_BKSE)
+    out_BTKRE += einsum("BKRTU,BUKE->BTKRE", map_BKRTX[..., S:], v_BUKE)
+    return out_BTKRE.astype(v_BUKE.dtype).reshape(B, T, H, E)
+
+
+def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a product accumulated in float32."""
+    if target.platform() == "cpu":  # XLA has not all products of bfloat16 there (jaxlib 0.12.0: "BF16 x BF16 = F32").
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

@@ -1,0 +1,144 @@
+import itertools
+import json
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx.data.bigrams import BYTES_PER_ITEM, as_bigrams, count_bigrams, read_bigrams, write_bigrams
+from difftx.data.commands import main as data_command
+from difftx.data.prepare import main as prepare
+from difftx.data.progress import Work
+from difftx.data.store import TokenStore, open_store, read_meta
+from difftx.errors import UserError
+
+TOKENIZER = {"name": "bytes", "vocabulary_sha256": "f" * 64}
+
+
+def store_of(documents):
+    tokens = np.array(list(itertools.chain(*documents)), np.uint32)
+    return TokenStore(tokens, np.cumsum([0, *map(len, documents)], dtype=np.uint64))
+
+
+def brute_force(documents):
+    return Counter(pair for document in documents for pair in itertools.pairwise(document))
+
+
+def write(stores, path, *, items=2**16, min_count=1):
+    description = {"tokenizer": TOKENIZER, "stores": []}
+    memory = items * BYTES_PER_ITEM
+    work = Work(enabled=False)
+    return write_bigrams(stores, path, min_count=min_count, memory_bytes=memory, description=description, work=work)
+
+
+def as_dictionary(counts):
+    pairs = [(int(b) >> 32, int(b) & 0xFFFFFFFF) for b in counts.bigrams]
+    assert pairs == sorted(set(pairs))
+    return dict(zip(pairs, counts.counts.tolist(), strict=True))
+
+
+TOKEN = st.integers(0, 5) | st.sampled_from([100_287, 2**32 - 1])
+DOCUMENTS = st.lists(st.lists(TOKEN, min_size=1, max_size=12), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stores=st.lists(DOCUMENTS, min_size=1, max_size=2), items=st.integers(1, 20), min_count=st.integers(1, 3))
+def test_the_file_and_the_counts_in_memory_are_a_dictionarys(tmp_path_factory, stores, items, min_count):
+    """Chunks of 1 … 20 tokens, merged so many entries at a time: all their edges fall everywhere in the documents."""
+    expected = sum(map(brute_force, stores), Counter())
+    path = tmp_path_factory.mktemp("bigrams") / "counts"
+    header = write([store_of(documents) for documents in stores], path, items=items, min_count=min_count)
+    assert header["occurrences"] == sum(expected.values())
+    counts = read_bigrams(path, TOKENIZER["vocabulary_sha256"], field="f")
+    assert as_dictionary(counts) == {pair: n for pair, n in expected.items() if n >= min_count}
+    assert as_dictionary(count_bigrams([store_of(documents) for documents in stores])) == expected
+    asked = list(itertools.product([0, 1, 5, 7, 2**32 - 1], repeat=2))
+    looked_up = counts.of(as_bigrams(*np.array(asked, np.uint32).T))
+    assert looked_up.tolist() == [expected[p] if expected[p] >= min_count else 0 for p in asked]
+
+
+def test_memory_is_bounded_and_nothing_else_is_left(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 100_000, 2_000_000, dtype=np.uint32)
+    store = TokenStore(tokens, np.arange(0, len(tokens) + 1, 1000, dtype=np.uint64))
+    limit = 2**22
+    tracemalloc.start()
+    write([store], tmp_path / "counts", items=limit // BYTES_PER_ITEM)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < limit  # Of 30 MB of bigrams.
+    assert [path.name for path in tmp_path.iterdir()] == ["counts"]
+    assert read_bigrams(tmp_path / "counts", "f" * 64, field="f").counts.sum() == 2_000_000 - 2000
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    lines = ({"text": f"Document {i} counts {i * i} and {i % 7}."} for i in range(300))
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--tokenizer=bytes", f"--out={folder / 'store'}", "--valid_fraction=0.1", "--workers=1"]
+    assert prepare([f"--input={folder / 'in.jsonl'}", *flags]) == 0
+    return folder / "store"
+
+
+def test_the_command_counts_training_documents(prepared, tmp_path, capsys):
+    store = open_store(prepared, "train")
+    ends = store.offsets.tolist()
+    documents = [store.slice(a, b).tolist() for a, b in itertools.pairwise(ends)]
+    assert data_command(["bigrams", str(prepared), f"--out={tmp_path / 'counts'}"]) == 0
+    assert f"in {len(store):,} tokens" in capsys.readouterr().out
+    counts = read_bigrams(tmp_path / "counts", read_meta(prepared)["tokenizer"]["vocabulary_sha256"], field="f")
+    assert as_dictionary(counts) == brute_force(documents)
+    assert counts.description["stores"][0]["sha256"] == store.fingerprint
+    assert data_command(["bigrams", str(prepared), str(prepared), f"--out={tmp_path / 'counts'}"]) == 0
+    twice = read_bigrams(tmp_path / "counts", read_meta(prepared)["tokenizer"]["vocabulary_sha256"], field="f")
+    assert as_dictionary(twice) == {pair: 2 * n for pair, n in brute_force(documents).items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--min_count=0"], "--min_count=0: at least 1"),
+        (["--max_memory_mib=0"], "--max_memory_mib=0: at least 1"),
+        (["--out=no/such/folder/file"], "--out=no/such/folder/file: name a file"),
+    ],
+)
+def test_mistakes_of_the_command(prepared, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        data_command(["bigrams", str(prepared), f"--out={tmp_path / 'counts'}", *flags])
+    assert not (tmp_path / "counts").exists()
+
+
+def test_what_is_no_store_is_not_counted(tmp_path):
+    with pytest.raises(UserError, match=r"no meta\.json, so it is not a finished token store"):
+        data_command(["bigrams", str(tmp_path), f"--out={tmp_path / 'counts'}"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw[:-1], "bytes, its header says"),
+        (lambda raw: raw + b"\0", "bytes, its header says"),
+        (lambda raw: b"\xff" + raw, "not a file of bigrams"),
+        (lambda raw: raw[8:], "not a file of bigrams"),
+        (lambda raw: b"", "not a file of bigrams"),
+        (lambda raw: b'{"format": 1}\n', "not a file of bigrams"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused(tmp_path, damage, message):
+    path = tmp_path / "counts"
+    write([store_of([[1, 2, 3]])], path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=f"eval.bigrams_path='{path}': .*{message}"):
+        read_bigrams(path, "f" * 64, field="eval.bigrams_path")
+
+
+def test_another_tokenizer_or_no_file_is_refused(tmp_path):
+    path = tmp_path / "counts"
+    write([store_of([[1, 2, 3]])], path)
+    with pytest.raises(UserError, match=r"counted with tokenizer 'bytes' \(vocabulary ffffffffffff\), not this run's"):
+        read_bigrams(path, "0" * 64, field="f")
+    with pytest.raises(UserError, match=r"f='.*none': cannot be read"):
+        read_bigrams(tmp_path / "none", "0" * 64, field="f")

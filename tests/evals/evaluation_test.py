@@ -1,0 +1,80 @@
+import copy
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from difftx import evals
+from difftx.parallel.mesh import make_mesh
+from difftx.training.run import Run
+from evals.loss_test import params_of
+
+SUITES = ["loss", "recall", "position"]
+
+
+def flat(value):
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in flat(item)]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in flat(item)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@pytest.mark.parametrize(
+    ("packing", "rows", "axes"),
+    [("concat", 8, {"fsdp": 4, "tensor": 2}), ("best_fit", 4, {"data": 2, "fsdp": 2, "context": 2})],
+)
+def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path, monkeypatch, packing, rows, axes):
+    def results(devices, rows, **axes):
+        changes = {f"mesh__{axis}": size for axis, size in axes.items()}
+        packed = {"data__packing": packing, "data__document_mask": packing == "best_fit"}
+        made = config(
+            data__path=text_file,
+            data__cache_path=tmp_path / "cache",
+            eval__loss_tokens=21 * 32,
+            eval__position_documents=5,
+            train__global_batch_tokens=rows * 32,
+            **packed,
+            **changes,
+        )
+        monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
+        run = Run.open(made, tmp_path / f"{devices}-{rows}")
+        found = evals.evaluate(run, params_of(run), 0, SUITES)
+        return flat({name: dataclasses.asdict(result) for name, result in found.items()})
+
+    expected = results(1, 3)
+    assert len(expected) > 60
+    np.testing.assert_allclose(results(8, rows, **axes), expected, rtol=1e-6)
+
+
+class Watched:
+    """A group of the config that notes which of its fields are read."""
+
+    def __init__(self, group, read):
+        self._group, self._read = group, read
+
+    def __getattr__(self, name):
+        self._read.add(name)
+        return getattr(self._group, name)
+
+
+def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file, tmp_path, monkeypatch):
+    """With no model behind the suites, which read the same fields all the same."""
+    monkeypatch.setattr(evals.Evaluation, "nll", lambda self, source, limit, what: np.ones((len(source), 32)))
+    monkeypatch.setattr("difftx.evals.throughput._compiled", lambda *_: lambda: None)
+    monkeypatch.setattr("difftx.evals.throughput.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
+    monkeypatch.setattr("difftx.evals.sample.LanguageModel", lambda *_: None)
+    completion = types.SimpleNamespace(text="")
+    monkeypatch.setattr("difftx.evals.sample.generate", lambda model, requests, sampling: [completion] * len(requests))
+    run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
+    assert set(evals.FIELDS) == set(evals.SUITES)
+    for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
+        read = set()
+        watched = dataclasses.replace(run, config=copy.copy(run.config))
+        object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
+        with jax.set_mesh(run.mesh):
+            evals.SUITES[suite](evals.Evaluation(watched, None, evals.Work(enabled=False)))
+        assert read - {"__class__"} == set(evals.FIELDS[suite])

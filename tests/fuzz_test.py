@@ -1,0 +1,332 @@
+"""Files that a command reads, broken in thousands of ways: each is read, or is a `UserError` of one line."""
+
+import contextlib
+import copy
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from difftx.config_reader import load_config
+from difftx.data.commands import verify
+from difftx.data.prepare import main as prepare
+from difftx.data.store import SPLITS, open_store, read_meta, store_tokenizer
+from difftx.errors import UserError
+from difftx.files import json_sha256
+from difftx.launch.grid import Point
+from difftx.launch.status import RunStatus
+from difftx.training.goodput import SECTIONS, Goodput
+from difftx.training.guards import Guard, Journal
+from difftx.training.manifest import MANIFEST, damage, write_manifest
+from difftx.training.metrics import MetricsWriter, read_metrics
+from difftx.training.retention import metrics_of
+from difftx.training.run import read_config
+
+EXAMPLES = 400  # Inputs a test; there are twelve tests.
+FUZZ = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+# What is hard on readers: other types, numbers at their limits, names that lead elsewhere, deep brackets.
+VALUES = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        2**64,
+        -(2**70),
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+        float("nan"),
+        float("inf"),
+    ),
+    *("", "0", "-1", "nan", "../../etc/passwd", "/etc/passwd", "a/../../b", "\x00", "\ud800", "\U0001f600", "x" * 5000),
+    *([], {}, [None], [[]], {"": {}}, [0] * 50, {"format": 1}, "__class__", "!!python/object/apply:os.system"),
+]
+FRAGMENTS = [
+    b"{",
+    b"}",
+    b"[" * 5000,
+    b"]",
+    b'"',
+    b",",
+    b":",
+    b"\\u",
+    b"\xff\xfe",
+    b"\x00",
+    b"\n",
+    b"1e999",
+    b"9" * 5000,
+]
+
+
+@st.composite
+def mutations(draw):
+    """Return a function: valid bytes → broken ones; a seed, so that a failure can be shown and repeated."""
+    seed, kind, count = draw(st.integers(0, 2**32)), draw(st.sampled_from(["bytes", "json"])), draw(st.integers(1, 4))
+
+    def mutate(content, resign=None):
+        rng = random.Random(seed)
+        for _ in range(count):
+            content = mutate_bytes(content, rng) if kind == "bytes" else mutate_json(content, rng, resign)
+        return content
+
+    return mutate
+
+
+def mutate_bytes(content, rng):
+    content, start = bytearray(content), rng.randrange(len(content) + 1)
+    stop = min(len(content), start + rng.choice([0, 1, 2, 8, 100, 10**6]))
+    match rng.randrange(5):
+        case 0:
+            del content[start:stop]
+        case 1:
+            content[start:start] = rng.choice(FRAGMENTS)
+        case 2:
+            content[start:stop] = content[start:stop] * 2
+        case 3 if content:
+            content[start - 1] ^= 1 << rng.randrange(8)
+        case _:
+            content[start:stop] = rng.randbytes(stop - start)
+    return bytes(content)
+
+
+def mutate_json(content, rng, resign):
+    """Change a value somewhere in one of the lines, each a JSON value, or in the whole of the text."""
+    try:
+        value, lines, chosen = json.loads(content), [], 0
+    except (ValueError, RecursionError):
+        lines = content.split(b"\n")
+        chosen = rng.randrange(len(lines))
+        try:
+            value = json.loads(lines[chosen])
+        except (ValueError, RecursionError):
+            return mutate_bytes(content, rng)
+    with contextlib.suppress(ValueError, RecursionError):  # A value that JSON cannot write.
+        value = change(copy.deepcopy(value), rng)
+        if resign is not None:
+            value = resign(value)
+        text = json.dumps(value, indent=None if lines else 1).encode()
+        content = b"\n".join([*lines[:chosen], text, *lines[chosen + 1 :]]) if lines else text
+    return content
+
+
+def change(value, rng):
+    """Go down at random, and there replace, delete, add or rename."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
+        return rng.choice(VALUES)
+    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    match rng.randrange(8):
+        case 0:
+            del value[key]
+        case 1 if isinstance(value, dict):
+            value[f"{key}_"] = value.pop(key)
+        case 2 if isinstance(value, dict):
+            value[rng.choice(["../x", "", "extra", "sha256"])] = rng.choice(VALUES)
+        case _:
+            value[key] = change(value[key], rng)
+    return value
+
+
+def signed(value):
+    """Return a manifest whose hash is right, so that what it says is looked at."""
+    if isinstance(value, dict):
+        value.pop("sha256", None)
+        value["sha256"] = json_sha256(value)
+    return value
+
+
+def read(reader):
+    """Call a reader; only a user's error of one line may come of it."""
+    message = ""
+    try:
+        reader()
+    except UserError as error:
+        message = str(error)
+    assert len(message.splitlines()) <= 1
+    assert len(message) < 2000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_config(f"{ROOT / 'configs' / 'quickstart.py'}:diff", TINY)
+
+
+def check(path: Path, valid: bytes, mutate, reader, resign=None):
+    path.write_bytes(mutate(valid, resign))
+    read(reader)
+
+
+@FUZZ
+@given(mutate=mutations())
+def test_config_of_a_run(folder, tiny, mutate):
+    check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
+
+
+FIELDS = st.sampled_from(
+    ["model", "data", "train", "model.d_model", "data.sources", "data.sources.0.path", "mesh.fsdp"]
+)
+TEXTS = st.one_of(st.text(max_size=30), st.sampled_from([str(v) for v in VALUES if not isinstance(v, int)]))
+
+
+@FUZZ
+@given(field=st.one_of(FIELDS, st.text(max_size=20)), text=st.one_of(TEXTS, st.integers().map(str)))
+def test_config_on_a_command_line(field, text):
+    read(lambda: load_config(f"{ROOT / 'configs' / 'quickstart.py'}:diff", {field: text}))
+
+
+@FUZZ
+@given(mutate=mutations(), field=st.sampled_from(["model", "data", "optimizer", "mesh", "eval"]))
+def test_config_file(folder, tiny, mutate, field):
+    """A config file in which a group was broken; the file itself is Python, and may do anything."""
+    (folder / "group.json").write_bytes(mutate(json.dumps(json.loads(tiny.to_json())[field]).encode()))
+    path = folder / "broken.py"
+    path.write_text(
+        "import json, pathlib\n"
+        "from configs import quickstart\n\n\n"
+        "def get_config():\n"
+        "    config = quickstart.get_config('diff')\n"
+        f"    config.unlock()\n"
+        f"    config[{field!r}] = json.loads(pathlib.Path({str(folder / 'group.json')!r}).read_bytes())\n"
+        "    return config\n"
+    )
+    read(lambda: load_config(str(path), {}))
+
+
+def metrics_lines():
+    rows = []
+    for step in range(1, 8):
+        numbers = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": 0, "tokens": 256 * step}
+        speed = {"tokens_per_second": 1e3, "step_seconds": 0.1, "data_wait_seconds": 0.01, "lambda": [0.2, 0.3]}
+        rows.append({"split": "train", "step": step, "attempt": 1, **numbers, **speed})
+    rows.append({"split": "valid", "step": 7, "attempt": 1, "suite": "loss", "loss": 2.5, "perplexity": 12.2})
+    seconds = {f"{name}_seconds": 1.0 for name in SECTIONS} | {"wall_seconds": 8.0, "goodput": 0.5}
+    rows.append({"split": "goodput", "step": 7, "attempt": 1, **seconds})
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@FUZZ
+@given(mutate=mutations(), step=st.integers(0, 8))
+def test_metrics_of_a_run(folder, tiny, mutate, step):
+    path = folder / "metrics.jsonl"
+    status = RunStatus(Point("name", "config.py", {}, tiny), folder)
+
+    def go_on():
+        rows, skipped = read_metrics(path)
+        assert len(rows) + skipped == len(path.read_text(errors="replace").splitlines())
+        status.refresh()
+        status.cells()
+        Goodput(0.0).resume(path, step)
+        writer = MetricsWriter(folder, tiny.logging, step)
+        writer.write("valid", step, {"suite": "loss", "loss": 1.0})
+        writer.close()
+        again, skipped = read_metrics(path)
+        assert skipped == 0
+        assert [row for row in again if row["attempt"] != writer.attempt] == [r for r in rows if r["step"] <= step]
+
+    check(path, metrics_lines(), mutate, go_on)
+
+
+@FUZZ
+@given(mutate=mutations())
+def test_journal(folder, tiny, mutate):
+    entries = [
+        {"event": "rewind", "step": 4, "reason": "why", "bad_steps": [6, 9], "attempt": 2, "rewinds": 1}
+        | {"skipped_examples": [32, 64]},
+        {"event": "stop", "step": 12, "reason": "why", "bad_steps": [10, 12], "attempt": 2},
+    ]
+    text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+
+    class Data:
+        def state(self):
+            return {"examples": 32}
+
+        def restore(self, state):
+            assert type(state["examples"]) is int
+            assert state["examples"] >= 0
+
+    check(folder / "journal.jsonl", text, mutate, lambda: Journal(folder).resume(4, Guard(tiny.guards), Data()))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder, tiny):
+    path = folder / "checkpoint"
+    (path / "state").mkdir(parents=True)
+    (path / "state" / "array").write_bytes(b"some numbers")
+    for marker in ("commit_success.txt", "_CHECKPOINT_METADATA"):
+        (path / marker).touch()
+    arrays = {"params/embedding": ((4, 2), "float32")}
+    write_manifest(path, 7, arrays, tiny, {"tokenizer": "bytes", "train": {"path": "abc"}})
+    assert damage(path, step=7, content=True) is None
+    return path, (path / MANIFEST).read_bytes()
+
+
+@pytest.mark.parametrize("resign", [None, signed], ids=["damaged", "forged"])
+@FUZZ
+@given(mutate=mutations())
+def test_manifest(checkpoint, resign, mutate):
+    path, valid = checkpoint
+    content = mutate(valid, resign)
+    (path / MANIFEST).write_bytes(content)
+    why = damage(path, step=7, content=True)
+    assert why is None or why.splitlines() == [why]
+    if resign is None and why is None:
+        assert json.loads(content) == json.loads(valid), "a manifest that says something else has verified"
+
+
+@FUZZ
+@given(mutate=mutations())
+def test_numbers_of_a_suite(folder, mutate):
+    (folder / "evals" / "loss").mkdir(parents=True, exist_ok=True)
+    valid = json.dumps({"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}).encode()
+    path = folder / "evals" / "loss" / "7.json"
+    check(path, valid, mutate, lambda: metrics_of(folder, 7, "loss/loss"))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    for name in ("train", "valid"):
+        (folder / f"{name}.txt").write_text(f"To be, or not to be: {name}.\n" * 40)
+    inputs = [f"--input={folder / 'train.txt'}", f"--valid_input={folder / 'valid.txt'}"]
+    assert prepare([*inputs, "--tokenizer=bytes", f"--out={folder / 'store'}", "--workers=1"]) == 0
+    return folder / "store", (folder / "store" / "meta.json").read_bytes()
+
+
+@pytest.mark.parametrize("resign", [None, signed], ids=["damaged", "forged"])
+@FUZZ
+@given(mutate=mutations())
+def test_metadata_of_a_store(store, resign, mutate, capsys):
+    folder, valid = store
+
+    def use():
+        for split in SPLITS:
+            rows = open_store(folder, split)
+            assert rows.slice(0, min(5, len(rows))).dtype in (np.uint16, np.uint32)
+            assert len(rows.offsets) > 0
+        store_tokenizer(folder)
+        read_meta(folder)
+
+    check(folder / "meta.json", valid, mutate, use, resign)
+    read(lambda: verify(folder))
+    capsys.readouterr()

@@ -1,0 +1,115 @@
+"""python -m difftx generate, as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import ROOT, child_environment
+
+from difftx.data.tokenizer import fingerprint
+from difftx.errors import UserError
+from difftx.files import write_atomically
+from difftx.inference.commands import main
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.state import init_state
+from inference.cache_test import language_model
+
+
+@pytest.fixture
+def workdir(config, mesh_of, tmp_path):
+    """A run that was trained on one device, as far as generation looks."""
+    lm = language_model(config, mesh_of(), checkpoint__every_steps=1)
+    write_atomically(tmp_path / "config.json", lm.config.to_json())
+    checkpointer = Checkpointer(tmp_path, lm.config.checkpoint)
+    with jax.set_mesh(lm.mesh):
+        state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(lambda: init_state(lm.config)))
+    loader = {"examples": 0, "signature": {"tokenizer": fingerprint(lm.tokenizer)}}
+    checkpointer.save(type(state)(state.step, lm.params, state.opt_state), loader, lm.config)
+    checkpointer.close()
+    return tmp_path
+
+
+def run(devices, *flags):
+    command = [sys.executable, "-m", "difftx", "generate", *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, env=child_environment(devices), capture_output=True, timeout=300)
+
+
+def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
+    flags = [
+        f"--workdir={workdir}",
+        "--new_tokens=20",
+        "--temperature=1",
+        "--top_p=0.9",
+        "--seed=3",
+        "--stop=\ufffd\ufffd",
+    ]
+    result = run(1, *flags, "--prompt=é 1")
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.decode()
+    assert text.startswith("é 1")
+    assert "\ufffd\ufffd" not in text
+
+    prompts = [{"prompt": "one, two, three, four, five, six, seven, eight", "id": 7}, {"prompt": "é 1", "seed": 3}]
+    (workdir / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)) + "\n\n")
+    out = workdir / "out.jsonl"
+    result = run(
+        2, *flags, f"--prompts={workdir / 'prompts.jsonl'}", f"--out={out}", "--mesh.fsdp=1", "--mesh.tensor=2"
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first["prompt"] == prompts[0]["prompt"]
+    assert first["id"] == 7
+    assert second["prompt"] + second["completion"] == text[:-1]
+    assert first["ended_by"] in ("limit", "stop string", "end of text")
+    assert 0 < first["new_tokens"] <= 20
+
+
+def test_a_mistake_ends_with_2_and_one_line(workdir):
+    result = run(1, f"--workdir={workdir}", f"--prompt={'long ' * 40}")
+    assert result.returncode == 2
+    assert result.stderr.decode().splitlines() == [
+        "error: --prompt has 200 tokens, and the model's context data.sequence_length=128; shorten it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "the file has no prompts"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
+        ("[1]", "line 1 is not a JSON object"),
+        ('{"prompt": "a"}\n\n{"promt": "b"}', "line 3 has no field 'prompt'. Did you mean 'promt'"),
+        ('{"prompt": ""}', "line 1: prompt='' must be text"),
+        ('{"prompt": 3}', "line 1: prompt=3 must be text"),
+        ('{"prompt": "a", "seed": -1}', "line 1: seed=-1 must be"),
+    ],
+)
+def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines)
+    with pytest.raises(UserError, match=message) as error:
+        main([f"--workdir={tmp_path}", f"--prompts={path}"])
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --prompt=TEXT or --prompts=FILE"),
+        (["--prompt=a", "--prompts=b"], "one of them"),
+        (["--prompt="], "--prompt='' is empty"),
+        (["--prompts=no/such.jsonl"], "--prompts=no/such.jsonl: No such file"),
+        (["--prompt=a", "--out=b"], "--out=b: it is for --prompts"),
+        (["--prompt=a", "--seed=-1"], "--seed=-1"),
+        (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be at least 1"),
+        (["--prompt=a", "--stop="], "--stop=''"),
+        (["--prompt=a", "--top_p=2"], "top_p=2.0 must be"),
+        (["--prompt=a", "--mash.fsdp=2"], "--mesh.path.to.field=value"),
+        (["--prompt=a"], "no config.json there"),
+    ],
+)
+def test_mistakes_in_flags(tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        main([f"--workdir={tmp_path}", *flags])

@@ -1,0 +1,113 @@
+"""Candidates and draws against distributions written out in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from difftx.errors import UserError
+from difftx.inference.sampling import GREEDY, Sampling, candidates, choose
+
+
+def settings(temperature=1.0, top_k=None, top_p=None, repetition_penalty=None):
+    return Sampling(repetition_penalty=repetition_penalty, temperature=temperature, top_k=top_k, top_p=top_p)
+
+
+def oracle(logits_V, sampling, seen=()):
+    """Probabilities `[V]` in float64, one step after the other."""
+    z = np.asarray(logits_V, np.float64).copy()
+    for token in seen if sampling.repetition_penalty else ():
+        z[token] = z[token] / sampling.repetition_penalty if z[token] > 0 else z[token] * sampling.repetition_penalty
+    z = z / sampling.temperature
+    order = sorted(range(len(z)), key=lambda i: (-z[i], i))[: sampling.top_k]
+    p = np.exp(z[order] - z[order[0]])
+    p /= p.sum()
+    if sampling.top_p is not None:
+        kept, total = [], 0.0
+        for token, probability in zip(order, p, strict=True):
+            kept.append(token)
+            total += probability
+            if total >= sampling.top_p:
+                break
+        order, p = kept, p[: len(kept)] / p[: len(kept)].sum()
+    full = np.zeros(len(z))
+    full[order] = p
+    return full
+
+
+def distribution(logits_BV, sampling):
+    """The same from the candidates that are drawn from."""
+    logits_BN, token_BN = map(np.asarray, candidates(jnp.asarray(logits_BV), sampling))
+    p_BN = np.asarray(jax.nn.softmax(logits_BN, axis=-1))
+    full = np.zeros(np.shape(logits_BV))
+    np.put_along_axis(full, token_BN, p_BN, axis=1)
+    return full
+
+
+CASES = [
+    settings(),
+    settings(0.3),
+    settings(2.0, top_k=5),
+    settings(0.7, top_p=0.81),
+    settings(1.3, top_k=20, top_p=0.6),
+    settings(top_k=1),
+    settings(top_k=1000),
+    settings(top_p=1e-6),
+    settings(top_p=1.0),
+]
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_candidates_equal_the_oracle(sampling):
+    logits_BV = np.random.default_rng(0).normal(size=(20, 50)).astype(np.float32) * 3
+    logits_BV[0] = 0.0  # All alike: the lower ids.
+    logits_BV[1, 10:] = -np.inf  # Ids that cannot be.
+    expected = np.stack([oracle(row, sampling) for row in logits_BV])
+    np.testing.assert_allclose(distribution(logits_BV, sampling), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "sampling", [settings(0.9), settings(1.2, top_k=4, top_p=0.85, repetition_penalty=1.7)], ids=str
+)
+def test_draws_have_the_oracles_frequencies(sampling):
+    rows = 20_000
+    logits_V = np.random.default_rng(1).normal(size=8).astype(np.float32) * 2
+    seen_V = np.arange(8) % 3 == 0
+    draw = jax.jit(
+        lambda seeds: choose(
+            jnp.broadcast_to(logits_V, (rows, 8)),
+            sampling,
+            seen_BV=jnp.broadcast_to(seen_V, (rows, 8)),
+            seed_B=seeds,
+            count_B=seeds.astype(jnp.int32) % 5,
+        )
+    )
+    tokens = np.asarray(draw(jnp.arange(rows, dtype=jnp.uint32)))
+    expected = oracle(logits_V, sampling, np.nonzero(seen_V)[0])
+    frequency = np.bincount(tokens, minlength=8) / rows
+    deviation = np.sqrt(expected * (1 - expected) / rows)
+    assert (np.abs(frequency - expected) <= 5 * deviation).all()
+
+
+def test_greedy_is_the_most_likely_and_reads_no_seed():
+    logits_BV = jnp.asarray([[0.0, 3.0, 3.0, -1.0], [-2.0, -1.0, -3.0, -4.0]])
+    for seed in (0, 1):
+        seeds, counts = jnp.full(2, seed, jnp.uint32), jnp.zeros(2, jnp.int32)
+        tokens = choose(logits_BV, GREEDY, seen_BV=jnp.zeros((2, 4), bool), seed_B=seeds, count_B=counts)
+        assert tokens.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
+    ],
+)
+def test_bad_numbers_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        settings(**changes)

@@ -1,0 +1,76 @@
+"""Scores of continuations against a full pass over each item alone, in float64 from its logits."""
+
+import numpy as np
+import pytest
+
+from difftx.errors import UserError
+from difftx.inference import score
+from difftx.inference.decode import Tokens
+from difftx.inference.score import Item, loglikelihoods, most_likely
+from inference.cache_test import CONTEXT, full_logits, language_model
+
+
+def brute_force(lm, mesh, items):
+    """Score each item from the logits of its whole row."""
+    host = Tokens.of([[*item.context, *item.continuation] for item in items], len(items), 128)
+    logits_BTV = full_logits(lm, mesh, host, host.tokens_BT).astype(np.float64)
+    expected = []
+    for item, logits_TV in zip(items, logits_BTV, strict=True):
+        logits_NV = logits_TV[len(item.context) - 1 :][: len(item.continuation)]
+        log_p = logits_NV - np.log(np.sum(np.exp(logits_NV), axis=1, keepdims=True))
+        rows = np.arange(len(item.continuation))
+        best = np.argmax(logits_NV, axis=1)
+        expected.append((log_p[rows, item.continuation].sum(), (best == item.continuation).all(), best))
+    return expected
+
+
+def some_items(rng):
+    """Contexts with one continuation and with several, of one token and of many, in no order."""
+    draw = lambda n: tuple(rng.integers(0, 256, n).tolist())  # noqa: E731
+    many, one, short = draw(40), draw(33), draw(1)
+    items = [Item(many, draw(n)) for n in (1, 5, 3, 9, 4, 70)]
+    items += [Item(one, draw(20)), Item(short, draw(7)), Item(short, draw(2)), Item(draw(1), draw(100))]
+    return items
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "rows", "branch_tokens"), [("diff", {}, 2, 12), ("transformer", CONTEXT, 4, 256)]
+)
+def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, sizes, rows, branch_tokens):
+    monkeypatch.setattr(score, "BRANCH_TOKENS", branch_tokens)  # So that branches need several passes, or one.
+    lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4)
+    items = some_items(np.random.default_rng(0))
+    # One continuation is what greedy decoding would write.
+    best = brute_force(lm, mesh_of(), items[:1])[0][2]
+    items.append(Item(items[0].context, tuple(best.tolist())))
+    actual = loglikelihoods(lm, items, batch_rows=rows)
+    for mine, (expected, is_greedy, _) in zip(actual, brute_force(lm, mesh_of(), items), strict=True):
+        assert mine.loglikelihood == pytest.approx(expected, abs=2e-4)
+        assert mine.is_greedy == is_greedy
+    assert actual[-1].is_greedy
+    assert not all(s.is_greedy for s in actual)
+
+
+def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 256, n).tolist() for n in (30, 7, 55, 30)]
+    # Labels of one length, so that none wins by being short, with beginnings in common.
+    labels = [[int(a), int(b), 10] for a in rng.integers(0, 256, 5) for b in rng.integers(0, 256, 4)]
+    items = [Item(tuple(p), tuple(label)) for p in prompts for label in labels]
+    expected = np.array([s[0] for s in brute_force(lm, mesh_of(), items)]).reshape(len(prompts), len(labels))
+    chosen = most_likely(lm, prompts, labels, batch_rows=4)
+    assert chosen == np.argmax(expected, axis=1).tolist()
+    assert len(set(chosen)) > 1
+    assert most_likely(lm, prompts, [labels[3], labels[3]], batch_rows=2) == [0] * 4
+
+
+def test_items_must_fit(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    for item, message in [
+        (Item((), (1,)), "item 0: context and continuation"),
+        (Item((1,), ()), "item 0: context and continuation"),
+        (Item((1,) * 120, (1,) * 10), "item 0 has 129 tokens"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            loglikelihoods(lm, [item], batch_rows=2)

@@ -1,0 +1,62 @@
+"""Text by tokens: the same wherever tokens end."""
+
+import itertools
+import random
+
+import pytest
+
+from difftx.inference.text import TextStream
+
+
+def cuts(data, seed):
+    """Cut bytes into tokens at random places."""
+    rng = random.Random(seed)
+    places = sorted(rng.sample(range(1, len(data)), rng.randint(0, len(data) - 1)))
+    return [data[a:b] for a, b in itertools.pairwise([0, *places, len(data)])]
+
+
+def stream(tokens, stop=()):
+    text = TextStream(tokens, stop)
+    pieces = []
+    for token in range(len(tokens)):
+        pieces.append(text.add(token))
+        if text.stopped:
+            break
+    pieces.append(text.finish())
+    assert "".join(pieces) == text.text
+    return text, pieces
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_characters_are_whole_wherever_tokens_end(seed):
+    data = "aé€😀\n".encode() + b"\xff\xe2\x82z" + "ü".encode()[:1]  # The rest is not UTF-8.
+    text, pieces = stream(cuts(data, seed))
+    assert text.text == data.decode(errors="replace")
+    assert "\ufffd" not in "".join(pieces)[:5]
+
+
+# Stop strings, and where the text must end: before the one that is complete first, of these the longest.
+STOPS = [
+    (["\n\n"], "Q: one\nA: two"),
+    (["A:"], "Q: one\n"),
+    (["never"], "Q: one\nA: two\n\n\nQ: three aaab"),
+    (["two\n\n", "wo"], "Q: one\nA: t"),
+    (["o\n\n\n", "\n\nQ", "\n\n\nQ"], "Q: one\nA: tw"),
+    (["aab"], "Q: one\nA: two\n\n\nQ: three a"),
+    (["e aaab", "aaab"], "Q: one\nA: two\n\n\nQ: thre"),
+]
+
+
+@pytest.mark.parametrize(("stop", "expected"), STOPS)
+def test_stop_strings_are_found_across_tokens(stop, expected):
+    data = b"Q: one\nA: two\n\n\nQ: three aaab"
+    for seed in range(50):
+        text, _ = stream(cuts(data, seed), stop)
+        assert text.text == expected
+        assert text.stopped == (stop != ["never"])
+
+
+def test_what_cannot_become_a_stop_string_is_not_held_back():
+    text = TextStream([b"ab", b"c", b"x", b"abc"], ["abcd"])
+    assert [text.add(i) for i in range(4)] == ["", "", "abcx", ""]
+    assert text.finish() == "abc"

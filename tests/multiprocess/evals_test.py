@@ -1,0 +1,43 @@
+"""eval.py as two real processes, against one."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+from conftest import ROOT, child_environment
+from evals.evaluation_test import SUITES, flat
+from report.suites_test import save_run
+
+from difftx import evals
+from difftx.report.commands import load_params
+from multiprocess.train_test import free_port
+
+
+def test_two_processes_score_as_one(config, text_file, tmp_path):
+    """One process of eight devices; two of two devices each write the same numbers, but for rounding."""
+    changes = {"eval__loss_tokens": 21 * 32, "eval__position_documents": 5, "mesh__fsdp": 8}
+    run = save_run(config(data__path=text_file, data__document_mask=True, **changes), tmp_path / "run", [6])
+    expected = evals.evaluate(run, load_params(run, 6), 6, SUITES)
+    flags = [f"--workdir={run.workdir}", f"--suite={','.join(SUITES)}", "--again", "--mesh.data=2", "--mesh.fsdp=2"]
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "eval.py", *flags, *together, f"--process={i}"],
+            cwd=ROOT,
+            env=child_environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    texts = [process.communicate(timeout=240) for process in running]
+    assert [process.returncode for process in running] == [0, 0], texts
+    assert "step 6 recall" in texts[0][0]
+    assert "step" not in texts[1][0].replace("[Gloo]", "")  # One process reports.
+    for suite, result in expected.items():
+        written = json.loads((run.workdir / "evals" / suite / "6.json").read_text())
+        both = [flat(values) for values in (written, {"step": 6, **dataclasses.asdict(result)})]
+        np.testing.assert_allclose(*both, rtol=1e-6)

@@ -1,0 +1,166 @@
+"""What eval.py's --workdir, --suite, --step and --again do, on real checkpoints."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT, TINY, replace
+from training.verified_test import flip_a_bit, largest_file
+
+from difftx import evals
+from difftx.config_reader import load_config, split_group_overrides
+from difftx.errors import UserError
+from difftx.report.commands import chosen_steps, run_suites
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.run import Run
+from difftx.training.state import init_state
+
+ALONE = argparse.Namespace(distributed=False, coordinator=None, processes=None, process=None)
+STEPS = (3, 6, 9, 12)
+
+
+def save_run(config, workdir, steps):
+    """Make a run's directory with checkpoints of these steps; return the run."""
+    run = Run.open(config, workdir)
+    run.write_description()
+    with jax.set_mesh(run.mesh):
+        state = jax.jit(lambda: init_state(config))()
+        writer = Checkpointer(workdir, replace(config, "checkpoint", keep=9).checkpoint)
+        for step in steps:
+            params = jax.tree.map(lambda x, step=step: x * (1 + step / 100), state.params)
+            saved = dataclasses.replace(state, step=jnp.int32(step), params=params)
+            writer.save(saved, {"examples": 0, "signature": run.data.signature}, config)
+        writer.close()
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with checkpoints, which no test changes."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    changes = {"data.path": str(folder / "text.txt"), "eval.loss_tokens": "500", "eval.position_documents": "3"}
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes | {"mesh.fsdp": "8"})
+    return save_run(config, folder / "run", STEPS)
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    shutil.copytree(saved.workdir, tmp_path / "run")
+    return dataclasses.replace(saved, workdir=tmp_path / "run")
+
+
+def evaluate(run, *suites, step=None, again=False, flags=()):
+    overrides = split_group_overrides(flags, ("eval", "mesh"))
+    return run_suites(run.workdir, suites, step, overrides, again, ALONE)
+
+
+def results(run, suite):
+    files = sorted((run.workdir / "evals" / suite).glob("*.json"), key=lambda path: int(path.stem))
+    return {int(path.stem): json.loads(path.read_text()) for path in files}
+
+
+def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
+    """All steps twice; then with another field, on another mesh, and again: only what is not done is computed."""
+    passes = []
+    original = evals.loss.evaluate
+    monkeypatch.setitem(evals.SUITES, "loss", lambda evaluation: passes.append(1) or original(evaluation))
+    assert evaluate(run, "loss", step="6:12:3") == 0
+    first = results(run, "loss")
+    assert list(first) == [6, 9, 12]
+    assert len({result["numbers"]["loss"] for result in first.values()}) == 3
+    assert "skipped" not in capsys.readouterr().out
+    assert evaluate(run, "loss", step="all") == 0
+    assert len(passes) == 4
+    assert capsys.readouterr().out.count("was made with the same settings; --again makes it anew") == 3
+    assert results(run, "loss").items() >= first.items()
+    flags = ["--mesh.fsdp=4", "--mesh.tensor=2"]
+    assert evaluate(run, "loss", step="6", flags=flags) == 0  # The mesh changes nothing.
+    assert len(passes) == 4
+    assert evaluate(run, "loss", step="6", again=True, flags=flags) == 0
+    assert len(passes) == 5
+    on_another_mesh = results(run, "loss")[6]["numbers"]["loss"]
+    assert on_another_mesh == pytest.approx(first[6]["numbers"]["loss"], rel=1e-6)
+    assert evaluate(run, "loss", step="6", flags=["--eval.loss_tokens=64"]) == 0
+    assert results(run, "loss")[6]["details"]["sets"]["valid"]["tokens"] == 64
+    with jax.set_mesh(run.mesh):  # The training loop's result is one of the same settings.
+        params = jax.jit(lambda: init_state(run.config))().params
+    evals.evaluate(run, params, 3, ["loss"])
+    capsys.readouterr()
+    assert evaluate(run, "loss", step="3") == 0
+    assert "skipped" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_does_not_keep_the_others(run, capsys):
+    flip_a_bit(largest_file(run.workdir / "checkpoints" / "9"))
+    with pytest.raises(UserError, match="1 of 2 steps were not evaluated: step 9: the checkpoint does not verify"):
+        evaluate(run, "loss", step="9:12")
+    assert "step 9: the checkpoint does not verify" in capsys.readouterr().out
+    assert list(results(run, "loss")) == [12]
+
+
+def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
+    drawn = []
+
+    def draw_chart(chart, folder):
+        drawn.append((chart["name"], folder))
+        folder.mkdir(exist_ok=True)
+        return [folder / "file.png"]
+
+    monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
+    assert evaluate(run, "position") == 0
+    folder = run.workdir / "evals" / "position" / "12"
+    assert drawn == [("loss_by_position", folder)]
+    assert str(folder / "file.png") in capsys.readouterr().out
+    assert evaluate(run, "position") == 0
+    assert len(drawn) == 1
+    folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
+    assert evaluate(run, "position") == 0
+    assert len(drawn) == 2
+
+
+def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
+    for step, message in [
+        ("5", "--step=5: no such checkpoint; there are 3, 6, 9, 12"),
+        ("13:99", "--step=13:99: no such checkpoint; there are 3, 6, 9, 12"),
+        ("6:3", "no such checkpoint"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(run, "loss", step=step)
+    for flags, message in [
+        (["--mesh.fsdp=3"], r"mesh\.fsdp=3.* do not multiply to the 8 devices here.* --mesh\.data=1 --mesh\.fsdp=-1"),
+        (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be cut.* --mesh\.data=1"),
+        (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
+        (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
+        (["--model.num_heads=1"], "overrides are written --eval"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(run, "loss", flags=flags)
+    with pytest.raises(UserError, match="Did you mean 'recall'"):
+        evaluate(run, "recal")
+    empty = Run.open(run.config, tmp_path / "empty")
+    empty.write_description()
+    for step in (None, "all", "3"):
+        with pytest.raises(UserError, match="no checkpoint there yet"):
+            evaluate(empty, "loss", step=step)
+    assert not (run.workdir / "evals").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("all", [3, 6, 9, 12]), ("6", [6]), ("3:9", [3, 6, 9]), ("0:100:6", [6, 12]), ("3:12:6", [3, 9]), ("9:9", [9])],
+)
+def test_chosen_steps(text, steps):
+    assert chosen_steps(text, STEPS) == steps
+
+
+@pytest.mark.parametrize("text", ["", "x", "3:", ":9", "3:9:0", "3:9:x", "-3", "3:9:2:1", "3.5", "ALL"])
+def test_a_step_that_cannot_be_read(text):
+    with pytest.raises(UserError, match="write N, A:B, A:B:K or all"):
+        chosen_steps(text, STEPS)

@@ -1,0 +1,460 @@
+"""Bad steps: skipped updates, spikes, rewinds and stops; in this process, on data in which some examples are bad."""
+
+import collections
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx.config import GuardsConfig
+from difftx.data.loader import Loader
+from difftx.data.sources import load_sources
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
+from difftx.training import loop
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.guards import BadSteps, Guard, Journal, rewind_target
+from difftx.training.metrics import read_metrics
+from difftx.training.run import Run
+from difftx.training.state import init_state, make_train_step
+
+ROWS = 8  # Examples a step.
+STEPS = 16
+
+
+class Examples:
+    """A run's examples; the batches `nan` make the loss no number, the batches `spike` make it high."""
+
+    def __init__(self, examples, nan=(), spike=()):
+        self._examples, self._nan, self._spike = examples, set(nan), set(spike)
+
+    def __len__(self):
+        return len(self._examples)
+
+    def __getitem__(self, index):
+        row, batch = dict(self._examples[index]), index // ROWS
+        if batch in self._nan:
+            row["loss_mask"] = row["loss_mask"] * np.float32("nan")
+        if batch in self._spike:
+            row["targets"] = np.full_like(row["targets"], 263)  # A token that text has not.
+        return row
+
+
+def evaluate(run, params, step, suites):
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def step_of():
+    """Return `make_train_step`, which here, and in the loop, compiles only once for configs with an equal step."""
+    made = {}
+
+    def step_of(config):
+        key = (config.model, config.optimizer, config.train, config.data.sequence_length)
+        return made.setdefault(key, make_train_step(config))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", step_of)
+        yield step_of
+
+
+@pytest.fixture
+def open_run(config, mesh_of, text_file, tmp_path):
+    """Return a function: name of a workdir, bad batches, axes of the mesh and overrides → a run."""
+
+    def make(name, nan=(), spike=(), axes=None, **overrides):
+        options = {
+            "data__path": text_file,
+            "train__steps": STEPS,
+            "checkpoint__every_steps": 4,
+            "checkpoint__keep": 20,
+            "eval__every_steps": 100,
+            "logging__tensorboard": "false",
+            "guards__max_skipped": 3,
+            "guards__skip_steps": 2,
+        }
+        c = config(**(options | overrides))
+        tokenizer = load_tokenizer(c.data.tokenizer)
+        run = Run(c, tmp_path / name, mesh_of(**(axes or {})), tokenizer, load_sources(c.data, tokenizer))
+        vars(run.data)["examples"] = Examples(run.data.examples, nan, spike)  # A cached property.
+        return run
+
+    return make
+
+
+def train(run, **options):
+    return loop.train(run, evaluate, **options)
+
+
+def train_rows(run):
+    rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return rows
+
+
+def losses(run):
+    return [row["loss"] for row in train_rows(run)]
+
+
+def journal(run):
+    path = run.workdir / "journal.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def final_state(run):
+    with jax.set_mesh(run.mesh):
+        abstract = jax.eval_shape(lambda: init_state(run.config))
+        return Checkpointer(run.workdir).restore(run.config.train.steps, abstract, run.mesh)[0]
+
+
+@pytest.fixture
+def brute_force(step_of):
+    """Return a function: run and numbers of batches → losses and last state of nothing but steps on them."""
+
+    def take_steps(run, batches):
+        loader = loader_of(run)
+        losses = []
+        with jax.set_mesh(run.mesh):
+            step = jax.jit(step_of(run.config), donate_argnums=0)
+            state = jax.jit(lambda: init_state(run.config))()
+            for batch in batches:
+                loader.restore({"examples": batch * ROWS, "signature": {}})
+                state, metrics = step(state, next(loader))
+                losses.append(None if metrics["skipped"] else float(metrics["loss"]))
+        return losses, state
+
+    return take_steps
+
+
+def loader_of(run):
+    return Loader(run.data.examples, rows=ROWS, prefetch_batches=1, sharding=run.batch_sharding, signature={})
+
+
+def test_a_skipped_update_changes_nothing_but_the_step(open_run):
+    run = open_run("run", nan={1}, optimizer__warmup_steps=5, train__accumulation=2, axes={"fsdp": 2, "tensor": 2})
+    loader = loader_of(run)
+    with jax.set_mesh(run.mesh):
+        state = jax.jit(lambda: init_state(run.config))()
+        step = jax.jit(make_train_step(run.config))
+        first, metrics = step(state, next(loader))
+        assert int(metrics["skipped"]) == 0
+        second, metrics = step(first, next(loader))
+        assert int(metrics["skipped"]) == 1
+        third, after = step(second, next(loader))
+    assert [int(s.step) for s in (first, second, third)] == [1, 2, 3]
+    jax.tree.map(np.testing.assert_array_equal, (first.params, first.opt_state), (second.params, second.opt_state))
+    assert metrics["learning_rate"] == after["learning_rate"]  # Of the update that did not take place, then does.
+    assert optax.tree.norm(optax.tree.sub(third.params, second.params)) > 0
+
+
+def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_force):
+    run = open_run("run", nan={5, 7, 8, 13}, logging__every_steps=6)
+    assert train(run) == 0
+    rows = [row for row in read_metrics(run.workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+    assert [row["step"] for row in rows] == [6, 8, 9, 12, 14, 16]
+    assert [row["skipped"] for row in rows] == [1, 1, 1, 0, 1, 0]
+    assert rows[0]["loss"] is None
+    assert journal(run) == []
+    # Step 8 was bad: no checkpoint of it.
+    assert Checkpointer(run.workdir).steps() == [4, 12, 16]
+    assert "step 6: loss nan, gradient norm nan: update skipped" in capsys.readouterr().out
+    expected, state = brute_force(run, range(STEPS))
+    assert [row["loss"] for row in rows] == [expected[row["step"] - 1] for row in rows]
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
+
+
+def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
+    """Steps 10 to 12 are bad: back to 8, on after 12 + 2 batches; step 13, under way already, is forgotten."""
+    run = open_run("run", nan={9, 10, 11})
+    assert train(run) == 0
+    order = [*range(8), *range(14, 22)]
+    expected, state = brute_force(run, order)
+    assert losses(run) == expected
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
+    (entry,) = journal(run)
+    assert entry == {
+        "event": "rewind",
+        "step": 8,
+        "reason": "3 updates skipped, loss or gradient not finite",
+        "bad_steps": [10, 12],
+        "attempt": 2,
+        "skipped_examples": [8 * ROWS, 14 * ROWS],
+        "rewinds": 1,
+    }
+    rows = train_rows(run)
+    assert [row["attempt"] for row in rows] == [1] * 8 + [2] * 8
+    assert [row["tokens"] for row in rows] == [256 * step for step in range(1, STEPS + 1)]
+    assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run, brute_force):
+    """Step 9 is bad, step 8 is a checkpoint: back to 4, and what is written of step 8 later is another one."""
+    run = open_run("run", nan={8, 9, 10})
+    assert train(run) == 0
+    expected, state = brute_force(run, [*range(4), *range(13, 25)])
+    assert losses(run) == expected
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), state)
+    assert [entry["step"] for entry in journal(run)] == [4]
+
+
+def test_a_run_can_go_back_to_its_start_and_more_than_once(open_run, brute_force):
+    run = open_run("run", nan={1, 2, 3, 7, 8, 9, 21, 22, 23}, guards__max_rewinds=4)
+    assert train(run) == 0
+    # From batch 0 to 6; steps 2 to 4 are bad again: to 12. Step 10 is batch 21: from 20, of step 8, to 26.
+    assert [(e["step"], e["skipped_examples"], e["rewinds"]) for e in journal(run)] == [
+        (0, [0, 6 * ROWS], 1),
+        (0, [0, 12 * ROWS], 2),
+        (8, [20 * ROWS, 26 * ROWS], 3),
+    ]
+    assert losses(run) == brute_force(run, [*range(12, 20), *range(26, 34)])[0]
+
+
+def test_rewinds_have_an_end(open_run, capsys):
+    run = open_run("run", nan=range(9, 10_000), guards__max_rewinds=1)
+    assert train(run) == EXIT_FAILED
+    assert [entry["event"] for entry in journal(run)] == ["rewind", "stop"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "error: steps 9 to 11: 3 updates skipped, loss or gradient not finite; stopped, "
+        "rewound before: 1 (guards.max_rewinds=1)"
+    )
+
+
+def test_a_run_can_be_told_to_stop_and_stops_again(open_run, capsys, brute_force):
+    run = open_run("run", nan={9, 10, 11}, guards__on_bad_steps="stop")
+    for _ in range(2):
+        assert train(run) == EXIT_FAILED
+        assert "error: steps 10 to 12: 3 updates skipped" in capsys.readouterr().err
+    assert Checkpointer(run.workdir).steps() == [4, 8]
+    assert [row["skipped"] for row in train_rows(run)][9:12] == [1, 1, 1]
+    other = open_run("run", nan={9, 10, 11})  # Told otherwise, it goes on.
+    assert train(other) == 0
+    assert losses(other) == brute_force(other, [*range(8), *range(14, 22)])[0]
+
+
+SPIKES = {
+    "spike": {9, 10, 11},
+    "guards__spike_threshold": 2.0,
+    "guards__spike_window_steps": 6,
+    "guards__spike_patience_steps": 3,
+}
+
+
+def test_a_spike_is_passed_over_too(open_run, brute_force):
+    run = open_run("run", **SPIKES)
+    assert train(run) == 0
+    (entry,) = journal(run)
+    assert (entry["step"], entry["bad_steps"]) == (8, [10, 12])
+    assert entry["reason"] == "3 losses far above the median"
+    assert losses(run) == brute_force(run, [*range(8), *range(14, 22)])[0]
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(known, open_run):
+    """Return a function: options of `open_run` → losses, windows and last state of a run that nothing disturbs."""
+
+    def train_whole(**options):
+        key = repr(options)
+        if key not in known:
+            whole = open_run("whole", **options)
+            assert train(whole) == 0
+            known[key] = (losses(whole), windows(whole), final_state(whole))
+        return known[key]
+
+    return train_whole
+
+
+def windows(run):
+    return [entry["skipped_examples"] for entry in journal(run)]
+
+
+class StopAfter:
+    """In place of the loop's Interrupt: a signal that comes after some steps, and is seen from then on."""
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def requested(self, step):
+        self._calls -= 1
+        return self._calls < 0
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "stopped"),
+    [("nan", 9), ("nan", 11), ("nan", 13), ("spike", 11)],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(open_run, uninterrupted, monkeypatch, kind, stopped):
+    """Stopped before and between bad steps, and after the rewind, which forgets a checkpoint that a stop left."""
+    options = SPIKES if kind == "spike" else {"nan": {5, 9, 10, 11, 17}}
+    run = open_run("run", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Interrupt", lambda: StopAfter(stopped))
+        assert train(run) == EXIT_PREEMPTED
+    assert train(run) == 0
+    expected_losses, expected_windows, expected_state = uninterrupted(**options)
+    assert losses(run) == expected_losses
+    assert windows(run) == expected_windows
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), expected_state)
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing after it runs."""
+
+
+@pytest.mark.parametrize("place", ["remove", "Journal.add_rewind", "Journal.resume"])
+def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
+    options = {"nan": {8, 9, 10}}
+    run = open_run("run", **options)
+
+    def kill(*_, **__):
+        raise Killed
+
+    from difftx.training import guards
+
+    resume = Journal.resume
+    with monkeypatch.context() as patch:
+        # Of `resume` the second call: the first attempt begins with one.
+        calls = iter([resume, kill])
+        patched = (lambda *args: next(calls)(*args)) if place == "Journal.resume" else kill
+        owner = guards if "." not in place else Journal
+        patch.setattr(owner, place.rpartition(".")[2], patched)
+        with pytest.raises(Killed):
+            train(run)
+    assert train(run) == 0
+    assert (losses(run), windows(run)) == uninterrupted(**options)[:2]
+
+
+def test_another_batch_size_continues_after_a_rewind(open_run):
+    run = open_run("run", nan={9, 10, 11})
+    assert train(run) == 0
+    half = open_run("run", train__steps=20, train__global_batch_tokens=ROWS // 2 * 32)
+    assert train(half, allow_config_change=True) == 0
+    with jax.set_mesh(half.mesh):
+        abstract = jax.eval_shape(lambda: init_state(half.config))
+        _, data = Checkpointer(half.workdir).restore(20, abstract, half.mesh)
+    assert data["examples"] == 22 * ROWS + 4 * ROWS // 2
+
+
+def test_a_journal_that_is_none_is_refused(tmp_path):
+    for line in (
+        "{",
+        "[1]",
+        "3",
+        '{"step": 1}',
+        '{"event": "rewind", "step": 1, "rewinds": 1, "skipped_examples": [1]}',
+    ):
+        (tmp_path / "journal.jsonl").write_text(f'{{"event": "stop"}}\n{line}\n')
+        with pytest.raises(UserError, match=r"journal.jsonl: line 2 is no entry of a journal"):
+            Journal(tmp_path)
+
+
+def test_which_checkpoint_is_gone_back_to():
+    assert rewind_target([4, 8, 10, 12], 14, 4) == 12
+    assert rewind_target([4, 8, 10, 12], 13, 4) == 8
+    assert rewind_target([10], 14, 4) is None
+    assert rewind_target([3], 5, 4) == 0
+    assert rewind_target([4], 6, 4) == 4
+
+
+def oracle(losses, config):
+    """The first and last bad step of the first trip, with numpy over explicit lists; a loss of None was skipped."""
+    good, bad = [], []
+    for step, loss in enumerate(losses, 1):
+        window = np.array(good[-config.spike_window_steps :], np.float64)
+        spike = False
+        if loss is not None and config.spike_threshold is not None and len(window) == config.spike_window_steps:
+            spread = 1.4826 * np.median(np.abs(window - np.median(window)))
+            spike = spread > 0 and (loss - np.median(window)) > config.spike_threshold * spread
+        if loss is None or spike:
+            bad.append((step, loss))
+        else:
+            good.append(loss)
+            bad = []
+        skipped = sum(loss is None for _, loss in bad)
+        if skipped >= config.max_skipped or len(bad) - skipped >= config.spike_patience_steps:
+            return bad[0][0], step
+    return None
+
+
+def guards_config(**changes):
+    defaults = {
+        "on_bad_steps": "rewind",
+        "max_skipped": 3,
+        "skip_steps": 0,
+        "max_rewinds": 1,
+        "spike_threshold": 4.0,
+        "spike_window_steps": 5,
+        "spike_patience_steps": 2,
+    }
+    return GuardsConfig(**(defaults | changes))
+
+
+def first_trip(losses, config, saved_at=None):
+    guard = Guard(config)
+    for step, loss in enumerate(losses, 1):
+        guard.observe(step, float("nan") if loss is None else loss, skipped=loss is None)
+        if guard.tripped is not None:
+            return guard.tripped.first, guard.tripped.last
+        if saved_at is not None and step >= saved_at and guard.calm:
+            state, guard, saved_at = json.loads(json.dumps(guard.state())), Guard(config), None
+            guard.restore(state)
+    return None
+
+
+LOSSES = st.one_of(st.none(), st.floats(0, 3), st.sampled_from([2.0, 2.1, 50.0, 60.0]))
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(
+    losses=st.lists(LOSSES, max_size=40),
+    window=st.integers(1, 8),
+    patience=st.integers(1, 4),
+    max_skipped=st.integers(1, 4),
+    threshold=st.sampled_from([None, 1.0, 6.0]),
+    saved_at=st.integers(1, 40),
+)
+def test_verdicts_are_the_oracles_also_after_a_restart(losses, window, patience, max_skipped, threshold, saved_at):
+    config = guards_config(
+        spike_window_steps=window,
+        spike_patience_steps=patience,
+        max_skipped=max_skipped,
+        spike_threshold=threshold,
+    )
+    expected = oracle(losses, config)
+    assert first_trip(losses, config) == expected
+    assert first_trip(losses, config, saved_at) == expected
+
+
+def test_spikes_on_crafted_losses():
+    calm = [2.0, 2.1, 1.9, 2.05, 1.95]
+    assert first_trip([*calm, 9.0, 9.0], guards_config()) == (6, 7)
+    assert first_trip([*calm, 9.0, 2.0, 9.0], guards_config()) is None  # One alone, twice.
+    assert first_trip([*calm, 9.0, None, 9.0], guards_config()) == (6, 8)
+    assert first_trip([*calm, 0.0, 0.0], guards_config()) is None  # Lower is no spike.
+    assert first_trip([*calm[:4], 9.0, 9.0], guards_config()) is None  # Too early to tell.
+    assert first_trip([2.0] * 5 + [9.0, 9.0], guards_config()) is None  # No spread.
+    assert first_trip([*calm, 9.0, 9.0], guards_config(spike_threshold=None)) is None
+    slope = list(np.linspace(5, 1, 200) + np.random.default_rng(0).normal(0, 0.05, 200))
+    assert first_trip(slope, guards_config(spike_threshold=6.0, spike_window_steps=32)) is None
+
+
+def test_guard_keeps_its_first_verdict():
+    guard = Guard(guards_config(max_skipped=1))
+    guard.observe(1, 2.0, skipped=True)
+    guard.observe(2, 2.0, skipped=False)
+    assert guard.tripped == BadSteps(1, 1, "1 updates skipped, loss or gradient not finite")
+    assert not guard.calm
+    assert isinstance(guard.state()["losses"], list)
+    assert collections.deque(guard.state()["losses"]) == collections.deque([2.0])
