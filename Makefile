@@ -8,6 +8,9 @@ PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v "$$p"; break; }; done)
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+# The packages of an extra of pyproject.toml, without the project.
+extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
 .PHONY: quickstart test test-processes test-compile lint format
@@ -18,8 +21,10 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/diff --suite=sample
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
+	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
 
-test: .venv/.installed
+# Where a Chromium is installed, the page of eval.py --report is tested in it.
+test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not processes"
 
 # Runs of several processes, sweeps, and what happens to them: killed, frozen, damaged. One test at a time:
@@ -53,7 +58,11 @@ format: .venv/.installed-lint
 	touch $@
 
 .venv/.installed-lint: .venv/.installed pyproject.toml
-	$(BIN)/python $(PIP_INSTALL) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+	$(BIN)/python $(PIP_INSTALL) $(call extra,lint)
+	touch $@
+
+.venv/.installed-browser: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,browser)
 	touch $@
 
 # An environment of its own: where an accelerator's plugin is merely installed, JAX tries it on every start.

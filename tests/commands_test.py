@@ -114,6 +114,30 @@ def test_eval_curves(trained):
     }
 
 
+def test_eval_report(trained):
+    runs, page = trained / "runs", trained / "page" / "report.html"
+    result = run("eval.py", "--report", f"--workdir={runs}/diff,{runs}/transformer", f"--out={page}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(page)
+    text = page.read_text()
+    for part in ("Training loss, raw and smoothed", "λ of each layer: diff", "model.architecture", "bits per byte"):
+        assert part in text
+
+
+def test_eval_scaling(tmp_path):
+    losses = {"diff": 0.7, "transformer": 1.0}  # What they need of each other's size.
+    points = [
+        {"architecture": name, "size": size, "tokens": 1e10, "loss": 2 + (size / share / 1e9) ** -0.3}
+        for name, share in losses.items()
+        for size in (1e9, 2e9, 4e9, 8e9)
+    ]
+    (tmp_path / "points.json").write_text(json.dumps(points))
+    result = run("eval.py", f"--scaling={tmp_path / 'points.json'}", f"--out={tmp_path / 'out'}")
+    assert result.returncode == 0, result.stderr
+    assert "70.0% (" in result.stdout
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"scaling_size.png", "scaling_size.svg", "scaling.json"}
+
+
 def test_eval_mistakes(trained, tmp_path):
     workdir = trained / "runs" / "diff"
     (tmp_path / "config.json").write_text("{")
@@ -132,6 +156,9 @@ def test_eval_mistakes(trained, tmp_path):
         (["--workdir=no/such", "--suite=loss"], "no config.json there"),
         ([f"--workdir={tmp_path}", "--suite=loss"], "line 1 is not JSON"),
         (["--curves=no/such/*", f"--out={tmp_path}"], "no folder with a metrics.jsonl"),
+        (["--curves=no/such/*"], "need --out=DIR"),
+        ([f"--scaling={workdir}", f"--out={tmp_path}"], "too few points"),
+        (["--report", f"--workdir={workdir},no/such"], "no config.json there"),
         ([], "--workdir and --suite"),
     ]
     for flags, message in cases:

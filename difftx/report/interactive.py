@@ -12,7 +12,10 @@ import numpy as np
 from difftx.report.charts import as_floats, colour_limits, series_colours
 
 HEIGHT = 240  # Pixels, of the frame; axes and legend come on top.
-MOST_NAMED_LINES = 7  # In a legend, and in the tooltips of one x; of more, such as layers, the line under the pointer.
+MOST_NAMED_LINES = 7  # In a legend.
+# Where the values of a few lines stand around one x, without covering each other; of more lines, such as layers, the
+# one under the pointer is shown.
+TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
 # Bokeh paints what is on a canvas in the page's colours, but a legend, which is HTML, in its own.
 LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
   overflow-wrap: anywhere }
@@ -64,10 +67,12 @@ def line_figure(
             figure.scatter(
                 line.x, line.y, source=line.source, color=line.colour, size=6, **_legend_label(line.name, is_named)
             )
-    mode = "vline" if is_named else "mouse"
-    for shown in hovered:
-        x, y = shown.glyph.x, shown.glyph.y
-        figure.add_tools(_hover([shown], [("", "$name"), (x_label, f"@{{{x}}}"), (y_label, f"@{{{y}}}")], mode))
+    for i, shown in enumerate(hovered):
+        # The axes have the labels: with them, the tooltips of two lines would not fit on a phone.
+        hover = _hover(shown, [("", "$name"), ("x", f"@{{{shown.glyph.x}}}"), ("y", f"@{{{shown.glyph.y}}}")])
+        if len(hovered) <= len(TOOLTIP_SIDES):
+            hover.mode, hover.attachment = "vline", TOOLTIP_SIDES[i]
+        figure.add_tools(hover)
     _place_legend(figure)
     return figure
 
@@ -81,7 +86,7 @@ def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequ
     """Draw a vertical line at each of some steps; hovering shows what happened."""
     source = bokeh.models.ColumnDataSource({"x": list(steps), "text": list(texts)})
     shown = figure.vspan(x="x", source=source, color="#D55E00", line_dash="dashed", line_width=2)
-    figure.add_tools(_hover([shown], [("step", "@x"), ("event", "@text")], "mouse"))
+    figure.add_tools(_hover(shown, [("step", "@x"), ("event", "@text")]))
 
 
 def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
@@ -110,7 +115,7 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh
             y="row", left="left", right="right", height=0.6, source=source, color=colour, legend_label=part
         )
         tooltips = [("", "@row"), ("", "@part"), (x_label, "@value"), ("share", "@share")]
-        figure.add_tools(_hover([shown], tooltips, "mouse"))
+        figure.add_tools(_hover(shown, tooltips))
         left = {name: left[name] + values[name] for name in rows}
     figure.ygrid.visible = False
     _place_legend(figure)
@@ -162,9 +167,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     )
     shown.glyph.color_mapper = mapper
     figure.add_tools(
-        _hover(
-            [shown], [(chart["x_label"], across), (chart["y_label"], down), (chart["value_label"], "@image")], "mouse"
-        )
+        _hover(shown, [(chart["x_label"], across), (chart["y_label"], down), (chart["value_label"], "@image")])
     )
     for axis, names in ((figure.xaxis, columns), (figure.yaxis, rows)):
         ticks = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
@@ -182,14 +185,14 @@ def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure
     figure.toolbar.logo = None
     figure.toolbar.autohide = False
     figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
+    if options.get("x_axis_type") == "linear":
+        figure.xaxis.formatter = bokeh.models.BasicTickFormatter(power_limit_high=6)
     return figure
 
 
-def _hover(
-    renderers: Sequence[Any], tooltips: Sequence[tuple[str, str]], mode: Literal["mouse", "vline"]
-) -> bokeh.models.HoverTool:
+def _hover(renderer: Any, tooltips: Sequence[tuple[str, str]]) -> bokeh.models.HoverTool:
     """Return a hover tool that has no button of its own."""
-    return bokeh.models.HoverTool(renderers=list(renderers), tooltips=list(tooltips), mode=mode, visible=False)
+    return bokeh.models.HoverTool(renderers=[renderer], tooltips=list(tooltips), visible=False)
 
 
 def _place_legend(figure: bokeh.plotting.figure) -> None:
@@ -199,7 +202,7 @@ def _place_legend(figure: bokeh.plotting.figure) -> None:
     legend.click_policy = "hide"
     legend.background_fill_alpha = 0
     legend.border_line_alpha = 0
-    legend.location = "top_left"
+    legend.location, legend.margin = "top_left", 0
     legend.stylesheets = [LEGEND_STYLE]
     figure.add_layout(legend, "below")
 

@@ -8,7 +8,6 @@ import bokeh.embed
 import bokeh.model
 import bokeh.resources
 import jinja2
-import markupsafe
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
@@ -52,10 +51,9 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         samples=tables.samples(runs),
         notes=_notes(runs, foreign, [section.title for section in sections if not section.panels]),
         sections=[section for section in sections if section.panels],
-        # The only texts that are not escaped are Bokeh's own, in which it has escaped what came from files.
-        divs={name: markupsafe.Markup(div) for name, div in divs.items()},
-        script=markupsafe.Markup(script),
-        library=markupsafe.Markup(bokeh.resources.Resources("inline", components=["bokeh"]).render_js()),
+        divs=divs,
+        script=script,
+        library=bokeh.resources.Resources("inline", components=["bokeh"]).render_js(),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)

@@ -126,6 +126,7 @@ def browser(file, tmp_path, **options):
             str(tmp_path / "profile"), executable_path=CHROMIUM, args=CHROMIUM_FLAGS, **options
         )
         try:
+            context.set_default_timeout(120_000)  # Of a machine that does much else.
             page = context.new_page()
             page.on("console", lambda message: messages.append((message.type, message.text)))
             page.on("pageerror", lambda error: messages.append(("error", str(error))))
