@@ -2,11 +2,12 @@
 
 python benchmarks/generate.py [--config=configs/quickstart.py] [--new_tokens=512] [--rounds=5] [--config.field=value …]
 
-Both architectures in one process, in turns, greedy, from random parameters; the text never ends before its limit.
+Both architectures in one process, a block of each in turns, greedy, from random parameters; no text ends early.
 Without the cache: one pass over the whole window for each new token, all of them under one jit.
 """
 
 import argparse
+import dataclasses
 import functools
 import os
 import statistics
@@ -28,6 +29,7 @@ from difftx.config_reader import load_config, split_overrides
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
 from difftx.inference import decode
+from difftx.inference.cache import capacity_for
 from difftx.inference.decode import LanguageModel, Tokens
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.mesh import make_mesh
@@ -48,18 +50,31 @@ def load(spec: str, overrides: dict[str, str], architecture: str) -> LanguageMod
     return lm
 
 
-def with_cache(lm: LanguageModel, rows: int, new_tokens: int) -> list[tuple[int, float]]:
-    """Return (tokens made before it, its seconds) for each block of new tokens."""
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of new tokens."""
+
+    made: int  # Tokens before it.
+    seconds: float
+    cpu_seconds: float  # Of all threads: what other programs take from the machine is not in it.
+
+
+def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> dict[str, list[Block]]:
+    """Time every block of new tokens of each model, a block of one and a block of the other in turns."""
     prompts = Tokens.of([[1] * PROMPT_TOKENS] * rows, rows, decode.SMALLEST_CHUNK)
-    limit_B = np.full(rows, new_tokens)
-    state = decode.prefill(lm, prompts, chunk=decode.SMALLEST_CHUNK, seed_B=np.zeros(rows), limit_B=limit_B)
-    jax.block_until_ready(state)
-    blocks = []
+    states, blocks = {}, {name: [] for name in models}
+    for name, lm in models.items():
+        with jax.set_mesh(lm.mesh):
+            limit_B = np.full(rows, new_tokens)
+            state = decode.prefill(lm, prompts, chunk=decode.SMALLEST_CHUNK, seed_B=np.zeros(rows), limit_B=limit_B)
+            states[name] = jax.block_until_ready(state)
     for made in range(0, new_tokens, decode.BLOCK_TOKENS):
-        start = time.perf_counter()
-        state = decode.with_room(lm, state, PROMPT_TOKENS + made + decode.BLOCK_TOKENS)
-        state, _ = decode.next_tokens(lm, state, GREEDY)
-        blocks.append((made, time.perf_counter() - start))
+        for name, lm in models.items():
+            with jax.set_mesh(lm.mesh):
+                start, cpu_start = time.perf_counter(), time.process_time()
+                room = decode.with_room(lm, states[name], PROMPT_TOKENS + made + decode.BLOCK_TOKENS)
+                states[name], _ = decode.next_tokens(lm, room, GREEDY)
+                blocks[name].append(Block(made, time.perf_counter() - start, time.process_time() - cpu_start))
     return blocks
 
 
@@ -92,43 +107,60 @@ def without_cache(lm: LanguageModel, rows: int, new_tokens: int, tokens: int) ->
     return (time.perf_counter() - start) / tokens
 
 
-def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rounds: int, console) -> None:
-    """Run both in turns and print the tables."""
-    seconds: dict[str, list[list[tuple[int, float]]]] = {name: [] for name in models}
+def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rounds: int) -> None:
+    """Run `rounds` times, after once to compile, and print the tables."""
+    fast: dict[str, list[list[Block]]] = {name: [] for name in models}
     slow: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(rounds + 1):  # The first compiles.
+    load = os.getloadavg()[0]
+    for number in range(rounds + 1):
+        blocks = with_cache(models, rows, new_tokens)
         for name, lm in models.items():
             with jax.set_mesh(lm.mesh):
-                blocks, whole = with_cache(lm, rows, new_tokens), without_cache(lm, rows, new_tokens, 32)
+                whole = without_cache(lm, rows, new_tokens, 32)
             if number:
-                seconds[name].append(blocks)
+                fast[name].append(blocks[name])
                 slow[name].append(whole)
-    totals = {name: [sum(s for _, s in blocks) / new_tokens for blocks in runs] for name, runs in seconds.items()}
-    load = os.getloadavg()[0]
-    title = f"{rows} rows, {new_tokens} new tokens; load {load:.1f}; median (best … worst of {rounds}), ms a token"
+    console = rich.console.Console(width=160)
+    load = f"load {load:.1f} … {os.getloadavg()[0]:.1f}"
+    title = f"{rows} rows, {new_tokens} new tokens; {load}; ms a token, median (best … worst of {rounds})"
     table = rich.table.Table(title=title)
-    for column in ("architecture", "with cache", "tokens/s", "ratio", "without", "faster by"):
+    for column in ("architecture", "with cache", "CPU", "tokens/s", "ratio", "CPU ratio", "without", "faster by"):
         table.add_column(column, justify="left" if column == "architecture" else "right")
-    for name, values in totals.items():
-        ratio = statistics.median(a / b for a, b in zip(totals[ARCHITECTURES[0]], values, strict=True))
-        gain = statistics.median(a / b for a, b in zip(slow[name], values, strict=True))
-        rate = rows / statistics.median(values)
-        table.add_row(name, _spread(values), f"{rate:,.0f}", f"{ratio:.3f}", _spread(slow[name]), f"{gain:.1f}×")
+    first = [block for run in fast[ARCHITECTURES[0]] for block in run]
+    for name, runs in fast.items():
+        seconds = [sum(block.seconds for block in run) / new_tokens for run in runs]
+        cpu = [sum(block.cpu_seconds for block in run) / new_tokens for run in runs]
+        pairs = list(zip(first, (block for run in runs for block in run), strict=True))
+        table.add_row(
+            name,
+            _spread(seconds),
+            _spread(cpu),
+            f"{rows / statistics.median(seconds):,.0f}",
+            f"{statistics.median(a.seconds / b.seconds for a, b in pairs):.3f}",
+            f"{statistics.median(a.cpu_seconds / b.cpu_seconds for a, b in pairs):.3f}",
+            _spread(slow[name]),
+            f"{statistics.median(a / b for a, b in zip(slow[name], seconds, strict=True)):.1f}×",
+        )
     console.print(table)
-    table = rich.table.Table(title="ms a token by tokens made before (median of the rounds)")
+    console.print("ratio: tokens/s to the Transformer's, median over pairs of blocks")
+    console.print(_by_tokens_before(fast, new_tokens))
+
+
+def _by_tokens_before(fast: dict[str, list[list[Block]]], new_tokens: int) -> rich.table.Table:
+    table = rich.table.Table(title="ms a token by tokens made before it, median: wall, CPU")
     table.add_column("tokens before")
-    for name in models:
+    table.add_column("slots", justify="right")
+    for name in fast:
         table.add_column(name, justify="right")
-    marks = [m for m in range(0, new_tokens, max(decode.BLOCK_TOKENS, new_tokens // 8))]
-    for mark in marks:
-        medians = [
-            statistics.median(
-                s for blocks in seconds[name] for made, s in blocks if mark <= made < mark + new_tokens // 8
-            )
-            for name in models
-        ]
-        table.add_row(str(mark), *(f"{1e3 * s / decode.BLOCK_TOKENS:.3f}" for s in medians))
-    console.print(table)
+    step = max(decode.BLOCK_TOKENS, new_tokens // 8)
+    for mark in range(0, new_tokens, step):
+        cells = []
+        for runs in fast.values():
+            here = [block for run in runs for block in run if mark <= block.made < mark + step]
+            values = (statistics.median(getattr(b, kind) for b in here) for kind in ("seconds", "cpu_seconds"))
+            cells.append(", ".join(f"{1e3 * value / decode.BLOCK_TOKENS:.3f}" for value in values))
+        table.add_row(str(mark), str(capacity_for(PROMPT_TOKENS + mark + step)), *cells)
+    return table
 
 
 def _spread(seconds: list[float]) -> str:
@@ -145,8 +177,7 @@ def main() -> int:
     args, rest = parser.parse_known_args()
     overrides = split_overrides(rest, "config")
     models = {name: load(args.config, overrides, name) for name in ARCHITECTURES}
-    console = rich.console.Console(width=140)
-    measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds, console=console)
+    measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
     return 0
 
 

@@ -79,9 +79,9 @@ def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_seg
         lam_BKRT = jnp.moveaxis(lam_BTH.reshape(B, T, K, H // K), 1, 3)
         map_BKRTX -= lam_BKRT[..., None] * maps_BKGRTX[:, :, 1]
     map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
-    out_BTKRE = einsum("BKRTS,BKSE->BTKRE", map_BKRTX[..., :S], values_BKSE)
-    out_BTKRE += einsum("BKRTU,BUKE->BTKRE", map_BKRTX[..., S:], v_BUKE)
-    return out_BTKRE.astype(v_BUKE.dtype).reshape(B, T, H, E)
+    out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)
+    out_BKRTE += einsum("BKRTU,BUKE->BKRTE", map_BKRTX[..., S:], v_BUKE)
+    return jnp.moveaxis(out_BKRTE.astype(v_BUKE.dtype), 3, 1).reshape(B, T, H, E)
 
 
 def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
