@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from conftest import ROOT, child_environment
 from evals.evaluation_test import SUITES, flat
 from report.suites_test import save_run
@@ -13,6 +14,8 @@ from report.suites_test import save_run
 from difftx import evals
 from difftx.report.commands import load_params
 from multiprocess.train_test import free_port
+
+pytestmark = pytest.mark.processes
 
 
 def test_two_processes_score_as_one(config, text_file, tmp_path):
