@@ -218,6 +218,9 @@ def test_on_a_phone_in_the_dark(report, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         figure = page.locator("article:visible .figure").first
         assert figure.bounding_box()["width"] <= 360
+        # What is too wide for a figure would be cut off: long names are on several lines.
+        names = page.locator("article:visible .bk-Legend .bk-label")
+        assert max(names.evaluate_all("all => all.map(name => name.getBoundingClientRect().right)")) <= 360
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
         # The figure's ground, as painted, and text on it that can be read.
         ground, brightest = figure.evaluate(
