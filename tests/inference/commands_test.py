@@ -66,12 +66,9 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
     assert 0 < first["new_tokens"] <= 20
 
 
-def test_a_mistake_ends_with_2_and_one_line(workdir):
-    result = run(1, f"--workdir={workdir}", f"--prompt={'long ' * 40}")
-    assert result.returncode == 2
-    assert result.stderr.decode().splitlines() == [
-        "error: --prompt has 200 tokens, and the model's context data.sequence_length=128; shorten it"
-    ]
+def test_a_prompt_must_fit_the_context(workdir):
+    with pytest.raises(UserError, match=r"--prompt has 200 tokens, and the model.s context data\.sequence_length=128"):
+        main([f"--workdir={workdir}", f"--prompt={'long ' * 40}", "--mesh.fsdp=1", "--mesh.data=8"])
 
 
 @pytest.mark.parametrize(
