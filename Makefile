@@ -20,7 +20,7 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 
 test: .venv/.installed
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter"
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not chaos"
 
 # Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
 # and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import ROOT, child_environment
+from processes import PATIENCE, Processes, free_port
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint import Checkpointer
@@ -19,60 +19,6 @@ from difftx.training.manifest import damage
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
-
-PATIENCE = 8  # Seconds, of barriers and so of silence.
-
-
-class Processes:
-    """`train.py` started as two processes of some CPU devices each."""
-
-    def __init__(self, text_file, workdir, logs, devices=4, count=2, start=(0, 1), **changes):
-        overrides = TINY | {
-            "data.path": str(text_file),
-            "checkpoint.every_steps": "10",
-            "eval.every_steps": "1000",
-            "eval.loss_tokens": "512",
-            "logging.tensorboard": "false",
-            "mesh.fsdp": "-1",
-            "multihost.initialization_timeout_seconds": "60",
-            "multihost.heartbeat_timeout_seconds": "60",
-            "multihost.barrier_timeout_seconds": str(PATIENCE),
-        }
-        overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
-        flags = [f"--config.{name}={value}" for name, value in overrides.items()]
-        self.metrics = workdir / "metrics.jsonl"
-        self.logs = [logs / f"{process}.log" for process in range(count)]
-        self.running = {}
-        together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)] if count > 1 else []
-        for process in start[:count]:
-            which = ["--process", str(process)] if count > 1 else []
-            command = ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
-            self.running[process] = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=child_environment(devices),
-                stdout=self.logs[process].open("w"),
-                stderr=subprocess.STDOUT,
-            )
-
-    def until_step(self, step):
-        """Wait until a step is in metrics.jsonl."""
-        deadline = time.monotonic() + 240
-        while not (self.metrics.exists() and f'"step": {step},' in self.metrics.read_text()):
-            for process, popen in self.running.items():
-                assert popen.poll() is None, self.logs[process].read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def wait(self, process, timeout=240):
-        """Return a process's exit code and what it printed."""
-        code = self.running[process].wait(timeout)
-        return code, self.logs[process].read_text()
-
-    def kill(self):
-        for popen in self.running.values():
-            popen.kill()
-            popen.wait()
 
 
 @pytest.fixture
@@ -87,12 +33,6 @@ def started(text_file, tmp_path):
     yield start
     for group in groups:
         group.kill()
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def rows(metrics):
