@@ -1,7 +1,10 @@
 """What a run reports: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
 
+import contextlib
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,10 +14,11 @@ from typing import Any, Self
 
 import numpy as np
 import rich.progress
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter, directory_check
+from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import UserError
+from difftx.errors import RunError, UserError
 from difftx.files import write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
@@ -34,20 +38,18 @@ class MetricsWriter:
         if not enabled:
             return
         self.attempt = self._rewind(start_step)
-        self._file = self.path.open("a")
+        self._file = self.path.open("ab", buffering=0)
         if config.tensorboard:
-            # Steps from purge_step on are hidden: a resumed run draws no line twice.
-            # Event files are named by the second; the attempt keeps two of one second apart.
-            self._tensorboard = tensorboardX.SummaryWriter(
-                str(workdir / "tensorboard"),
-                purge_step=start_step + 1,
-                filename_suffix=f".{self.attempt}",
-            )
+            self._tensorboard = _start_tensorboard(workdir / "tensorboard", start_step, self.attempt)
         if config.wandb_project:
             self._wandb = _start_wandb(config.wandb_project, workdir)
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row, `values` being numbers or lists of numbers; nothing is buffered."""
+        """Write one row, `values` being numbers or lists of numbers; nothing is buffered.
+
+        Raises:
+            RunError: the disk is full, or the like.
+        """
         if self._file is None:
             return
         row = {
@@ -56,13 +58,22 @@ class MetricsWriter:
             "attempt": self.attempt,
             **{k: _plain(v) for k, v in values.items()},
         }
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
         scalars = {f"{split}/{name}": v for name, v in _scalars(row) if name not in ("step", "attempt")}
-        if self._tensorboard:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+        try:
+            if self._file.write(line) != len(line):  # As a write ends that fills a disk.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._tensorboard:
+                shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+                summary = summary_pb2.Summary(value=shown)
+                self._tensorboard.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+                self._tensorboard.flush()
+        except OSError as error:
+            self._abandon()
+            raise RunError(
+                f"{self.path.parent}: the numbers of step {step} could not be written: {error.strerror}; make room, "
+                "then run the same command again"
+            ) from error
         if self._wandb:
             self._wandb.log(scalars, step=step)
 
@@ -74,6 +85,14 @@ class MetricsWriter:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+    def _abandon(self) -> None:
+        """Close the files though what they hold cannot be written, so that nothing tries again at the exit."""
+        for file in (self._file, self._tensorboard and self._tensorboard._py_recordio_writer):
+            with contextlib.suppress(OSError):
+                if file:
+                    file.close()
+        self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> int:
         """Drop rows after `start_step` and half-written lines; return the number of this attempt, from 1."""
@@ -105,7 +124,7 @@ def _parse_rows(text: str) -> tuple[list[dict[str, Any]], int]:
             row = json.loads(line)
         except json.JSONDecodeError:
             row = None
-        if isinstance(row, dict) and {"split", "step", "attempt"} <= row.keys():
+        if isinstance(row, dict) and [type(row.get(name)) for name in ("split", "step", "attempt")] == [str, int, int]:
             rows.append(row)
         else:
             skipped += 1
@@ -183,6 +202,22 @@ def _scalars(row: Mapping[str, Any]) -> list[tuple[str, float]]:
         elif isinstance(value, (int, float)):
             flat.append((name, value))
     return flat
+
+
+def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
+    """Open an event file.
+
+    tensorboardX's SummaryWriter leaves the writing to a thread, which flush does not wait for: a kill would drop steps
+    that metrics.jsonl has, a full disk would end the thread alone.
+    """
+    directory_check(str(folder))
+    # Event files are named by the second; the attempt keeps two of one second apart.
+    writer = EventsWriter(str(folder / "events"), f".{attempt}")
+    # TensorBoard hides what it has from this step on: a resumed run draws no line twice.
+    restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+    writer.flush()
+    return writer
 
 
 def _start_wandb(project: str, workdir: Path) -> Any:
