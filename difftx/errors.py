@@ -1,6 +1,7 @@
 """A mistake of the user's, and how a command ends: the exit codes of docs/design.md §6."""
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 
@@ -32,5 +33,6 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EXIT_FAILED)  # At once: a save that is still under way would bury the line under its own errors.
