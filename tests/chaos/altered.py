@@ -62,9 +62,9 @@ def keeps_rows_of_lost_steps() -> None:
 
 
 def draws_lost_steps() -> None:
-    writer = metrics.tensorboardX.SummaryWriter
+    start = metrics._start_tensorboard
     mock.patch.object(
-        metrics.tensorboardX, "SummaryWriter", lambda *args, purge_step, **kwargs: writer(*args, **kwargs)
+        metrics, "_start_tensorboard", lambda folder, step, attempt: start(folder, 10**9, attempt)
     ).start()
 
 

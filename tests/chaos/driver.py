@@ -252,6 +252,9 @@ class Run:
         codes = self._codes()
         assert set(codes) <= allowed, f"exit codes {codes}, not {allowed}: {self._logs()}"
         self._check_start()
+        if DONE in codes:
+            newest = newest_step(self._workdir / "metrics.jsonl")
+            assert newest == self.plan.layout.steps, f"exit codes {codes} at step {newest}: {self._logs()}"
         self._processes = None
         self._check_checkpoints()
         return f"exit {'/'.join(str(code) for code in codes)}"
