@@ -1,6 +1,7 @@
 """A mistake of the user's, and how a command ends: the exit codes of docs/design.md §6."""
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main`; a `UserError` becomes one line on stderr and exit code 2, a `RunError` one and 1."""
+    """Run a command's `main`: a `UserError` becomes one line and exit code 2, a `RunError` or a full disk one and 1."""
     try:
         sys.exit(main())
     except UserError as error:
@@ -36,3 +37,9 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(EXIT_FAILED)  # At once: a save that is still under way would bury the line under its own errors.
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = f"{error.filename}: " if error.filename else ""
+        print(f"error: {what}{error.strerror}; make room, then run the same command again", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
