@@ -31,7 +31,7 @@ class Harness:
         """Train the uninterrupted run, once."""
         key = (plan.layout, plan.nan)
         if key not in self._whole:
-            self._whole[key] = train_undisturbed(*key, self._text_file, self._folder / f"whole {len(self._whole)}")
+            self._whole[key] = train_undisturbed(*key, self._text_file, self._folder / f"whole {plan.name}")
 
     def carry_out(self, plan, mistake=None):
         """Return the tally, and what went wrong."""
