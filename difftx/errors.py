@@ -34,12 +34,16 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(EXIT_FAILED)  # At once: a save that is still under way would bury the line under its own errors.
+        _fail(str(error))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = f"{error.filename}: " if error.filename else ""
-        print(f"error: {what}{error.strerror}; make room, then run the same command again", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        _fail(f"{what}{error.strerror}; make room, then run the same command again")
+
+
+def _fail(line: str) -> None:
+    """End at once: a save that is still under way would bury the line under its own errors."""
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_FAILED)

@@ -372,7 +372,8 @@ class Run:
             for step in disk.steps_in(self._checkpoints)
             if not disk.verifies(self._checkpoints / str(step))
         }
-        self._known = {s: content for s, content in self._known.items() if s not in damaged}
+        # A commit marker whose text was changed is as good as before.
+        self._known = {s: c for s, c in self._known.items() if disk.digests(self._checkpoints / str(s)) == c}
         newest = max(whole)
         if self._expected_step() is None:
             self._start()
