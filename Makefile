@@ -1,7 +1,9 @@
 # make quickstart: train a differential and a plain transformer on this machine. make test: run the tests.
+# make chaos: kill, freeze and damage trainings (FAULTS=200; SEED=… repeats them, with RUN=… one run of them).
 
 RUNS ?= runs/quickstart
 STEPS ?= 550
+FAULTS ?= 200
 
 # The first Python of at least 3.12; the virtual environments are made with it.
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
@@ -13,7 +15,7 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test test-processes test-compile lint format
+.PHONY: quickstart test test-processes test-compile chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -25,12 +27,15 @@ quickstart: .venv/.installed
 
 # Where a Chromium is installed, the page of eval.py --report is tested in it.
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not processes"
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not processes and not chaos"
 
 # Runs of several processes, sweeps, and what happens to them: killed, frozen, damaged. One test at a time:
 # they have patience of seconds with each other.
 test-processes: .venv/.installed
 	$(BIN)/python -m pytest -m processes
+
+chaos: .venv/.installed
+	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m chaos tests/chaos
 
 # Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
 # and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.

@@ -109,12 +109,13 @@ def get_config() -> ConfigDict:
     c.multihost = ConfigDict()  # Used when several processes train together (docs/operations.md).
     c.multihost.initialization_timeout_seconds = 1800  # Until all processes have started: cold pods take long.
     c.multihost.heartbeat_timeout_seconds = 100  # Until a process that is gone is given up.
-    c.multihost.barrier_timeout_seconds = 600  # Until all processes reach the same start, checkpoint or evaluation.
+    # Until all processes reach the same start, checkpoint or evaluation; also, until a save must be on disk.
+    c.multihost.barrier_timeout_seconds = 600
     c.multihost.watchdog_seconds = 1800  # Without a finished step: print all stacks and exit. Compiling counts too.
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 1000  # Also at the last step and on SIGTERM.
-    c.checkpoint.keep = 3  # Newest checkpoints kept.
+    c.checkpoint.keep = 3  # Newest checkpoints kept, and newest at a multiple of every_steps.
     c.checkpoint.keep_every_steps = placeholder(int)  # Also keep the steps that this divides; None: none.
     # Also keep the best by a number of a suite of eval.suites, such as "loss/loss", that runs at every checkpoint.
     c.checkpoint.keep_best = placeholder(str)  # None: not.

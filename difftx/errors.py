@@ -1,6 +1,8 @@
 """A mistake of the user's, and how a command ends: the exit codes of docs/design.md §6."""
 
 import difflib
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable
 
@@ -31,12 +33,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main`; a `UserError` becomes one line on stderr and exit code 2, a `RunError` one and 1."""
+    """Run a command's `main`: a `UserError` becomes one line and exit code 2, a `RunError` or a full disk one and 1."""
     try:
         sys.exit(main())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = f"{error.filename}: " if error.filename else ""
+        _fail(f"{what}{error.strerror}; make room, then run the same command again")
+
+
+def _fail(line: str) -> None:
+    """End at once: a save that is still under way would bury the line under its own errors."""
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_FAILED)

@@ -70,8 +70,11 @@ def mesh_of() -> Callable[..., jax.sharding.Mesh]:
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    """Some varied text, cut into several documents by its size."""
-    path = tmp_path / "text.txt"
+    return write_text(tmp_path / "text.txt")
+
+
+def write_text(path: Path) -> Path:
+    """Write some varied text, cut into several documents by its size."""
     lines = (f"line {i}: the square of {i} is {i * i}, and its cube is {i**3}.\n" for i in range(4000))
     path.write_text("".join(lines))
     return path

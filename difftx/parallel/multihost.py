@@ -26,7 +26,7 @@ from jax._src import distributed  # The coordination service's client: jax has n
 from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
-from difftx.errors import EXIT_BAD_INPUT, UserError
+from difftx.errors import EXIT_BAD_INPUT, RunError, UserError
 
 REPEAT_SECONDS = 1.0
 _decisions = itertools.count()
@@ -197,8 +197,11 @@ class Monitor:
         self._peers: dict[int, Peer] = {}
         self._coordinator_heard = time.monotonic()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="difftx monitor", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._watch, name="difftx monitor", daemon=True)]
+        if jax.process_count() > 1:  # A thread of its own: where process 0 is frozen, a call to it does not return.
+            self._threads.append(threading.Thread(target=self._talk, name="difftx heartbeat", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def beat(self, step: int) -> None:
         """Note that this process got as far as `step`."""
@@ -208,17 +211,22 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        if error is not None and jax.process_count() > 1 and not isinstance(error, UserError):
+        if error is not None and jax.process_count() > 1 and not isinstance(error, UserError | RunError):
             # At once: on the way out JAX would wait for the processes that are no more.
             traceback.print_exception(error)
             time.sleep(3 * self._period)
             self._give_up("; ".join(self.silent_peers(2 * self._period)) or f"{type(error).__name__}: {error}")
         self._ended.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(self._config.barrier_timeout_seconds)
 
     def silent_peers(self, seconds: float) -> list[str]:
         """Return the processes that have said nothing for so long, in words."""
         now = time.monotonic()
+        silence = now - self._coordinator_heard
+        if jax.process_index() != 0 and silence > seconds:  # It is through process 0 that the others are heard.
+            where = distributed.global_state.coordinator_address
+            return [f"process 0, the coordinator at {where}, has been silent for {silence:.0f} s"]
         return [
             f"process {process} of {jax.process_count()} ({peer.text.partition(' tick')[0]}) has been silent for "
             f"{now - peer.heard:.0f} s"
@@ -227,11 +235,8 @@ class Monitor:
         ]
 
     def _watch(self) -> None:
-        tick = 0
         while not self._ended.wait(self._period):
-            tick += 1
-            self._exchange(tick)
-            if silent := self.silent_peers(self._config.barrier_timeout_seconds):
+            if jax.process_count() > 1 and (silent := self.silent_peers(self._config.barrier_timeout_seconds)):
                 self._give_up("; ".join(silent))
             stuck = time.monotonic() - self._beat
             if stuck > self._config.watchdog_seconds:
@@ -240,10 +245,14 @@ class Monitor:
                     f"{self._config.watchdog_seconds})"
                 )
 
+    def _talk(self) -> None:
+        for tick in itertools.count():
+            if self._ended.wait(self._period):
+                return
+            self._exchange(tick)
+
     def _exchange(self, tick: int) -> None:
         """Say that this process lives, and listen to the others."""
-        if jax.process_count() == 1:
-            return
         client, me = _service(), jax.process_index()
         try:
             client.key_value_set(f"difftx/alive/{me}", f"{_who_am_i()} at step {self._step} tick {tick}", True)

@@ -131,7 +131,7 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
     folder = workdir / "checkpoints"
     rule = read_config(workdir).checkpoint
     if keep is not None:
-        rule = dataclasses.replace(rule, keep=keep, keep_every_steps=None, keep_best=None)
+        rule = dataclasses.replace(rule, keep=keep, every_steps=1, keep_every_steps=None, keep_best=None)
     reasons = {step: damage(folder / str(step), step=step, content=True) for step in steps_in(folder)}
     verified = [step for step, why in reasons.items() if why is None]
     for step, why in reasons.items():

@@ -32,11 +32,18 @@ DECISION_SECONDS = 24 * 3600.0
 class Checkpointer:
     """The checkpoints in `<workdir>/checkpoints`, one folder a step."""
 
-    def __init__(self, workdir: Path, config: CheckpointConfig | None = None):
-        """Open the folder: to train, with `config`, or only to read; a reader changes nothing."""
+    def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int | None = None):
+        """Open the folder.
+
+        Args:
+            workdir: of the run.
+            config: to train; None: only to read. A reader changes nothing.
+            save_seconds: that a save may take until it counts as failed, as where another process has failed in it;
+                None: orbax's 20 minutes.
+        """
         self.folder = workdir.resolve() / "checkpoints"
         self._workdir, self._config = workdir, config
-        self._orbax = _open_orbax(self._finish_folder)
+        self._orbax = _open_orbax(self._finish_folder, save_seconds)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
         self._unfinished = self.folder  # What orbax calls the folder of the save in progress,
@@ -251,12 +258,15 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
         return reader.restore(folder / "state", args=args)["params"]
 
 
-def _open_orbax(before_commit: Callable[[], None]) -> ocp.AsyncCheckpointer:
+def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
     """Return orbax's checkpointer; its CheckpointManager would take any folder with a number for a checkpoint."""
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.StandardCheckpointHandler(), loader=ocp.JsonCheckpointHandler(), config=ocp.JsonCheckpointHandler()
     )
-    return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(post_finalization_callback=before_commit))
+    options = ocp.AsyncOptions(post_finalization_callback=before_commit)
+    if save_seconds is not None:
+        options.timeout_secs = save_seconds
+    return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
 def _quarantine(folder: Path) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
-from difftx.files import write_atomically
+from difftx.files import json_sha256, write_atomically
 from difftx.parallel.multihost import barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.retention import remove
@@ -116,7 +116,7 @@ class Journal:
         for number, line in enumerate(self.path.read_bytes().splitlines() if self.path.exists() else [], 1):
             try:
                 self.entries.append(_check_entry(json.loads(line)))
-            except (KeyError, TypeError, ValueError, RecursionError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
                 raise UserError(f"{self.path}: line {number} is no entry of a journal; delete that line") from error
 
     def add(self, event: str, step: int, bad: BadSteps, attempt: int, **details: Any) -> None:
@@ -126,7 +126,8 @@ class Journal:
             {"event": event, "step": step, "reason": bad.reason, "bad_steps": steps, "attempt": attempt, **details}
         )
         if is_lead():
-            write_atomically(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+            lines = [json.dumps(entry | {"sha256": json_sha256(entry)}) for entry in self.entries]
+            write_atomically(self.path, "".join(line + "\n" for line in lines))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
         """Note a rewind to the checkpoint of `step`, which was written when `examples` were consumed."""
@@ -191,7 +192,13 @@ def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> i
 
 
 def _check_entry(entry: Any) -> dict[str, Any]:
-    """Return the entry; raises `KeyError`, `TypeError` or `ValueError` for what `Journal.resume` could not read."""
+    """Return the entry without its checksum.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: it is damaged, or `Journal.resume` could not read it.
+    """
+    if entry.pop("sha256") != json_sha256(entry):
+        raise ValueError("SHA-256")
     if entry["event"] == "rewind":
         for number in (entry["step"], entry["rewinds"], *entry["skipped_examples"]):
             if type(number) is not int or number < 0:

@@ -78,7 +78,7 @@ def _train(
     patience = config.multihost.barrier_timeout_seconds
 
     # ── State: the workdir's newest checkpoint, else other weights, else a fresh start ──
-    checkpointer = Checkpointer(run.workdir, config.checkpoint)
+    checkpointer = Checkpointer(run.workdir, config.checkpoint, save_seconds=config.multihost.barrier_timeout_seconds)
     loader = Loader(
         run.data.examples,
         rows=config.batch_rows,

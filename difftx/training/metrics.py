@@ -1,8 +1,11 @@
 """What a run reports: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
 
+import contextlib
+import errno
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -14,10 +17,11 @@ from typing import Any, Self
 
 import numpy as np
 import rich.progress
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter, directory_check
+from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import UserError
+from difftx.errors import RunError, UserError
 from difftx.files import write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
@@ -43,22 +47,20 @@ class MetricsWriter:
         if not enabled:
             return
         kept, self.attempt = self._rewind(start_step)
-        self._file = self.path.open("a")
+        self._file = self.path.open("ab", buffering=0)
         if config.tensorboard:
-            # Steps from purge_step on are hidden: a resumed run draws no line twice.
-            # Event files are named by the second; the attempt keeps two of one second apart.
-            self._tensorboard = tensorboardX.SummaryWriter(
-                str(workdir / "tensorboard"),
-                purge_step=start_step + 1,
-                filename_suffix=f".{self.attempt}",
-            )
+            self._tensorboard = _start_tensorboard(workdir / "tensorboard", start_step, self.attempt)
         if config.wandb_project:
             self._wandb = _start_wandb(config.wandb_project, workdir, self.attempt)
             for row in kept:
                 self._wandb.log(_scalars(row), step=row["step"])
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row, `values` being numbers or lists of numbers; nothing is buffered."""
+        """Write one row, `values` being numbers or lists of numbers; nothing is buffered.
+
+        Raises:
+            RunError: the disk is full, or the like.
+        """
         if self._file is None:
             return
         row = {
@@ -67,13 +69,22 @@ class MetricsWriter:
             "attempt": self.attempt,
             **{k: _plain(v) for k, v in values.items()},
         }
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
         scalars = _scalars(row)
-        if self._tensorboard:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+        try:
+            if self._file.write(line) != len(line):  # As a write ends that fills a disk.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._tensorboard:
+                shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+                summary = summary_pb2.Summary(value=shown)
+                self._tensorboard.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+                self._tensorboard.flush()
+        except OSError as error:
+            self._abandon()
+            raise RunError(
+                f"{self.path.parent}: the numbers of step {step} could not be written: {error.strerror}; make room, "
+                "then run the same command again"
+            ) from error
         if self._wandb:
             self._wandb.log(scalars, step=step)
 
@@ -85,6 +96,14 @@ class MetricsWriter:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+    def _abandon(self) -> None:
+        """Close the files though what they hold cannot be written, so that nothing tries again at the exit."""
+        for file in (self._file, self._tensorboard and self._tensorboard._py_recordio_writer):
+            with contextlib.suppress(OSError):
+                if file:
+                    file.close()
+        self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
         """Drop rows and evaluations after `start_step`, and half-written lines.
@@ -220,6 +239,22 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, (int, float)) and name not in ("step", "attempt"):
             flat[f"{row['split']}/{name}"] = value
     return flat
+
+
+def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
+    """Open an event file.
+
+    tensorboardX's SummaryWriter leaves the writing to a thread, which flush does not wait for: a kill would drop steps
+    that metrics.jsonl has, a full disk would end the thread alone.
+    """
+    directory_check(str(folder))
+    # Event files are named by the second; the attempt keeps two of one second apart.
+    writer = EventsWriter(str(folder / "events"), f".{attempt}")
+    # TensorBoard hides what it has from this step on: a resumed run draws no line twice.
+    restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
+    writer.flush()
+    return writer
 
 
 def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:

@@ -50,7 +50,9 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path)
     if not candidates:
         return set()
     kept = orbax.AnyPreservationPolicy(policies).should_preserve(candidates, context=orbax.PreservationContext())
-    return {candidate.step for candidate, keep in zip(candidates, kept, strict=True) if keep}
+    # As many again that no signal left: a rewind goes back to none but these (guards.py).
+    regular = [step for step in sorted(steps) if step % config.every_steps == 0][-config.keep :]
+    return {candidate.step for candidate, keep in zip(candidates, kept, strict=True) if keep} | set(regular)
 
 
 def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:

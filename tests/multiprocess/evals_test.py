@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, child_environment
 from evals.evaluation_test import SUITES, flat
+from processes import free_port
 from report.suites_test import save_run
 
 from difftx import evals
 from difftx.report.commands import load_params
-from multiprocess.train_test import free_port
 
 pytestmark = pytest.mark.processes
 

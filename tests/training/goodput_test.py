@@ -13,6 +13,8 @@ from difftx.training.metrics import MetricsWriter, read_metrics
 
 QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
 
+NUMBERS = {"loss": 2.5, "tokens": 256, "tokens_per_second": 1e3}  # What a training row has besides.
+
 
 class Clock:
     def __init__(self):
@@ -45,7 +47,7 @@ class Attempt:
                 self.clock.now += wait
             self.clock.now += seconds - wait
             self.step += 1
-            self.writer.write("train", self.step, {"step_seconds": seconds})
+            self.writer.write("train", self.step, NUMBERS | {"step_seconds": seconds})
 
     def save(self, seconds=5.0):
         self.report()
@@ -97,8 +99,8 @@ def test_steps_between_rows_count(tmp_path):
     """A row in ten steps stands for ten."""
     clock = Clock()
     first = Attempt(clock, tmp_path, 0)
-    first.writer.write("train", 10, {"step_seconds": 2.0})
-    first.writer.write("train", 20, {"step_seconds": 2.0})
+    first.writer.write("train", 10, NUMBERS | {"step_seconds": 2.0})
+    first.writer.write("train", 20, NUMBERS | {"step_seconds": 2.0})
     second = Attempt(clock, tmp_path, 0)
     assert second.goodput.row()["lost_work_seconds"] == 40.0
 
@@ -135,3 +137,19 @@ def test_the_table(tmp_path):
     assert "18.0" in lines["training steps"]
     assert "72.0%" in lines["training steps"]
     assert "25.0" in lines["all"]
+
+
+def test_damaged_lines_are_left_out(tmp_path):
+    clock = Clock()
+    first = Attempt(clock, tmp_path, 0)
+    first.train(2)
+    first.report()
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(
+        whole
+        + whole.splitlines()[-1].replace('"save_seconds"', '"saue_seconds"')
+        + '\n{"split": "train", "step": 3, "attempt": 1, "step_seconds": null}\n'
+        + '{"split": "train", "step": "3", "attempt": 1, "step_seconds": 1.0}\n'
+    )
+    assert seconds(Attempt(clock, tmp_path, 2).goodput.row())["train"] == 18.0

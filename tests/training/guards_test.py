@@ -15,6 +15,7 @@ from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
+from difftx.files import json_sha256
 from difftx.training import loop
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.guards import BadSteps, Guard, Journal, rewind_target
@@ -102,7 +103,10 @@ def losses(run):
 
 def journal(run):
     path = run.workdir / "journal.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for entry in entries:
+        assert entry.pop("sha256") == json_sha256(entry)
+    return entries
 
 
 def final_state(run):
@@ -347,17 +351,28 @@ def test_another_batch_size_continues_after_a_rewind(open_run):
     assert data["examples"] == 22 * ROWS + 4 * ROWS // 2
 
 
+def entry_text(entry):
+    return json.dumps(entry | {"sha256": json_sha256(entry)})
+
+
 def test_a_journal_that_is_none_is_refused(tmp_path):
+    rewind = {"event": "rewind", "step": 1, "rewinds": 1}
     for line in (
         "{",
         "[1]",
         "3",
-        '{"step": 1}',
-        '{"event": "rewind", "step": 1, "rewinds": 1, "skipped_examples": [1]}',
+        '{"event": "rewind"}',
+        entry_text({"step": 1}),
+        entry_text(rewind | {"skipped_examples": [1]}),
+        entry_text(rewind | {"skipped_examples": [1, -1]}),
+        entry_text(rewind | {"skipped_examples": [1, 80]}).replace("80", "88"),  # One bit.
+        "\xff",
     ):
-        (tmp_path / "journal.jsonl").write_text(f'{{"event": "stop"}}\n{line}\n')
+        (tmp_path / "journal.jsonl").write_bytes(f"{entry_text({'event': 'stop'})}\n{line}\n".encode("latin-1"))
         with pytest.raises(UserError, match=r"journal.jsonl: line 2 is no entry of a journal"):
             Journal(tmp_path)
+    (tmp_path / "journal.jsonl").write_text(entry_text(rewind | {"skipped_examples": [1, 80]}) + "\n")
+    assert Journal(tmp_path).entries == [rewind | {"skipped_examples": [1, 80]}]
 
 
 def test_which_checkpoint_is_gone_back_to():

@@ -1,7 +1,11 @@
 import json
+import os
+import re
+import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from tensorboardX.proto import event_pb2
 
 from difftx.config import LoggingConfig
@@ -131,3 +135,36 @@ def test_plain_progress_ends_with_the_last_step(capsys):
         for step in (1, 2, 3):
             progress.update(step, row)
     assert capsys.readouterr().out == "step 3/3  loss 1.5000  grad 0.25  1,234 tokens/s  0 s left\n"
+
+
+def test_a_full_disk_is_one_line_and_every_step_that_is_written_can_be_read(tmp_path):
+    """A child may write 4,000 bytes a file; the next attempt goes on where the last whole line ends."""
+    script = (
+        "import sys; from pathlib import Path; from training.metrics_test import *\n"
+        "from difftx.errors import run_command\n"
+        "config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)\n"
+        "run_command(lambda: write_steps(Path(sys.argv[1]), 0, 1000, config))"
+    )
+    result = subprocess.run(
+        ["prlimit", "--fsize=4000", sys.executable, "-c", script, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: .*: the numbers of step \d+ could not be written: File too large; .*\n", result.stderr)
+    rows, skipped = read_metrics(tmp_path / "metrics.jsonl")
+    assert skipped <= 1
+    assert len(rows) > 10
+    write_steps(tmp_path, 10, 12)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")[0]] == list(range(1, 13))
+
+
+def test_what_tensorboard_shows_is_on_disk_at_once(tmp_path):
+    config = LoggingConfig(every_steps=1, tensorboard=True, wandb_project=None)
+    writer = MetricsWriter(tmp_path, config, 0)
+    for step in range(1, 20):
+        writer.write("train", step, {"loss": 0.5})
+        (file,) = (tmp_path / "tensorboard").iterdir()
+        assert [event.step for event in events(file)][-1] == step
+    writer.close()

@@ -212,6 +212,7 @@ def test_a_reader_skips_what_does_not_verify_and_renames_nothing(saved, tmp_path
     ("rule", "kept"),
     [
         ({"keep": 2}, ["40", "50"]),
+        ({"keep": 2, "every_steps": 20}, ["20", "40", "50"]),  # Not at multiples of 20: left by a signal.
         ({"keep": 1, "keep_every_steps": 20}, ["20", "40", "50"]),
         ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "min"}, ["30", "50"]),
         ({"keep": 1, "keep_best": "loss/loss", "keep_best_mode": "max"}, ["20", "50"]),

@@ -1,0 +1,115 @@
+"""Run train.py with bad data, or with a mistake in difftx that the driver must find.
+
+python altered.py [--nan=BATCH,BATCH,…] [--mistake=NAME] train.py ARGUMENT…
+"""
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from difftx.data import loader
+from difftx.training import checkpoint, metrics
+
+
+def poison(batches: set[int]) -> None:
+    """Let the loss of some batches be no number."""
+    original = loader.HostSlice.__getitem__
+
+    def poisoned(self: loader.HostSlice, index: int) -> loader.Row:
+        row = dict(original(self, index))
+        if index // len(self.rows_here) in batches:
+            row["loss_mask"] = row["loss_mask"] * float("nan")
+        return row
+
+    mock.patch.object(loader.HostSlice, "__getitem__", poisoned).start()
+
+
+# ── Mistakes ──
+
+
+def restores_what_does_not_verify() -> None:
+    mock.patch.object(checkpoint, "damage", return_value=None).start()
+
+
+def starts_anew_where_nothing_verifies() -> None:
+    find = checkpoint.Checkpointer.find_newest
+
+    def careless(self: checkpoint.Checkpointer) -> int | None:
+        try:
+            return find(self)
+        except checkpoint.UserError:
+            return None
+
+    mock.patch.object(checkpoint.Checkpointer, "find_newest", careless).start()
+
+
+def goes_on_a_batch_later() -> None:
+    restore = loader.Loader.restore
+
+    def later(self: loader.Loader, state: dict) -> None:
+        restore(self, state | {"examples": state["examples"] + self._rows})
+
+    mock.patch.object(loader.Loader, "restore", later).start()
+
+
+def keeps_rows_of_lost_steps() -> None:
+    rewind = metrics.MetricsWriter._rewind
+    mock.patch.object(metrics.MetricsWriter, "_rewind", lambda self, start: rewind(self, 10**9)).start()
+
+
+def draws_lost_steps() -> None:
+    start = metrics._start_tensorboard
+    mock.patch.object(
+        metrics, "_start_tensorboard", lambda folder, step, attempt: start(folder, 10**9, attempt)
+    ).start()
+
+
+def deletes_the_newest() -> None:
+    keep = checkpoint.steps_to_keep
+    mock.patch.object(checkpoint, "steps_to_keep", lambda *args: keep(*args) - {max(keep(*args))}).start()
+
+
+def deletes_all_but_one() -> None:
+    mock.patch.object(checkpoint, "steps_to_keep", lambda config, steps, workdir: {max(steps)}).start()
+
+
+def says_that_a_stopped_run_is_done() -> None:
+    from difftx.training import loop
+
+    mock.patch.object(loop, "EXIT_PREEMPTED", 0).start()
+
+
+MISTAKES = {
+    mistake.__name__: mistake
+    for mistake in (
+        restores_what_does_not_verify,
+        starts_anew_where_nothing_verifies,
+        goes_on_a_batch_later,
+        keeps_rows_of_lost_steps,
+        draws_lost_steps,
+        deletes_the_newest,
+        deletes_all_but_one,
+        says_that_a_stopped_run_is_done,
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--nan", type=lambda text: {int(batch) for batch in text.split(",") if batch}, default=set())
+    parser.add_argument("--mistake", choices=MISTAKES)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    poison(arguments.nan)
+    if arguments.mistake:
+        MISTAKES[arguments.mistake]()
+    sys.argv = arguments.command
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""make chaos: faults upon faults, in real processes; and the mistakes that would pass if nobody looked.
+
+FAULTS, SEED and RUN in the environment: how many, which, and one run alone.
+"""
+
+import concurrent.futures
+import os
+import random
+import re
+import shutil
+import time
+import traceback
+
+import pytest
+from conftest import write_text
+
+from chaos.driver import Run, Tally, train_undisturbed
+from chaos.plan import ONE, Episode, Plan, plan
+
+pytestmark = pytest.mark.chaos
+LANES = max(1, min(4, (os.cpu_count() or 1)))  # Runs at a time.
+
+
+class Harness:
+    """Runs plans, each next to the uninterrupted run of its layout and data."""
+
+    def __init__(self, text_file, folder):
+        self._text_file, self._folder, self._whole = text_file, folder, {}
+
+    def prepare(self, plan):
+        """Train the uninterrupted run, once."""
+        key = (plan.layout, plan.nan)
+        if key not in self._whole:
+            self._whole[key] = train_undisturbed(*key, self._text_file, self._folder / f"whole {plan.name}")
+
+    def carry_out(self, plan, mistake=None):
+        """Return the tally, and what went wrong."""
+        began, folder = time.monotonic(), self._folder / (mistake or plan.name)
+        folder.mkdir()
+        run = Run(plan, self._text_file, folder, self._whole[plan.layout, plan.nan], mistake)
+        error = None
+        try:
+            run.carry_out()
+            shutil.rmtree(folder)
+        except Exception:
+            error = f"run {plan.name}, kept in {folder}:\n{traceback.format_exc()}"
+        wrong = "" if error is None else ", FAILED"
+        print(f"{plan.name}: {run.tally.faults} faults, {time.monotonic() - began:.0f} s{wrong}", flush=True)
+        return run.tally, error
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chaos")
+    return Harness(write_text(folder / "text.txt"), folder)
+
+
+def strikes(*episodes):
+    return tuple(Episode(strike, "step", step, damage) for strike, step, damage in episodes)
+
+
+# Mistake in difftx (altered.py) → what a run must meet, and what the driver must say.
+MISTAKES = {
+    "restores_what_does_not_verify": (
+        strikes(("SIGKILL", 20, "checkpoint under another step")),
+        r"started at step \d+, not|exit codes \[1\]",
+    ),
+    "starts_anew_where_nothing_verifies": (
+        strikes(("SIGKILL", 20, "all checkpoints damaged")),
+        r"exit codes \[0\]",
+    ),
+    "goes_on_a_batch_later": (strikes(("SIGKILL", 20, None)), r"step \d+ has .* uninterrupted it has"),
+    "keeps_rows_of_lost_steps": (strikes(("SIGKILL", 20, None)), r"steps twice or out of order"),
+    "draws_lost_steps": (strikes(("SIGKILL", 20, None)), r"TensorBoard shows .* too much"),
+    "deletes_the_newest": (strikes(("SIGTERM", 20, None)), r"exit 75 after step \d+, saved is|is lost"),
+    "deletes_all_but_one": (
+        strikes(("SIGKILL", 20, None), ("SIGKILL", 40, None)),
+        r"checkpoint of step \d+ verified, and is lost",
+    ),
+    "says_that_a_stopped_run_is_done": (strikes(("SIGTERM", 20, None)), r"exit codes \[0\] at step \d+"),
+}
+
+
+def test_mistakes_in_difftx_do_not_go_unnoticed(harness):
+    plans = {
+        name: (Plan(f"mistake {name}", ONE, name, episodes), message) for name, (episodes, message) in MISTAKES.items()
+    }
+    harness.prepare(next(iter(plans.values()))[0])
+    with concurrent.futures.ThreadPoolExecutor(LANES) as pool:
+        errors = dict(zip(plans, pool.map(lambda name: harness.carry_out(plans[name][0], name)[1], plans), strict=True))
+    unnoticed = {name: error for name, error in errors.items() if not re.search(plans[name][1], error or "")}
+    assert not unnoticed, unnoticed
+
+
+def test_whatever_strikes_a_run_goes_on_bit_for_bit(harness):
+    faults = int(os.environ.get("FAULTS", "200"))
+    seed = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**6))
+    only = os.environ.get("RUN")
+    print(f"\nmake chaos FAULTS={faults} SEED={seed}", flush=True)
+    total, errors, number = Tally(), [], 0
+    with concurrent.futures.ThreadPoolExecutor(LANES) as pool:
+        while not errors and total.faults < faults:
+            plans = [plan(seed, int(only))] if only else []
+            while sum(each.faults for each in plans) < faults - total.faults and not only:
+                plans.append(plan(seed, number))
+                number += 1
+            list(pool.map(harness.prepare, {(each.layout, each.nan): each for each in plans}.values()))
+            for tally, error in pool.map(harness.carry_out, plans):
+                total.update(tally)
+                errors += [error] if error is not None else []
+            if only:
+                break
+    print(total.table())
+    assert not errors, "\n\n".join(errors) + f"\n\nagain: make chaos FAULTS={faults} SEED={seed}, one run: RUN=<number>"

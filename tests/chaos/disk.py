@@ -1,0 +1,159 @@
+"""A run's checkpoints as files, without difftx: which of them verify, and what can happen to them."""
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+MANIFEST = "manifest.json"
+MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # They must be there; their content is not read.
+UNFINISHED = ".orbax-checkpoint-tmp"
+
+Digests = dict[str, str]  # Path in a folder → SHA-256.
+
+
+def digests(folder: Path) -> Digests:
+    """Return what is in a folder; what goes meanwhile is left out."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        try:
+            if path.is_file():
+                found[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.exists() else []
+
+
+def verifies(folder: Path) -> bool:
+    """Whether a checkpoint is whole, as docs/design.md §6 says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        recorded = manifest.pop("sha256")
+        if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != recorded:
+            return False
+        if manifest["step"] != int(folder.name) or not all((folder / marker).is_file() for marker in MARKERS):
+            return False
+        for name, file in manifest["files"].items():
+            content = (folder / name).read_bytes()
+            if (len(content), f"{zlib.crc32(content):08x}") != (file["bytes"], file["crc32"]):
+                return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return bool(manifest["files"])
+
+
+def whole_checkpoints(folder: Path) -> dict[int, Digests]:
+    """Return step → content of every checkpoint that verifies."""
+    before = {step: digests(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}
+    # In a run that goes on, retention may take one while it is looked at.
+    return {step: content for step, content in before.items() if digests(folder / str(step)) == content}
+
+
+# ── What can happen to a folder of checkpoints; each says what it did ──
+
+
+def flip_bit(path: Path, random: Random) -> str:
+    content = bytearray(path.read_bytes())
+    position = random.randrange(len(content) * 8)
+    content[position // 8] ^= 1 << position % 8
+    path.write_bytes(content)
+    return f"bit {position % 8} of byte {position // 8} of {path.name}"
+
+
+def _file_in(checkpoint: Path, random: Random) -> Path:
+    """Pick a file; the manifest and the arrays as often as all the many small ones together."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
+    largest = max(files, key=lambda path: path.stat().st_size)
+    return random.choice([checkpoint / MANIFEST, largest, random.choice(files)])
+
+
+def _flipped_bit(folder: Path, step: int, random: Random) -> str:
+    path = _file_in(folder / str(step), random)
+    return f"{path.relative_to(folder)}: {flip_bit(path, random)}"
+
+
+def _truncated_file(folder: Path, step: int, random: Random) -> str:
+    path = _file_in(folder / str(step), random)
+    size = random.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return f"{path.relative_to(folder)} cut to {size} bytes"
+
+
+def _removed_file(folder: Path, step: int, random: Random) -> str:
+    path = _file_in(folder / str(step), random)
+    path.unlink()
+    return f"{path.relative_to(folder)} removed"
+
+
+def _removed_marker(folder: Path, step: int, random: Random) -> str:
+    path = folder / str(step) / random.choice(MARKERS)
+    path.unlink()
+    return f"{path.relative_to(folder)} removed"
+
+
+def _removed_manifest(folder: Path, step: int, random: Random) -> str:
+    (folder / str(step) / MANIFEST).unlink()
+    return f"{step}/{MANIFEST} removed"
+
+
+def _empty_step(folder: Path, step: int, random: Random) -> str:
+    path = folder / str(step + random.randrange(1, 100)) / random.choice(["", "state"])
+    path.mkdir(parents=True, exist_ok=True)
+    return f"{path.relative_to(folder)} made, empty"
+
+
+def _part_of(source: Path, target: Path, random: Random) -> None:
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and random.random() < 0.5:
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / path.relative_to(source))
+    target.mkdir(exist_ok=True)
+
+
+def _leftover_of_a_save(folder: Path, step: int, random: Random) -> str:
+    target = folder / f"{step + random.randrange(0, 20)}{UNFINISHED}"
+    _part_of(folder / str(step), target, random)
+    return f"{target.name} left with a part of {step}"
+
+
+def _leftover_of_a_removal(folder: Path, step: int, random: Random) -> str:
+    target = folder / f"{random.randrange(step)}.removed"
+    _part_of(folder / str(step), target, random)
+    return f"{target.name} left with a part of {step}"
+
+
+def _wrong_name(folder: Path, step: int, random: Random) -> str:
+    later = step + random.randrange(1, 100)
+    shutil.copytree(folder / str(step), folder / str(later))
+    return f"{step} copied to {later}"
+
+
+def _all_damaged(folder: Path, step: int, random: Random) -> str:
+    how = [_flipped_bit, _truncated_file, _removed_file, _removed_marker, _removed_manifest]
+    what = []
+    for each in steps_in(folder):
+        while verifies(folder / str(each)):  # A flip in a commit marker does no harm.
+            what.append(random.choice(how)(folder, each, random))
+    return "; ".join(what)
+
+
+DAMAGE: dict[str, Callable[[Path, int, Random], str]] = {
+    "flipped bit": _flipped_bit,
+    "truncated file": _truncated_file,
+    "removed file": _removed_file,
+    "removed commit marker": _removed_marker,
+    "removed manifest": _removed_manifest,
+    "empty step folder": _empty_step,
+    "leftover of a save": _leftover_of_a_save,
+    "leftover of a removal": _leftover_of_a_removal,
+    "checkpoint under another step": _wrong_name,
+    "all checkpoints damaged": _all_damaged,
+}

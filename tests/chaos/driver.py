@@ -1,0 +1,524 @@
+"""Real training processes that faults strike at seeded random moments, and what must be true after each.
+
+The driver looks at files, exit codes and output alone, and judges a checkpoint by itself (disk.py). After each fault
+the same command is given again, and
+
+- it goes on from the newest checkpoint that verifies, or stops with the documented exit code and line;
+- no checkpoint that verified before is lost but by retention, a rewind, or the damage itself;
+- the numbers of every step are bit for bit those of a run that nothing disturbed.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from processes import Processes, newest_step
+
+from chaos import disk, records
+from chaos.plan import KEEP, STARTS, Episode, Layout, Plan
+
+PATIENCE = 600.0  # Seconds until the driver itself gives up; the machine may be busy with other things.
+SILENCE = 20  # Seconds: multihost.barrier_timeout_seconds.
+DISK_MIB = 8
+DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
+ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
+UNFINISHED = f"*{disk.UNFINISHED}*"
+ALTERED = str(Path(__file__).with_name("altered.py"))
+
+
+@dataclasses.dataclass
+class Tally:
+    """Outcomes by fault, and seconds until the run went on."""
+
+    outcomes: dict[str, collections.Counter] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
+    seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    places: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def faults(self) -> int:
+        return sum(counter.total() for counter in self.outcomes.values())
+
+    def add(self, fault: str, outcome: str, seconds: float) -> None:
+        self.outcomes[fault][outcome] += 1
+        self.seconds[fault] += seconds
+
+    def update(self, other: "Tally") -> None:
+        for fault, counter in other.outcomes.items():
+            self.outcomes[fault].update(counter)
+        self.seconds.update(other.seconds)
+        self.places.update(other.places)
+
+    def table(self) -> str:
+        lines = [f"{'fault':32} {'count':>5} {'seconds':>8}  outcomes"]
+        for fault, counter in sorted(self.outcomes.items()):
+            outcomes = ", ".join(f"{outcome} {count}" for outcome, count in counter.most_common())
+            lines.append(f"{fault:32} {counter.total():5} {self.seconds[fault]:8.0f}  {outcomes}")
+        lines.append(f"{'all':32} {self.faults:5} {self.seconds.total():8.0f}")
+        places = ", ".join(f"{place} {count}" for place, count in self.places.most_common())
+        return "\n".join([*lines, f"processes were struck in: {places}"])
+
+
+def command(layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
+    """Return what `Processes` needs for one layout, with bad batches and a mistake in difftx, if any."""
+    altered = [ALTERED, f"--nan={','.join(map(str, nan))}", *([f"--mistake={mistake}"] if mistake else [])]
+    return {
+        "count": layout.processes,
+        "devices": layout.devices,
+        "script": [*altered, "train.py"] if nan or mistake else ["train.py"],
+        "train__steps": layout.steps,
+        "checkpoint__every_steps": layout.every_steps,
+        "checkpoint__keep": KEEP,
+        "eval__every_steps": layout.steps // 3,
+        "logging__tensorboard": "true",
+        "guards__max_skipped": 3,
+        "guards__skip_steps": 2,
+        "guards__max_rewinds": 20,
+        "multihost__barrier_timeout_seconds": SILENCE,
+        "multihost__initialization_timeout_seconds": 2 * SILENCE,
+    }
+
+
+def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, folder: Path) -> Path:
+    """Return the workdir of an uninterrupted run."""
+    folder.mkdir(parents=True)
+    processes = Processes(text_file, folder / "run", folder, **command(layout, nan))
+    for process in processes.running:
+        code, text = processes.wait(process, PATIENCE)
+        assert code == DONE, text
+    return folder / "run"
+
+
+class Run:
+    """A run that a plan is carried out on."""
+
+    def __init__(self, plan: Plan, text_file: Path, folder: Path, whole: Path, mistake: str | None = None):
+        self.plan, self.tally = plan, Tally()
+        self._text_file, self._folder, self._whole = text_file, folder, whole
+        self._workdir, self._random = folder / "run", Random(plan.seed)
+        self._checkpoints = self._workdir / "checkpoints"
+        self._command = command(plan.layout, plan.nan, mistake)
+        self._processes: Processes | None = None
+        self._frozen: list[subprocess.Popen] = []
+        self._starts = 0
+        self._known: dict[int, disk.Digests] = {}  # Checkpoints that verified when last looked at.
+        self._rewinds = 0  # In the journal, when last looked at.
+        self._deleted_entries = 0  # Of the journal, on purpose.
+        self._damaged_steps: frozenset[int] = frozenset()  # Of metrics.jsonl.
+        self._small_disk: SmallDisk | None = None
+
+    def carry_out(self) -> None:
+        """Raises `AssertionError` if something is not as promised."""
+        with self._clean_up():
+            for episode in self.plan.episodes:
+                if self._processes is None:
+                    self._start()
+                if not self._until(episode):
+                    break  # It was faster.
+                self._strike(episode)
+                if self._processes is None and episode.damage is not None:
+                    self._damage(episode.damage)
+            if self._processes is None:
+                self._start()
+            self._end()
+        for _ in range(self.plan.stretches):
+            self.tally.add("NaN in the data", "updates skipped, or the run gone back", 0)
+
+    # ── Starting ──
+
+    def _start(self) -> None:
+        """Start the same command again; if it must refuse, see that it does, and mend the run as the docs say."""
+        expected = self._expected_step()
+        logs = self._folder / f"start {self._starts:02}"
+        logs.mkdir()
+        self._starts += 1
+        self._processes = Processes(self._text_file, self._workdir, logs, **self._command)
+        self._expected, self._checked = {expected}, False
+
+    def _expected_step(self) -> int | None:
+        """Return the step to go on from, by the driver's own check; None: the run must refuse."""
+        steps = disk.steps_in(self._checkpoints)
+        whole = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
+        quarantined = list(self._checkpoints.glob("*.quarantined*")) if self._checkpoints.exists() else []
+        return max(whole, default=None if steps or quarantined else 0)
+
+    def _check_start(self) -> None:
+        """Once the processes say where they start, compare."""
+        if self._checked or not (found := re.search(r"attempt \d+, from step (\d+) to", self._log())):
+            return
+        self._checked = True
+        assert int(found[1]) in self._expected, f"started at step {found[1]}, not {self._expected}: {self._log()}"
+        self._check_checkpoints()
+        if not self.plan.nan:  # There the journal decides which rows stay.
+            self._check_metrics(until=int(found[1]))
+
+    def _log(self, process: int = 0) -> str:
+        assert self._processes is not None
+        return self._processes.logs[process].read_text(errors="replace")
+
+    # ── Moments ──
+
+    def _wait(self, condition: Callable[[], bool], pause: float = 0.005) -> bool:
+        """Return whether the condition came true before a process ended."""
+        assert self._processes is not None
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if any(popen.poll() is not None for popen in self._processes.running.values()):
+                return condition()
+            assert time.monotonic() < deadline, f"nothing happens: {self._log()}"
+            time.sleep(pause)
+        return True
+
+    def _until(self, episode: Episode) -> bool:
+        """Wait for the moment; False if the run was done before."""
+        lead = self._processes.running[0]
+        lock, metrics = self._workdir / ".lock", self._workdir / "metrics.jsonl"
+        late = episode.moment not in STARTS
+        delay = {"start": 4.0, "restore": 1.0, "compile": 1.0, "step": 0.1, "saving": 0.2, "naming": 0.01}
+        seconds = self._random.uniform(0, delay.get(episode.moment, 0.02))
+        reached = not late or self._wait(lambda: newest_step(metrics) >= episode.step)
+        before = set(disk.steps_in(self._checkpoints))
+        conditions: dict[str, Callable[[], bool]] = {
+            "start": lambda: True,
+            "restore": lambda: lock.exists() and f"process {lead.pid} " in lock.read_text(),
+            "compile": lambda: "attempt " in self._log(),
+            "step": lambda: True,
+            "saving": lambda: any(self._checkpoints.glob(UNFINISHED)),
+            "naming": lambda: any(self._checkpoints.glob(f"{UNFINISHED}/*{disk.MANIFEST}*")),
+            "removing": lambda: bool(set(disk.steps_in(self._checkpoints)) - before),
+        }
+        reached = reached and self._wait(conditions[episode.moment], 0.001)
+        if reached:
+            time.sleep(seconds)
+            self._check_start()
+            return True
+        return False
+
+    def _place(self) -> str:
+        """Say what the processes are doing, by what they have left so far."""
+        for unfinished in self._checkpoints.glob(UNFINISHED):
+            return "a save, manifest written" if (unfinished / disk.MANIFEST).exists() else "a save"
+        if any(self._checkpoints.glob("*.removed")):
+            return "a removal"
+        if "attempt " not in self._log():
+            lead = self._processes.running[0]
+            lock = self._workdir / ".lock"
+            locked = lock.exists() and f"process {lead.pid} " in lock.read_text()
+            return "restoring" if locked else "starting"
+        steps = [newest_step(self._workdir / "metrics.jsonl"), *self._expected]
+        return "steps" if steps[0] > max(steps[1:]) else "compiling"
+
+    # ── Strikes ──
+
+    def _strike(self, episode: Episode) -> None:
+        began, running = time.monotonic(), self._processes.running
+        self._check_checkpoints()
+        place = self._place()
+        strike = episode.strike
+        if strike.startswith("disk full"):
+            outcome = self._fill_disk(relieve=strike.endswith("free"))
+        elif strike == "SIGSTOP":
+            outcome = self._pause(running[0])
+        elif strike.startswith("SIGSTOP"):
+            outcome = self._freeze(running[self._random.randrange(2)], strike.partition(", ")[2])
+        elif strike == "SIGKILL":
+            for popen in running.values():
+                popen.kill()
+            outcome = self._ended({-signal.SIGKILL, DONE})
+        elif strike.startswith("SIGKILL of"):
+            outcome = self._kill_one(int(strike[-1]))
+        else:
+            outcome = self._terminate(to_all=strike.endswith("all"))
+        self.tally.add(episode.strike, outcome, time.monotonic() - began)
+        self.tally.places[place] += 1
+
+    def _codes(self) -> list[int]:
+        return [self._processes.wait(process, PATIENCE)[0] for process in self._processes.running]
+
+    def _ended(self, allowed: set[int]) -> str:
+        """Wait for the end of all processes; return their codes, in words."""
+        codes = self._codes()
+        assert set(codes) <= allowed, f"exit codes {codes}, not {allowed}: {self._logs()}"
+        self._check_start()
+        if DONE in codes:
+            newest = newest_step(self._workdir / "metrics.jsonl")
+            assert newest == self.plan.layout.steps, f"exit codes {codes} at step {newest}: {self._logs()}"
+        self._processes = None
+        self._check_checkpoints()
+        return f"exit {'/'.join(str(code) for code in codes)}"
+
+    def _logs(self) -> str:
+        return "\n".join(f"[{process}] {self._log(process)}" for process in self._processes.running)
+
+    def _terminate(self, *, to_all: bool) -> str:
+        running = self._processes.running
+        for popen in running.values() if to_all else [self._random.choice(list(running.values()))]:
+            popen.send_signal(signal.SIGTERM)
+        codes, logs, log = self._codes(), self._logs(), self._log()
+        if set(codes) == {PREEMPTED}:
+            saved = max(disk.whole_checkpoints(self._checkpoints), default=None)
+            last = records.rows_of(self._workdir / "metrics.jsonl", "train")[-1:]
+            if "nothing saved between bad steps" not in log and last:
+                assert saved == last[0]["step"], f"exit 75 after step {last[0]['step']}, saved is {saved}: {log}"
+        elif -signal.SIGTERM in codes:
+            # Before the loop, or after it, there is nothing to save.
+            assert "attempt " not in log or "wall time of the run" in log, f"exit codes {codes}: {logs}"
+        return self._ended(
+            {PREEMPTED, DONE, -signal.SIGTERM} | ({FAILED, MISTAKE, ABORTED} if len(codes) > 1 else set())
+        )
+
+    def _kill_one(self, victim: int) -> str:
+        self._processes.running[victim].kill()
+        other = 1 - victim
+        code, log = self._processes.wait(other, PATIENCE)
+        if code == FAILED:
+            silent = rf"process {victim} of 2 \(.*\) has been silent|process 0, the coordinator at .*, is gone"
+            assert re.search(silent, log), f"process {victim} was killed, and process {other} says: {log}"
+        return self._ended({-signal.SIGKILL, FAILED, MISTAKE, DONE} | ({ABORTED} if victim == 0 else set()))
+
+    def _pause(self, popen: subprocess.Popen) -> str:
+        """Freeze the only process for a while: it goes on as if nothing had been."""
+        with self._stopped(popen):
+            time.sleep(self._random.uniform(0.1, 1.5))
+        return "went on"
+
+    @contextlib.contextmanager
+    def _stopped(self, popen: subprocess.Popen) -> Iterator[None]:
+        self._frozen.append(popen)
+        popen.send_signal(signal.SIGSTOP)
+        yield
+        popen.send_signal(signal.SIGCONT)
+        self._frozen.remove(popen)
+
+    def _freeze(self, victim: subprocess.Popen, then: str) -> str:
+        """Freeze one of two: the other says so and ends; the frozen one is killed, or continued at once or later."""
+        running = self._processes.running
+        number = next(process for process, popen in running.items() if popen is victim)
+        with self._stopped(victim):
+            code, log = self._processes.wait(1 - number, PATIENCE)
+            assert code in (FAILED, MISTAKE, ABORTED, DONE), f"process {number} was frozen, the other: {code} {log}"
+            if code == FAILED:
+                silent = rf"process {number} of 2 \(.*\) has been silent|process 0, the coordinator at .*, is gone"
+                assert re.search(silent, log), f"process {number} was frozen, and the other says: {log}"
+            if then == "killed":
+                victim.kill()
+            if then == "continued later":
+                self._start()
+                # What it was saving may get its name yet.
+                self._expected |= {int(path.name.partition(".")[0]) for path in self._checkpoints.glob(UNFINISHED)}
+                time.sleep(self._random.uniform(0.5, 4))
+        if then == "continued later":
+            late = victim.wait(PATIENCE)
+            assert late != PREEMPTED, f"process {number}, which was frozen, ended with {late}"
+            return f"exit {code}, the frozen one {late} beside the next"
+        return self._ended({FAILED, MISTAKE, ABORTED, DONE, -signal.SIGKILL})
+
+    def _fill_disk(self, *, relieve: bool) -> str:
+        """Leave less room than a checkpoint needs, until a save fails or the run ends; then make room."""
+        disk_, lead = self._small_disk, self._processes.running[0]
+        failed = len(re.findall("was not saved", self._log()))
+        leave = (
+            self._random.randrange(300_000) if self.plan.small_disk == "checkpoints" else self._random.randrange(9000)
+        )
+        deadline = time.monotonic() + PATIENCE
+        with disk_.full(lead.pid, leave) as fill:
+            while lead.poll() is None and not (relieve and len(re.findall("was not saved", self._log())) > failed):
+                assert time.monotonic() < deadline, self._log()
+                fill()
+                time.sleep(0.02)
+        code = lead.poll()
+        if code is None:
+            return "not saved, then saved again"
+        if code == DONE:
+            return self._ended({DONE})
+        lines = [line for line in self._log().splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, f"no one line for a full disk: {self._log()}"
+        # Before it may stand what orbax and tensorstore print of a save that fails.
+        assert "Traceback" not in self._log().partition(lines[0])[2], self._log()
+        assert re.search(r"earlier checkpoints are untouched|No space left|File too large", lines[0]), lines
+        return self._ended({FAILED})
+
+    # ── Files ──
+
+    def _damage(self, what: str) -> None:
+        began, name = time.monotonic(), what.removeprefix("flipped bit in ")
+        outcome = self._damage_record(name) if name != what else self._damage_checkpoints(what)
+        if outcome is not None:
+            self.tally.add(what, outcome, time.monotonic() - began)
+
+    def _damage_checkpoints(self, what: str) -> str | None:
+        whole = sorted(disk.whole_checkpoints(self._checkpoints))
+        if not whole:
+            return None
+        step = self._random.choice([whole[-1], whole[-1], self._random.choice(whole)])
+        copy = self._folder / "copy"
+        shutil.copytree(self._checkpoints, copy)
+        done = disk.DAMAGE[what](self._checkpoints, step, self._random)
+        print(f"{self.plan.name}: {what}: {done}", flush=True)
+        damaged = {
+            step: disk.digests(self._checkpoints / str(step))
+            for step in disk.steps_in(self._checkpoints)
+            if not disk.verifies(self._checkpoints / str(step))
+        }
+        # A commit marker whose text was changed is as good as before.
+        self._known = {s: c for s, c in self._known.items() if disk.digests(self._checkpoints / str(s)) == c}
+        newest = max(whole)
+        if self._expected_step() is None:
+            self._start()
+            self._refused("there are checkpoints, but none verifies")
+            shutil.copytree(copy / str(newest), self._checkpoints / str(newest))  # "Restore one from a copy."
+            outcome = "exit 2, restored from a copy, went on"
+        else:
+            outcome = "went on from the newest" if self._expected_step() == newest else "went on from an earlier one"
+        shutil.rmtree(copy)
+        self._start()
+        if not self._wait(lambda: "attempt " in self._log()):
+            assert self._codes() == [DONE] * len(self._processes.running), f"after {what} ({done}): {self._logs()}"
+        self._check_start()
+        for number, content in damaged.items():
+            if number > max(self._expected):  # Older ones are not looked at.
+                aside = [disk.digests(path) for path in self._checkpoints.glob(f"{number}.quarantined*")]
+                assert content in aside, f"{number}, damaged, was not put aside as it was: {self._log()}"
+        return outcome
+
+    def _refused(self, why: str) -> None:
+        """The start must end with exit code 2 and one line."""
+        codes = self._codes()
+        assert codes == [MISTAKE] * len(codes), f"exit codes {codes}: {self._logs()}"
+        for process in self._processes.running:
+            errors = re.findall(r"^error: .*", self._log(process), re.MULTILINE)
+            assert len(errors) == 1, self._log(process)
+            assert why in errors[0], errors[0]
+            assert "Traceback" not in self._log(process), self._log(process)
+        self._processes = None
+        self._check_checkpoints()
+
+    def _damage_record(self, name: str) -> str | None:
+        path = self._workdir / name
+        if not path.exists() or not path.stat().st_size:
+            return None
+        before = path.read_text()
+        done = disk.flip_bit(path, self._random)
+        print(f"{self.plan.name}: {name}: {done}", flush=True)
+        after = path.read_text(errors="replace")
+        self._start()
+        if name == "metrics.jsonl":
+            changed = set(before.splitlines()) ^ set(after.splitlines())
+            self._damaged_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
+        if not self._wait(lambda: "attempt " in self._log()):
+            if name == "journal.jsonl" and self._codes() == [MISTAKE]:
+                self._refused("is no entry of a journal; delete that line")
+                line = int(
+                    re.search(r"line (\d+) is", (self._folder / f"start {self._starts - 1:02}/0.log").read_text())[1]
+                )
+                lines = after.splitlines(keepends=True)
+                path.write_text("".join(lines[: line - 1] + lines[line:]))
+                self._deleted_entries += 1
+                self._start()
+                return "exit 2, line deleted, went on"
+            assert self._codes() == [DONE] * len(self._processes.running), f"after {name}, {done}: {self._logs()}"
+        self._check_start()
+        return "went on"
+
+    def _check_metrics(self, *, until: int) -> None:
+        records.check_metrics(self._workdir, self._whole, until=until, damaged=self._damaged_steps)
+
+    def _check_checkpoints(self) -> None:
+        """Nothing that verified is lost; what verifies now is known from now on."""
+        rewinds = [event for event in records.events(self._workdir) if event["event"] == "rewind"]
+        back_to = min((event["step"] for event in rewinds[self._rewinds :]), default=None)
+        now = disk.whole_checkpoints(self._checkpoints)
+        for step, content in self._known.items():
+            if now.get(step) == content or (back_to is not None and step > back_to):
+                continue
+            if len([other for other in now if other > step]) >= KEEP:
+                continue
+            # A run that goes on may have saved one more, and removed this one, while we looked.
+            if self._processes is not None and len([s for s in disk.steps_in(self._checkpoints) if s > step]) >= KEEP:
+                continue
+            names = sorted(path.name for path in self._checkpoints.iterdir())
+            raise AssertionError(f"the checkpoint of step {step} verified, and is lost; there are {names}")
+        self._known, self._rewinds = now, len(rewinds)
+
+    # ── The end ──
+
+    def _end(self) -> None:
+        codes = self._codes()
+        assert codes == [DONE] * len(codes), f"exit codes {codes}: {self._logs()}"
+        self._check_start()
+        assert self._checked, self._log()
+        self._check_checkpoints()
+        assert self.plan.layout.steps in self._known, f"no checkpoint of the last step: {list(self._known)}"
+        self._check_metrics(until=self.plan.layout.steps)
+        records.check_journal(self._workdir, self._whole, deleted=self._deleted_entries)
+        records.check_tensorboard(self._workdir, self._whole)
+
+    @contextlib.contextmanager
+    def _clean_up(self) -> Iterator[None]:
+        if self.plan.small_disk is not None:
+            place = self._workdir if self.plan.small_disk == "workdir" else self._checkpoints
+            self._small_disk = SmallDisk(place)
+        try:
+            yield
+        finally:
+            if self._processes is not None:
+                self._processes.kill()
+            for popen in self._frozen:
+                popen.kill()
+                popen.wait()
+            if self._small_disk is not None:
+                self._small_disk.close()
+
+
+class SmallDisk:
+    """A folder that can fill up: a tmpfs of a few MiB; where none may be mounted, a limit on the size of files."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True)
+        self._folder = folder
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "difftx-chaos", str(folder)],
+            capture_output=True,
+            text=True,
+        )
+        self.mounted = done.returncode == 0
+        if not self.mounted:
+            print(f"NO TMPFS ({done.stderr.strip()}): in place of a full disk, files may not grow", file=sys.stderr)
+
+    @contextlib.contextmanager
+    def full(self, pid: int, leave: int) -> Iterator[Callable[[], None]]:
+        """Inside of the block there is no room but for `leave` bytes; call what it yields again and again."""
+        if not self.mounted:
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, -1))
+            yield lambda: None
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+            return
+        ballast = self._folder / ".ballast"
+
+        def fill() -> None:
+            state = os.statvfs(self._folder)
+            room = state.f_bavail * state.f_frsize - leave
+            size = ballast.stat().st_size if ballast.exists() else 0
+            if room > 0:
+                with contextlib.suppress(OSError), ballast.open("ab") as file:
+                    os.posix_fallocate(file.fileno(), size, room)
+
+        yield fill
+        ballast.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.mounted:
+            subprocess.run(["umount", "--lazy", str(self._folder)], check=True)

@@ -1,0 +1,117 @@
+"""What a run has recorded, next to what an uninterrupted one has."""
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX.proto import event_pb2
+
+# The rest of a row is time.
+TRAIN = ("loss", "grad_norm", "learning_rate", "tokens", "lambda", "skipped")
+EVENT = ("event", "step", "reason", "bad_steps", "skipped_examples", "rewinds")
+
+
+def rows_of(metrics: Path, split: str) -> list[dict[str, Any]]:
+    rows = []
+    for line in metrics.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("split") == split:
+            rows.append(row)
+    return rows
+
+
+def check_metrics(run: Path, whole: Path, *, until: int, damaged: frozenset[int] = frozenset()) -> None:
+    """Assert that metrics.jsonl has each step from 1 to `until` once and in order, with the numbers of `whole`.
+
+    Args:
+        run: a workdir.
+        whole: of the uninterrupted run.
+        until: a step; later rows are compared if they are there.
+        damaged: steps whose rows were damaged on purpose.
+    """
+    ours, theirs = ({}, {})
+    for workdir, found in ((run, ours), (whole, theirs)):
+        rows = rows_of(workdir / "metrics.jsonl", "train")
+        steps = [row["step"] for row in rows if row["step"] not in damaged]
+        assert steps == sorted(set(steps)), f"{workdir}: steps twice or out of order: {steps}"
+        found.update({row["step"]: [row.get(name) for name in TRAIN] for row in rows if row["step"] not in damaged})
+    newest = max(ours, default=0)
+    missing = sorted(set(range(1, max(until, newest) + 1)) - set(ours) - damaged)
+    assert not missing, f"{run}: no rows of steps {missing}"
+    for step, values in ours.items():
+        assert values == theirs[step], f"{run}: step {step} has {values}, uninterrupted it has {theirs[step]}"
+    evaluations = [
+        {
+            (row["step"], row["suite"]): {k: v for k, v in row.items() if "second" not in k and k != "attempt"}
+            for row in rows_of(workdir / "metrics.jsonl", "valid")
+            if row["step"] not in damaged
+        }
+        for workdir in (run, whole)
+    ]
+    for key, values in evaluations[0].items():
+        assert values == evaluations[1][key], f"{run}: evaluation {key}: {values}, not {evaluations[1][key]}"
+    due = {key for key in evaluations[1] if key[0] <= until}
+    assert due <= evaluations[0].keys(), f"{run}: no evaluation {sorted(due - evaluations[0].keys())}"
+
+
+def check_journal(run: Path, whole: Path, *, deleted: int) -> None:
+    """Assert that the same steps were bad, and the same data were passed over; so many entries may be deleted."""
+    ours, theirs = ([{name: e.get(name) for name in EVENT} for e in events(workdir)] for workdir in (run, whole))
+    lacking = [event for event in theirs if event not in ours]
+    what = f"{run}: journal {ours}, uninterrupted {theirs}"
+    assert ours == [event for event in theirs if event in ours], what
+    assert len(lacking) <= deleted, what
+
+
+def events(workdir: Path) -> list[dict[str, Any]]:
+    """Return the journal's entries, without damaged lines."""
+    path, found = workdir / "journal.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def check_tensorboard(run: Path, whole: Path) -> None:
+    """Assert that TensorBoard shows the loss of every step of `whole` once."""
+    expected = [
+        (row["step"], float(np.float32(row["loss"])))
+        for row in rows_of(whole / "metrics.jsonl", "train")
+        if row["loss"] is not None
+    ]
+    shown = tensorboard_scalars(run / "tensorboard", "train/loss")
+    assert shown == expected, f"{run}: TensorBoard shows {_difference(shown, expected)}"
+
+
+def tensorboard_scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Return step and value of a tag, as TensorBoard does: file by file, without what a restart says is void."""
+    values: list[tuple[int, float]] = []
+    for path in sorted(folder.iterdir()):
+        for event in _events_in(path.read_bytes()):
+            if event.session_log.status == event_pb2.SessionLog.START:
+                values = [value for value in values if value[0] < event.step]
+            values += [(event.step, value.simple_value) for value in event.summary.value if value.tag == tag]
+    return values
+
+
+def _events_in(content: bytes) -> list[Any]:
+    """Return a file's records; the last may be half of one."""
+    found, position = [], 0
+    while position + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, position)
+        record = content[position + 12 : position + 12 + length]
+        position += 12 + length + 4
+        if position > len(content):
+            break
+        found.append(event_pb2.Event.FromString(record))
+    return found
+
+
+def _difference(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> str:
+    return f"{sorted(set(ours) - set(theirs))} too much, lacks {sorted(set(theirs) - set(ours))}, {len(ours)} in all"

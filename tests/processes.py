@@ -1,0 +1,80 @@
+"""`train.py` as real processes, one or several that train together."""
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import ROOT, TINY, child_environment
+
+PATIENCE = 8  # Seconds, of barriers and so of silence.
+
+
+class Processes:
+    """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`."""
+
+    def __init__(
+        self, text_file, workdir, logs, *, devices=4, count=2, start=(0, 1), flags=(), script=("train.py",), **changes
+    ):
+        overrides = TINY | {
+            "data.path": str(text_file),
+            "checkpoint.every_steps": "10",
+            "eval.every_steps": "1000",
+            "eval.loss_tokens": "512",
+            "logging.tensorboard": "false",
+            "mesh.fsdp": "-1",
+            "multihost.initialization_timeout_seconds": "60",
+            "multihost.heartbeat_timeout_seconds": "60",
+            "multihost.barrier_timeout_seconds": str(PATIENCE),
+        }
+        overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
+        flags = [*flags, *(f"--config.{name}={value}" for name, value in overrides.items())]
+        self.metrics = workdir / "metrics.jsonl"
+        self.logs = [logs / f"{process}.log" for process in range(count)]
+        self.running: dict[int, subprocess.Popen] = {}
+        together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)] if count > 1 else []
+        for process in start[:count]:
+            which = ["--process", str(process)] if count > 1 else []
+            command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
+            with self.logs[process].open("w") as log:
+                self.running[process] = subprocess.Popen(
+                    [sys.executable, *command],
+                    cwd=ROOT,
+                    env=child_environment(devices),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def until_step(self, step):
+        """Wait until a step is in metrics.jsonl."""
+        deadline = time.monotonic() + 240
+        while newest_step(self.metrics) < step:
+            for process, popen in self.running.items():
+                assert popen.poll() is None, self.logs[process].read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def wait(self, process, timeout=240):
+        """Return a process's exit code and what it printed."""
+        code = self.running[process].wait(timeout)
+        return code, self.logs[process].read_text()
+
+    def kill(self):
+        for popen in self.running.values():
+            popen.kill()
+            popen.wait()
+
+
+def newest_step(metrics: Path) -> int:
+    """Return the last step that a metrics.jsonl has a training row of; 0: none."""
+    text = metrics.read_text(errors="replace") if metrics.exists() else ""
+    steps = re.findall(r'^\{"split": "train", "step": (\d+),', text, re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
