@@ -144,7 +144,7 @@ def change(value, rng):
 
 
 def signed(value):
-    """Return a manifest whose hash is right, so that what it says is looked at."""
+    """Return an object whose hash is right, so that what it says is looked at."""
     if isinstance(value, dict):
         value.pop("sha256", None)
         value["sha256"] = json_sha256(value)
@@ -247,15 +247,16 @@ def test_metrics_of_a_run(folder, tiny, mutate, step):
     check(path, metrics_lines(), mutate, go_on)
 
 
+@pytest.mark.parametrize("resign", [None, signed], ids=["damaged", "forged"])
 @FUZZ
 @given(mutate=mutations())
-def test_journal(folder, tiny, mutate):
+def test_journal(folder, tiny, resign, mutate):
     entries = [
         {"event": "rewind", "step": 4, "reason": "why", "bad_steps": [6, 9], "attempt": 2, "rewinds": 1}
         | {"skipped_examples": [32, 64]},
         {"event": "stop", "step": 12, "reason": "why", "bad_steps": [10, 12], "attempt": 2},
     ]
-    text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+    text = "".join(json.dumps(signed(entry)) + "\n" for entry in entries).encode()
 
     class Data:
         def state(self):
@@ -265,7 +266,7 @@ def test_journal(folder, tiny, mutate):
             assert type(state["examples"]) is int
             assert state["examples"] >= 0
 
-    check(folder / "journal.jsonl", text, mutate, lambda: Journal(folder).resume(4, Guard(tiny.guards), Data()))
+    check(folder / "journal.jsonl", text, mutate, lambda: Journal(folder).resume(4, Guard(tiny.guards), Data()), resign)
 
 
 @pytest.fixture(scope="module")
