@@ -33,6 +33,11 @@ SILENCE = 20  # Seconds: multihost.barrier_timeout_seconds.
 DISK_MIB = 8
 DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
 ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
+# What a process says of the other one that has gone.
+MISSED = (
+    r"process 0, the coordinator at .*, (is gone|has been silent)|process 0 of 2 \(.*\) has been silent",
+    r"process 1 of 2 \(.*\) has been silent",
+)
 UNFINISHED = f"*{disk.UNFINISHED}*"
 ALTERED = str(Path(__file__).with_name("altered.py"))
 
@@ -284,8 +289,7 @@ class Run:
         other = 1 - victim
         code, log = self._processes.wait(other, PATIENCE)
         if code == FAILED:
-            silent = rf"process {victim} of 2 \(.*\) has been silent|process 0, the coordinator at .*, is gone"
-            assert re.search(silent, log), f"process {victim} was killed, and process {other} says: {log}"
+            assert re.search(MISSED[victim], log), f"process {victim} was killed, and process {other} says: {log}"
         return self._ended({-signal.SIGKILL, FAILED, MISTAKE, DONE} | ({ABORTED} if victim == 0 else set()))
 
     def _pause(self, popen: subprocess.Popen) -> str:
@@ -310,8 +314,7 @@ class Run:
             code, log = self._processes.wait(1 - number, PATIENCE)
             assert code in (FAILED, MISTAKE, ABORTED, DONE), f"process {number} was frozen, the other: {code} {log}"
             if code == FAILED:
-                silent = rf"process {number} of 2 \(.*\) has been silent|process 0, the coordinator at .*, is gone"
-                assert re.search(silent, log), f"process {number} was frozen, and the other says: {log}"
+                assert re.search(MISSED[number], log), f"process {number} was frozen, and the other says: {log}"
             if then == "killed":
                 victim.kill()
             if then == "continued later":
