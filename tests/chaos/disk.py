@@ -3,10 +3,11 @@
 import hashlib
 import json
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+
+import xxhash
 
 MANIFEST = "manifest.json"
 MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")  # They must be there; their content is not read.
@@ -42,7 +43,7 @@ def verifies(folder: Path) -> bool:
             return False
         for name, file in manifest["files"].items():
             content = (folder / name).read_bytes()
-            if (len(content), f"{zlib.crc32(content):08x}") != (file["bytes"], file["crc32"]):
+            if (len(content), xxhash.xxh3_128_hexdigest(content)) != (file["bytes"], file["xxh3"]):
                 return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
