@@ -6,6 +6,7 @@ from typing import Literal
 
 from difftx.config.checks import require_positive
 from difftx.config.data import SYNTHETIC, DataConfig
+from difftx.config.eval import EvalConfig
 from difftx.errors import UserError
 
 
@@ -195,37 +196,6 @@ class GuardsConfig:
                 raise UserError(f"guards.{name}={getattr(self, name)} must not be negative")
         if self.spike_threshold is not None:
             require_positive("guards", "spike_threshold", self.spike_threshold)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Group `eval`."""
-
-    every_steps: int
-    suites: tuple[str, ...]
-    loss_tokens: int
-    recall_max_bigram_count: int
-    bigrams_path: str | None
-    position_documents: int
-    throughput_rounds: int
-    throughput_steps: int
-    sample_tokens: int
-    sample_temperature: float
-
-    def __post_init__(self):
-        for name in (
-            "every_steps",
-            "loss_tokens",
-            "position_documents",
-            "throughput_rounds",
-            "throughput_steps",
-            "sample_tokens",
-        ):
-            require_positive("eval", name, getattr(self, name))
-        if self.recall_max_bigram_count < 0:
-            raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
-        if self.sample_temperature < 0:
-            raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

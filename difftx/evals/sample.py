@@ -4,7 +4,6 @@ from difftx.data.packing import PackedRows
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
-from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 
@@ -27,7 +26,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)
     completions = generate(
-        LanguageModel(config, run.mesh, evaluation.params, run.tokenizer),
+        evaluation.lm,
         [
             Request(prompt=prompt, new_tokens=new_tokens, seed=(config.train.seed + number) % 2**32)
             for number, prompt in enumerate(prompts)

@@ -30,10 +30,16 @@ BRANCH_TOKENS = 256  # Of all branches of a row that are scored at once; a longe
 
 
 class Item(NamedTuple):
-    """What is to be scored: token ids, one at least each."""
+    """What is to be scored: token ids, one at least of context and of continuation."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
+    between: tuple[int, ...] = ()  # Follow the context and are not scored: a question after many demonstrations.
+
+    @property
+    def branch(self) -> tuple[int, ...]:
+        """What follows the context."""
+        return self.between + self.continuation
 
 
 class Score(NamedTuple):
@@ -62,12 +68,12 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
     alone: list[Item] = []
     shared: list[list[Item]] = []
     for group in by_context.values():
-        short = [item for item in group if len(item.continuation) <= BRANCH_TOKENS]
-        long = [item for item in group if len(item.continuation) > BRANCH_TOKENS]
+        short = [item for item in group if len(item.branch) <= BRANCH_TOKENS]
+        long = [item for item in group if len(item.branch) > BRANCH_TOKENS]
         shared += [short] if len(short) > 1 else []
         alone += long if len(short) > 1 else group
     # Rows of like lengths go together.
-    alone.sort(key=lambda item: len(item.context) + len(item.continuation))
+    alone.sort(key=lambda item: len(item.context) + len(item.branch))
     shared.sort(key=lambda group: len(group[0].context))
     scores: dict[Item, Score] = {}
     with jax.set_mesh(lm.mesh):
@@ -78,15 +84,22 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
     return [scores[item] for item in items]
 
 
+class Prompt(NamedTuple):
+    """Token ids to choose a continuation of: prompts that share a context share its computation."""
+
+    context: tuple[int, ...]  # One at least.
+    question: tuple[int, ...]
+
+
 def most_likely(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, batch_rows: int
+    lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
     """Return for each prompt the number of the label that is its most likely continuation, the first of equals.
 
     This is decoding constrained to the labels, exact where a greedy walk down their trie is not. Labels of which one
     begins with another need an end of their own, such as a line's.
     """
-    items = [Item(tuple(prompt), tuple(label)) for prompt in prompts for label in labels]
+    items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
     by_prompt = np.array([score.loglikelihood for score in scores]).reshape(len(prompts), len(labels))
     return np.argmax(by_prompt, axis=1).tolist()
@@ -95,7 +108,7 @@ def most_likely(
 def _check(lm: LanguageModel, item: Item, number: int) -> None:
     if not item.context or not item.continuation:
         raise UserError(f"item {number}: context and continuation need a token at least each")
-    tokens = len(item.context) + len(item.continuation) - 1  # The last one is only a target.
+    tokens = len(item.context) + len(item.branch) - 1  # The last one is only a target.
     if tokens > lm.window:
         raise UserError(
             f"item {number} has {tokens} tokens, more than the model's context data.sequence_length={lm.window}; cut it"
@@ -108,7 +121,7 @@ def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
     """Score items in a row each, by prefill."""
-    inputs = [[*item.context, *item.continuation[:-1]] for item in items]
+    inputs = [[*item.context, *item.branch[:-1]] for item in items]
     rows = decode.rows_for(len(inputs), lm.mesh)
     chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
     host = Tokens.of(inputs, rows, chunk)
@@ -117,7 +130,7 @@ def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
     places = {}
     for row, item in enumerate(items):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
-        places[item] = row, slice(len(item.context) - 1, len(inputs[row]))
+        places[item] = row, slice(len(item.context) + len(item.between) - 1, len(inputs[row]))
     cache, _ = decode.programs_of(lm.config).empty(lm.weights, rows, capacity_for(length))
     parts = []
     for start in range(0, length, chunk):
@@ -138,7 +151,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Ite
     cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
     scores = {}
     for now in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
-        width = max(sum(len(item.continuation) for item in branches) for branches in now)
+        width = max(sum(len(item.branch) for item in branches) for branches in now)
         shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
@@ -146,10 +159,11 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Ite
         for row, branches in enumerate(now):
             at = 0
             for branch, item in enumerate(branches):
-                tokens = len(item.continuation)
-                place = places[item] = row, slice(at, at + tokens)
-                tokens_BT[place] = (item.context[-1], *item.continuation[:-1])
-                targets_BT[place] = item.continuation
+                tokens = len(item.branch)
+                place = row, slice(at, at + tokens)
+                places[item] = row, slice(at + len(item.between), at + tokens)
+                tokens_BT[place] = (item.context[-1], *item.branch[:-1])
+                targets_BT[place] = item.branch
                 positions_BT[place] = len(item.context) - 1 + np.arange(tokens)
                 segment_BT[place], branch_BT[place] = 0, branch
                 at += tokens
@@ -165,11 +179,11 @@ def _passes(group: Sequence[Item]) -> Iterator[list[Item]]:
     members: list[Item] = []
     tokens = 0
     for item in group:
-        if tokens + len(item.continuation) > BRANCH_TOKENS:
+        if tokens + len(item.branch) > BRANCH_TOKENS:
             yield members
             members, tokens = [], 0
         members.append(item)
-        tokens += len(item.continuation)
+        tokens += len(item.branch)
     yield members
 
 
