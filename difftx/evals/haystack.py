@@ -14,7 +14,7 @@ from difftx.errors import UserError
 from difftx.training.run import Run
 
 TEXT_TOKENS = 2**20  # Read of a corpus, or four of the longest pieces.
-TOLERANCE = 0.02  # A place is moved to a sentence end if that is nearer than this share of the piece.
+TOLERANCE = 0.05  # A place is moved to a sentence end if that is nearer than this share of the piece.
 SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
 LINE_END = re.compile(rb"\n[ \t]*$")
 
@@ -44,7 +44,7 @@ class Haystack:
         self._is_character_end = np.concatenate([[True], begins_character[after_N], [True]])
 
     def piece(self, length: int, rng: np.random.Generator) -> "Piece":
-        """Draw a piece that begins and ends with a sentence; where none of this length does, that begins with one."""
+        """Draw a piece between two sentence ends; where there is none, from one on, or at least of whole characters."""
         sentence, character = self._is_sentence_end, self._is_character_end
         for begin, end in ((sentence, sentence), (sentence, character), (character, character)):
             starts = np.flatnonzero(begin[: len(self._tokens_N) - length + 1] & end[length:])
