@@ -116,6 +116,17 @@ def test_prompts_are_whole_and_as_many_as_fit(folder, seed, window):
     assert sorted(by_shots) == sorted({*(2**i for i in range(9) if 2**i <= task.most_shots), task.most_shots})
 
 
+def test_the_context_is_filled_to_its_last_token(folder):
+    config = config_of(folder, permutations=1, questions=20)
+    (task,) = loaded(config)
+    prompts = task.prompts(task.items[-1])
+    # Of the label's last token nothing is asked.
+    longest = max(len(p.context) + len(p.question) for p in prompts) + max(map(len, task.labels)) - 1
+    for window, shots in ((longest, task.most_shots), (longest - 1, task.most_shots - 1)):
+        object.__setattr__(config.data, "sequence_length", window)
+        assert loaded(config)[0].most_shots == shots
+
+
 def check_alternation(labels):
     """Rounds of distinct labels in one order; who is missing in one is missing later."""
     left, order, at = collections.Counter(labels), list(dict.fromkeys(labels)), 0
