@@ -160,8 +160,8 @@ def get_config() -> ConfigDict:
     c.eval.needle.depths = (0.0, 0.25, 0.5, 0.75, 1.0)  # Where the asked needles stand, as shares of the haystack.
     c.eval.needle.samples = 50  # Prompts of each case, length and depth.
     c.eval.needle.new_tokens = 32  # Of the answer, at most.
-    # What hides them: a store (its validation split), text, JSON lines ("text") or Parquet, as `difftx prepare` takes
-    # them; None: the first of the run's validation sets that is text.
+    # What hides them: a path as data.path takes them (of a store the validation split, of text all); None: the first
+    # of the run's validation sets that is text.
     c.eval.needle.haystack = placeholder(str)
     c.eval.needle.seed = 0  # Of cities, numbers, places and haystacks; below 2**32.
     c.eval.icl = ConfigDict()  # Suite icl: classification from demonstrations in the prompt (§3.5).

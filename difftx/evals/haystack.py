@@ -13,8 +13,8 @@ from difftx.data.tokenizer import token_bytes
 from difftx.errors import UserError
 from difftx.training.run import Run
 
-TEXT_TOKENS = 2**20  # Read of a corpus, or four of the longest pieces.
-TOLERANCE = 0.05  # A place is moved to a sentence end if that is nearer than this share of the piece.
+TEXT_TOKENS = 2**20  # Read of a corpus, at most; where a piece is long, four times as many as it has.
+TOLERANCE = 0.05  # A place is moved to the nearest sentence end, by this share of the piece at most.
 SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
 LINE_END = re.compile(rb"\n[ \t]*$")
 

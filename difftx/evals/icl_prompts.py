@@ -26,7 +26,7 @@ class Example:
     question: tuple[int, ...]  # "Question: …\nType:"
     label: int
 
-    def demonstration(self, labels: "tuple[tuple[int, ...], ...]", gap: tuple[int, ...]) -> tuple[int, ...]:
+    def demonstration(self, labels: tuple[tuple[int, ...], ...], gap: tuple[int, ...]) -> tuple[int, ...]:
         """Return question, label and an empty line."""
         return self.question + labels[self.label] + gap
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from difftx.files import write_atomically
+from difftx.files import misfit, write_atomically
 from difftx.parallel.multihost import decided_by_lead, is_lead
 from difftx.training.checkpoint import DECISION_SECONDS
 
@@ -64,7 +64,11 @@ class Journal:
         if head is None or head.get("settings") != self._settings:
             return {}
         entries = filter(None, map(_parsed, rest))
-        return {entry["id"]: entry["answer"] for entry in entries if {"id", "answer"} <= entry.keys()}
+        return {
+            entry["id"]: entry["answer"]
+            for entry in entries
+            if misfit(entry, {"id": str}) is None and "answer" in entry
+        }
 
 
 def _entries(answers: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -59,7 +59,7 @@ def test_half_lines_are_passed_over_and_new_ones_stand_alone(tmp_path):
         run(path, asked, kill_after=21)
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 22
-    for broken in (lines[7][:-9], b"\xff\xfe", b"[1]\n", b'{"id": "item 3"}\n', b'{"id": 3, "answer": 4}\n'):
+    for broken in (lines[7][:-9], b"\xff\xfe", b"[1]\n", b'{"id": "item 3"}\n', b'{"id": [3], "answer": 4}\n'):
         path.write_bytes(b"".join([*lines[:7], broken]))
         asked = []
         assert run(path, asked) == EXPECTED
