@@ -152,6 +152,29 @@ def get_config() -> ConfigDict:
     c.eval.throughput_steps = 10  # Batches a turn.
     c.eval.sample_tokens = 200  # Suite sample: new tokens a prompt.
     c.eval.sample_temperature = 0.8  # Suite sample: 0 takes the most likely token.
+    c.eval.needle = ConfigDict()  # Suite needle: magic numbers of cities in a long text (§3.4).
+    # How many needles are hidden, and how many of them are asked for: Table 2, and Figure 5's 8 and 1.
+    c.eval.needle.cases = tuple(
+        {"needles": needles, "queries": queries} for needles, queries in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
+    )
+    c.eval.needle.lengths = ()  # Tokens of prompt and answer, such as (8192, 16384); (): data.sequence_length.
+    c.eval.needle.depths = (0.0, 0.25, 0.5, 0.75, 1.0)  # Where the asked needles stand, as shares of the haystack.
+    c.eval.needle.samples = 50  # Prompts of each case, length and depth.
+    c.eval.needle.new_tokens = 32  # Of the answer, at most.
+    # What hides them: a path as data.path takes them (of a store the validation split, of text all); None: the first
+    # of the run's validation sets that is text.
+    c.eval.needle.haystack = placeholder(str)
+    c.eval.needle.seed = 0  # Of cities, numbers, places and haystacks; below 2**32.
+    c.eval.icl = ConfigDict()  # Suite icl: classification from demonstrations in the prompt (§3.5).
+    # Files of JSON lines (plain, .gz, .zst, .xz) and their fields, and the words in front of text and label:
+    # ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text", "label": "coarse",
+    #   "text_word": "Question", "label_word": "Type"}, …)
+    c.eval.icl.tasks = ()
+    c.eval.icl.shots = ()  # Demonstrations of a prompt; (): 1, 2, 4, …, and as many as the context holds.
+    c.eval.icl.questions = 250  # Of each test file, at most.
+    c.eval.icl.orders = ("random", "alternating")  # Of demonstrations: shuffled, or one of each class in turn.
+    c.eval.icl.permutations = 10  # Of the same demonstrations, in each of the orders.
+    c.eval.icl.seed = 0  # Of demonstrations, questions and permutations; below 2**32.
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

@@ -6,6 +6,7 @@ from typing import Literal
 
 from difftx.config.checks import require_positive
 from difftx.config.data import SYNTHETIC, DataConfig
+from difftx.config.eval import EvalConfig
 from difftx.errors import UserError
 
 
@@ -195,30 +196,6 @@ class GuardsConfig:
                 raise UserError(f"guards.{name}={getattr(self, name)} must not be negative")
         if self.spike_threshold is not None:
             require_positive("guards", "spike_threshold", self.spike_threshold)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Group `eval`."""
-
-    every_steps: int
-    suites: tuple[str, ...]
-    loss_tokens: int
-    recall_max_bigram_count: int
-    bigrams_path: str | None
-    position_documents: int
-    throughput_rounds: int
-    throughput_steps: int
-    sample_tokens: int
-    sample_temperature: float
-
-    def __post_init__(self):
-        for name in ("recall_max_bigram_count", "sample_temperature"):
-            if getattr(self, name) < 0:
-                raise UserError(f"eval.{name}={getattr(self, name)} must not be negative")
-        for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, int) and name != "recall_max_bigram_count":
-                require_positive("eval", name, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

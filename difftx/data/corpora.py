@@ -48,7 +48,7 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
             (`config.verify`) or made with another tokenizer.
     """
     if config.path is not None and Path(config.path).is_dir():
-        train, valid = _open_stores(config, Path(config.path), encoding)
+        train, valid = (open_split(config, config.path, split, encoding) for split in SPLITS)
     else:
         train, valid = _tokenise_text(config, encoding)
     for name, store in {"training": train, "validation": valid}.items():
@@ -60,21 +60,27 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
     return Corpus(train=train, valid={"valid": valid})
 
 
-def _open_stores(config: DataConfig, folder: Path, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
-    name, vocabulary = store_tokenizer(folder)
+def open_split(
+    config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
+) -> TokenStore:
+    """Open a split of the store at `path`, the value of a field of the config.
+
+    Raises:
+        UserError: it is no store, made with another tokenizer, or damaged (`config.verify`).
+    """
+    name, vocabulary = store_tokenizer(Path(path))
     if vocabulary != fingerprint(encoding):
         raise UserError(
             f"data.tokenizer={config.tokenizer!r} (vocabulary {fingerprint(encoding)[:12]}) is not that of the store "
-            f"data.path={config.path!r}: {name!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare again"
+            f"{field}={path!r}: {name!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare again"
         )
-    train, valid = (open_store(folder, split, verify=config.verify) for split in SPLITS)
-    return train, valid
+    return open_store(Path(path), split, verify=config.verify)
 
 
 def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
     """Return training and validation documents. The same text gives the same ones in any order of files."""
     documents = {}  # By hash: exact duplicates count once, and the order is that of the hashes.
-    for text in _documents(config.path):
+    for text in read_texts(config.path):
         documents[hashlib.sha256(text.encode()).digest()] = text
     held_out = math.ceil(config.valid_fraction * len(documents))
     if len(documents) < 2:
@@ -86,10 +92,10 @@ def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[Tok
     return _tokenise(texts[held_out:], encoding), _tokenise(texts[:held_out], encoding)
 
 
-def text_files(path: str | None) -> list[Path]:
-    """Return the files that `data.path` names: the running Python's library, a file, or a glob."""
+def text_files(path: str | None, field: str = "data.path") -> list[Path]:
+    """Return the files that a field of the config names: the running Python's library, a file, or a glob."""
     if path is None:
-        raise UserError("data.path is not set; give a store, a text file or a glob, --config.data.path='corpus/*.txt'")
+        raise UserError(f"{field} is not set; give a store, a text file or a glob, --config.{field}='corpus/*.txt'")
     if path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
@@ -98,12 +104,17 @@ def text_files(path: str | None) -> list[Path]:
     files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
     files = [f for f in files if f.is_file()]
     if not files:
-        raise UserError(f"data.path={path!r}: no such file, and no file matches it as a glob")
+        raise UserError(f"{field}={path!r}: no such file, and no file matches it as a glob")
     return files
 
 
-def _documents(path: str | None) -> Iterator[str]:
-    for file in text_files(path):
+def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
+    """Yield the texts of the files that a field of the config names, in pieces of about `DOCUMENT_BYTES`.
+
+    Raises:
+        UserError: no such file, or one that is not UTF-8.
+    """
+    for file in text_files(path, field):
         try:
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:

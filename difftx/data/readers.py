@@ -259,7 +259,7 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Piece
             with open_stream(file) as stream:
                 texts.append((file, stream.read() or UserError(f"{file}: the file is empty")))
         except BROKEN_STREAM as error:
-            texts.append((file, UserError(_why_broken(file, error))))
+            texts.append((file, UserError(why_broken(file, error))))
     yield Texts(tuple(texts)), 1, source.size
 
 
@@ -315,10 +315,11 @@ def _stop_at_breaks(pieces: Iterator[Piece], file: Path) -> Iterator[Piece]:
     try:
         yield from pieces
     except BROKEN_STREAM as error:
-        yield Unreadable(_why_broken(file, error)), 0, 0
+        yield Unreadable(why_broken(file, error)), 0, 0
 
 
-def _why_broken(file: Path, error: BaseException) -> str:
+def why_broken(file: Path, error: BaseException) -> str:
+    """Return the line that names a file and what one of `BROKEN_STREAM` says is wrong with it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file}: cannot be read ({error.strerror})"
     how = "truncated" if isinstance(error, EOFError) else "damaged"

@@ -1,17 +1,21 @@
 """Evaluation suites by name. The training loop and eval.py run them through `evaluate`."""
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from difftx.config import Config
 from difftx.data.progress import Work
 from difftx.errors import UserError, did_you_mean
-from difftx.evals import exact_match, loss, position, recall, sample, throughput
+from difftx.evals import exact_match, icl, loss, needle, position, recall, sample, throughput
 from difftx.evals.evaluation import Evaluation
+from difftx.evals.journal import Journal
+from difftx.evals.needle_prompts import NeedlePrompts
 from difftx.evals.result import Result
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_lead
@@ -22,6 +26,8 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "recall": recall.evaluate,
     "position": position.evaluate,
     "exact_match": exact_match.evaluate,
+    "needle": needle.evaluate,
+    "icl": icl.evaluate,
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
 }
@@ -31,6 +37,8 @@ NEEDS: dict[str, Callable[[Run], Any]] = {
     "position": position.long_documents,
     "exact_match": exact_match.tasks_of,
     "sample": sample.validation_text,
+    "needle": NeedlePrompts,
+    "icl": icl.tasks_of,
     "throughput": lambda run: throughput.pair(run.config),
 }
 # What each reads of the config's group `eval`: with another value, a result that is there is out of date.
@@ -39,9 +47,13 @@ FIELDS = {
     "recall": ("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
     "position": ("position_documents",),
     "exact_match": (),
+    "needle": ("needle",),
+    "icl": ("icl",),
     "sample": ("sample_tokens", "sample_temperature"),
     "throughput": ("throughput_rounds", "throughput_steps"),
 }
+# The files that each reads beside the run's own data, by its config.
+FILES: dict[str, Callable[[Config], Iterable[Path]]] = {"needle": needle.files, "icl": icl.files}
 MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
 
 
@@ -74,13 +86,15 @@ def evaluate(run: Run, params: Any, step: int, suites: Sequence[str], work: Work
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:
+            path, depends_on = result_path(run.workdir, name, step), settings(run, name)
+            evaluation.journal = Journal(path.with_suffix(".items.jsonl"), depends_on)
             results[name] = result = SUITES[name](evaluation)
             if not is_lead():
                 continue
-            path = result_path(run.workdir, name, step)
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"suite": name, "step": step, "settings": settings(run, name), **dataclasses.asdict(result)}
+            content = {"suite": name, "step": step, "settings": depends_on, **dataclasses.asdict(result)}
             write_atomically(path, json.dumps(content, indent=2) + "\n")
+            evaluation.journal.remove()
     return results
 
 
@@ -103,13 +117,24 @@ def settings(run: Run, suite: str) -> str:
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
-        "eval": {field: getattr(config.eval, field) for field in FIELDS[suite]},
+        "eval": {field: dataclasses.asdict(config.eval)[field] for field in FIELDS[suite]},
         "model": dataclasses.asdict(config.model),
         "data": run.data.signature,
         "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
         "seed": config.train.seed,
     }
+    if suite in FILES:
+        depends["files"] = [_sha256(path) for path in FILES[suite](config)]
     if suite in MEASURES_DEVICES:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
     return json_sha256(depends)
+
+
+def _sha256(path: Path) -> str | None:
+    """Return the hash of a file's content; None if it cannot be read, which the suite itself will say."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None

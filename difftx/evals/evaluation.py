@@ -12,6 +12,8 @@ from flax import nnx
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import Row, RowSource
 from difftx.data.progress import Work
+from difftx.evals.journal import Journal
+from difftx.inference.decode import LanguageModel
 from difftx.training.loss import token_nll
 from difftx.training.run import Run
 from difftx.training.state import graph
@@ -22,7 +24,13 @@ class Evaluation:
 
     def __init__(self, run: Run, params: Any, work: Work):
         self.run, self.params, self.work = run, params, work
+        self.journal: Journal | None = None  # Of the suite that runs; None: nothing is kept of what it has done.
         self._valid_nll: dict[str, np.ndarray] = {}
+
+    @functools.cached_property
+    def lm(self) -> LanguageModel:
+        """The model, to generate with and to score continuations."""
+        return LanguageModel(self.run.config, self.run.mesh, self.params, self.run.tokenizer)
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
         """Return -log p of each target of a source's first rows, nats, float32 `[rows, T]`.

@@ -5,7 +5,6 @@ from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
-from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
@@ -16,8 +15,7 @@ PROMPT_TOKENS = 48
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
-    run, params = evaluation.run, evaluation.params
-    config = run.config
+    run, config = evaluation.run, evaluation.run.config
     store = validation_text(run)
     prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
     prompts = [
@@ -26,7 +24,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     ]
     new_tokens = min(config.eval.sample_tokens, config.data.sequence_length - prompt_tokens)
     completions = generate(
-        LanguageModel(config, run.mesh, params, run.tokenizer),
+        evaluation.lm,
         [
             Request(prompt=prompt, new_tokens=new_tokens, seed=(config.train.seed + number) % 2**32)
             for number, prompt in enumerate(prompts)

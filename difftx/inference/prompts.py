@@ -1,11 +1,11 @@
 """Prompts from a file, checked line by line."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-from difftx.errors import UserError, did_you_mean
+from difftx.data.records import Record, read_records
+from difftx.errors import UserError
 
 SEEDS = 2**32
 
@@ -26,28 +26,12 @@ def read_prompts(path: Path, seed: int) -> list[Prompt]:
     Raises:
         UserError: the file cannot be read, or a line is not such an object; says which.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"--prompts={path}: {error.strerror}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise UserError(f"--prompts={path}: the file has no prompts")
-    return [_prompt(f"{path}: line {number}", line, seed + i) for i, (number, line) in enumerate(numbered)]
+    records = read_records(path, field="--prompts", what="prompts")
+    return [_prompt(record, seed + i) for i, record in enumerate(records)]
 
 
-def _prompt(name: str, line: bytes, seed: int) -> Prompt:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # Not UTF-8 too.
-        raise UserError(f"{name} is not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise UserError(f'{name} is not a JSON object, such as {{"prompt": "Once"}}')
-    if "prompt" not in record:
-        raise UserError(f"{name} has no field 'prompt'.{did_you_mean('prompt', record)}")
-    text, seed = record["prompt"], record.get("seed", seed)
-    if not isinstance(text, str) or not text:
-        raise UserError(f"{name}: prompt={text!r} must be text, and not empty")
+def _prompt(record: Record, seed: int) -> Prompt:
+    text, seed = record.text("prompt"), record.values.get("seed", seed)
     if type(seed) is not int or not 0 <= seed < SEEDS:
-        raise UserError(f"{name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
-    return Prompt(name=name, text=text, seed=seed, record=record)
+        raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
+    return Prompt(name=record.name, text=text, seed=seed, record=record.values)

@@ -8,7 +8,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,10 +30,16 @@ BRANCH_TOKENS = 256  # Of all branches of a row that are scored at once; a longe
 
 
 class Item(NamedTuple):
-    """What is to be scored: token ids, one at least each."""
+    """What is to be scored: token ids, one at least of context and of continuation."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
+    between: tuple[int, ...] = ()  # Follow the context and are not scored: a question after many demonstrations.
+
+    @property
+    def branch(self) -> tuple[int, ...]:
+        """What follows the context."""
+        return self.between + self.continuation
 
 
 class Score(NamedTuple):
@@ -56,46 +62,75 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
     """
     for number, item in enumerate(items):
         _check(lm, item, number)
+    firsts = _first_equals(items)
     by_context = collections.defaultdict(list)
-    for item in dict.fromkeys(items):
-        by_context[item.context].append(item)
-    alone: list[Item] = []
-    shared: list[list[Item]] = []
+    for number in dict.fromkeys(first for first, _ in firsts):
+        by_context[firsts[number][1]].append(_Numbered(number, items[number]))
+    alone: list[_Numbered] = []
+    shared: list[list[_Numbered]] = []
     for group in by_context.values():
-        short = [item for item in group if len(item.continuation) <= BRANCH_TOKENS]
-        long = [item for item in group if len(item.continuation) > BRANCH_TOKENS]
+        short = [entry for entry in group if len(entry.item.branch) <= BRANCH_TOKENS]
+        long = [entry for entry in group if len(entry.item.branch) > BRANCH_TOKENS]
         shared += [short] if len(short) > 1 else []
         alone += long if len(short) > 1 else group
     # Rows of like lengths go together.
-    alone.sort(key=lambda item: len(item.context) + len(item.continuation))
-    shared.sort(key=lambda group: len(group[0].context))
-    scores: dict[Item, Score] = {}
+    alone.sort(key=lambda entry: len(entry.item.context) + len(entry.item.branch))
+    shared.sort(key=lambda group: len(group[0].item.context))
+    scores: dict[int, Score] = {}
     with jax.set_mesh(lm.mesh):
         for batch in _batches(alone, batch_rows):
             scores |= _score_rows(lm, batch)
         for groups in _batches(shared, batch_rows):
             scores |= _score_branches(lm, groups)
-    return [scores[item] for item in items]
+    return [scores[first] for first, _ in firsts]
+
+
+class Prompt(NamedTuple):
+    """Token ids to choose a continuation of: prompts that share a context share its computation."""
+
+    context: tuple[int, ...]  # One at least.
+    question: tuple[int, ...]
 
 
 def most_likely(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], *, batch_rows: int
+    lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
     """Return for each prompt the number of the label that is its most likely continuation, the first of equals.
 
     This is decoding constrained to the labels, exact where a greedy walk down their trie is not. Labels of which one
     begins with another need an end of their own, such as a line's.
     """
-    items = [Item(tuple(prompt), tuple(label)) for prompt in prompts for label in labels]
+    items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
     by_prompt = np.array([score.loglikelihood for score in scores]).reshape(len(prompts), len(labels))
     return np.argmax(by_prompt, axis=1).tolist()
 
 
+class _Numbered(NamedTuple):
+    """An item and its place among all: contexts may be too long to be hashed for each."""
+
+    number: int
+    item: Item
+
+
+def _first_equals(items: Sequence[Item]) -> list[tuple[int, int]]:
+    """Return for each item the number of the first that is equal to it, and of its context's among the contexts."""
+    contexts: dict[tuple[int, ...], int] = {}
+    by_identity: dict[int, int] = {}  # Thousands of items may hold the same tuple, which is then hashed once.
+    firsts: dict[Any, int] = {}
+    found = []
+    for number, (context, *rest) in enumerate(items):
+        if id(context) not in by_identity:
+            by_identity[id(context)] = contexts.setdefault(context, len(contexts))
+        place = by_identity[id(context)]
+        found.append((firsts.setdefault((place, *rest), number), place))
+    return found
+
+
 def _check(lm: LanguageModel, item: Item, number: int) -> None:
     if not item.context or not item.continuation:
         raise UserError(f"item {number}: context and continuation need a token at least each")
-    tokens = len(item.context) + len(item.continuation) - 1  # The last one is only a target.
+    tokens = len(item.context) + len(item.branch) - 1  # The last one is only a target.
     if tokens > lm.window:
         raise UserError(
             f"item {number} has {tokens} tokens, more than the model's context data.sequence_length={lm.window}; cut it"
@@ -106,18 +141,18 @@ def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (values[start : start + size] for start in range(0, len(values), size))
 
 
-def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
+def _score_rows(lm: LanguageModel, entries: Sequence[_Numbered]) -> dict[int, Score]:
     """Score items in a row each, by prefill."""
-    inputs = [[*item.context, *item.continuation[:-1]] for item in items]
+    inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
     rows = decode.rows_for(len(inputs), lm.mesh)
     chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
     host = Tokens.of(inputs, rows, chunk)
     length = host.tokens_BT.shape[1]
     targets_BT = np.roll(host.tokens_BT, -1, axis=1)
     places = {}
-    for row, item in enumerate(items):
+    for row, (number, item) in enumerate(entries):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
-        places[item] = row, slice(len(item.context) - 1, len(inputs[row]))
+        places[number] = row, slice(len(item.context) + len(item.between) - 1, len(inputs[row]))
     cache, _ = decode.programs_of(lm.config).empty(lm.weights, rows, capacity_for(length))
     parts = []
     for start in range(0, length, chunk):
@@ -126,50 +161,51 @@ def _score_rows(lm: LanguageModel, items: Sequence[Item]) -> dict[Item, Score]:
         cache, part = _programs(lm.config).chunk(lm.weights, cache, np.int32(start), *put)
         parts.append(part)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in both], axis=1) for both in zip(*parts, strict=True))
-    return {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
+    return {number: _score(nll_BT[place], is_best_BT[place]) for number, place in places.items()}
 
 
-def _score_branches(lm: LanguageModel, groups: Sequence[list[Item]]) -> dict[Item, Score]:
+def _score_branches(lm: LanguageModel, groups: Sequence[list[_Numbered]]) -> dict[int, Score]:
     """Score items of one context each group: the context in the cache but for its last token, which begins a branch."""
     rows = decode.rows_for(len(groups), lm.mesh)
-    prefixes = [list(group[0].context[:-1]) for group in groups]
+    prefixes = [list(group[0].item.context[:-1]) for group in groups]
     chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
     none_B = np.zeros(rows, np.int32)
     cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
     scores = {}
     for now in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
-        width = max(sum(len(item.continuation) for item in branches) for branches in now)
+        width = max(sum(len(item.branch) for _, item in branches) for branches in now)
         shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
         places = {}
         for row, branches in enumerate(now):
             at = 0
-            for branch, item in enumerate(branches):
-                tokens = len(item.continuation)
-                place = places[item] = row, slice(at, at + tokens)
-                tokens_BT[place] = (item.context[-1], *item.continuation[:-1])
-                targets_BT[place] = item.continuation
+            for branch, (number, item) in enumerate(branches):
+                tokens = len(item.branch)
+                place = row, slice(at, at + tokens)
+                places[number] = row, slice(at + len(item.between), at + tokens)
+                tokens_BT[place] = (item.context[-1], *item.branch[:-1])
+                targets_BT[place] = item.branch
                 positions_BT[place] = len(item.context) - 1 + np.arange(tokens)
                 segment_BT[place], branch_BT[place] = 0, branch
                 at += tokens
         host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
         arrays = (decode.put(lm.mesh, x) for x in host)
         nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.weights, cache, *arrays))
-        scores |= {item: _score(nll_BT[place], is_best_BT[place]) for item, place in places.items()}
+        scores |= {number: _score(nll_BT[place], is_best_BT[place]) for number, place in places.items()}
     return scores
 
 
-def _passes(group: Sequence[Item]) -> Iterator[list[Item]]:
+def _passes(group: Sequence[_Numbered]) -> Iterator[list[_Numbered]]:
     """Cut a group into lists of at most `BRANCH_TOKENS`."""
-    members: list[Item] = []
+    members: list[_Numbered] = []
     tokens = 0
-    for item in group:
-        if tokens + len(item.continuation) > BRANCH_TOKENS:
+    for entry in group:
+        if tokens + len(entry.item.branch) > BRANCH_TOKENS:
             yield members
             members, tokens = [], 0
-        members.append(item)
-        tokens += len(item.continuation)
+        members.append(entry)
+        tokens += len(entry.item.branch)
     yield members
 
 

@@ -6,17 +6,17 @@ import pytest
 from difftx.errors import UserError
 from difftx.inference import score
 from difftx.inference.decode import Tokens
-from difftx.inference.score import Item, loglikelihoods, most_likely
+from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
 from inference.cache_test import CONTEXT, full_logits, language_model
 
 
 def brute_force(lm, mesh, items):
     """Score each item from the logits of its whole row."""
-    host = Tokens.of([[*item.context, *item.continuation] for item in items], len(items), 128)
+    host = Tokens.of([[*item.context, *item.between, *item.continuation] for item in items], len(items), 128)
     logits_BTV = full_logits(lm, mesh, host, host.tokens_BT).astype(np.float64)
     expected = []
     for item, logits_TV in zip(items, logits_BTV, strict=True):
-        logits_NV = logits_TV[len(item.context) - 1 :][: len(item.continuation)]
+        logits_NV = logits_TV[len(item.context) + len(item.between) - 1 :][: len(item.continuation)]
         log_p = logits_NV - np.log(np.sum(np.exp(logits_NV), axis=1, keepdims=True))
         rows = np.arange(len(item.continuation))
         best = np.argmax(logits_NV, axis=1)
@@ -30,6 +30,7 @@ def some_items(rng):
     many, one, short = draw(40), draw(33), draw(1)
     items = [Item(many, draw(n)) for n in (1, 5, 3, 9, 4, 70)]
     items += [Item(one, draw(20)), Item(short, draw(7)), Item(short, draw(2)), Item(draw(1), draw(100))]
+    items += [Item(many, draw(3), draw(n)) for n in (5, 5, 30)] + [Item(draw(9), draw(4), draw(6))]
     return items
 
 
@@ -54,10 +55,12 @@ def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, si
 def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     lm = language_model(config, mesh_of())
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 256, n).tolist() for n in (30, 7, 55, 30)]
+    draw = lambda n: tuple(rng.integers(0, 256, n).tolist())  # noqa: E731
+    shared = draw(30)
+    prompts = [Prompt(shared, draw(9)), Prompt(draw(7), ()), Prompt(shared, draw(25)), Prompt(shared, ())]
     # Labels of one length, so that none wins by being short, with beginnings in common.
-    labels = [[int(a), int(b), 10] for a in rng.integers(0, 256, 5) for b in rng.integers(0, 256, 4)]
-    items = [Item(tuple(p), tuple(label)) for p in prompts for label in labels]
+    labels = [(int(a), int(b), 10) for a in rng.integers(0, 256, 5) for b in rng.integers(0, 256, 4)]
+    items = [Item(p.context + p.question, label) for p in prompts for label in labels]
     expected = np.array([s[0] for s in brute_force(lm, mesh_of(), items)]).reshape(len(prompts), len(labels))
     chosen = most_likely(lm, prompts, labels, batch_rows=4)
     assert chosen == np.argmax(expected, axis=1).tolist()

@@ -1,0 +1,121 @@
+"""Group `eval` of a config."""
+
+import dataclasses
+from typing import Literal
+
+from difftx.config.checks import require_positive, require_seed
+from difftx.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedleCaseConfig:
+    """An entry of `eval.needle.cases`."""
+
+    needles: int
+    queries: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedleConfig:
+    """Group `eval.needle`."""
+
+    cases: tuple[NeedleCaseConfig, ...]
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    samples: int
+    new_tokens: int
+    haystack: str | None
+    seed: int
+
+    def __post_init__(self):
+        for name in ("samples", "new_tokens"):
+            require_positive("eval.needle", name, getattr(self, name))
+        for name in ("cases", "depths"):
+            if not getattr(self, name):
+                raise UserError(f"eval.needle.{name} is empty; give one at least, as configs/base.py does")
+        for name in ("cases", "lengths", "depths"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise UserError(f"eval.needle.{name}={values}: they must differ")
+        for i, case in enumerate(self.cases):
+            if not 1 <= case.queries <= case.needles:
+                raise UserError(
+                    f"eval.needle.cases[{i}]: queries={case.queries} must lie in 1 … needles={case.needles}"
+                )
+        for length in self.lengths:
+            require_positive("eval.needle", "lengths", length)
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise UserError(f"eval.needle.depths={self.depths}: {depth} must lie in 0 … 1, shares of the haystack")
+        require_seed("eval.needle", self.seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IclTaskConfig:
+    """An entry of `eval.icl.tasks`."""
+
+    name: str
+    train: str
+    test: str
+    text: str
+    label: str
+    text_word: str
+    label_word: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IclConfig:
+    """Group `eval.icl`."""
+
+    tasks: tuple[IclTaskConfig, ...]
+    shots: tuple[int, ...]
+    questions: int
+    orders: tuple[Literal["random", "alternating"], ...]
+    permutations: int
+    seed: int
+
+    def __post_init__(self):
+        for name in ("questions", "permutations"):
+            require_positive("eval.icl", name, getattr(self, name))
+        for count in self.shots:
+            require_positive("eval.icl", "shots", count)
+        if not self.orders or len(set(self.orders)) < len(self.orders):
+            raise UserError(f"eval.icl.orders={self.orders}: give 'random', 'alternating' or both")
+        names = [task.name for task in self.tasks]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"eval.icl.tasks: {names.count(name)} tasks are named {name!r}; names must differ")
+        require_seed("eval.icl", self.seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Group `eval`."""
+
+    every_steps: int
+    suites: tuple[str, ...]
+    loss_tokens: int
+    recall_max_bigram_count: int
+    bigrams_path: str | None
+    position_documents: int
+    throughput_rounds: int
+    throughput_steps: int
+    sample_tokens: int
+    sample_temperature: float
+    needle: NeedleConfig
+    icl: IclConfig
+
+    def __post_init__(self):
+        for name in (
+            "every_steps",
+            "loss_tokens",
+            "position_documents",
+            "throughput_rounds",
+            "throughput_steps",
+            "sample_tokens",
+        ):
+            require_positive("eval", name, getattr(self, name))
+        if self.recall_max_bigram_count < 0:
+            raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
+        if self.sample_temperature < 0:
+            raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")

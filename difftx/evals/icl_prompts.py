@@ -1,0 +1,156 @@
+"""Prompts of suite `icl`: demonstrations of a classification, in some order, then a question.
+
+    Question: How far is it from Denver to Aspen ?
+    Type: NUM
+
+and an empty line, for each demonstration; the question is the same without its label. Each part is tokenised by itself,
+so that a label has the same tokens wherever it stands.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from difftx.config.eval import IclConfig, IclTaskConfig
+from difftx.data.records import Record, read_records
+from difftx.errors import UserError, did_you_mean
+from difftx.inference.score import Prompt
+from difftx.training.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A text and the number of its label, as tokens with all that stands around them in a prompt."""
+
+    question: tuple[int, ...]  # "Question: …\nType:"
+    label: int
+
+    def demonstration(self, labels: tuple[tuple[int, ...], ...], gap: tuple[int, ...]) -> tuple[int, ...]:
+        """Return question, label and an empty line."""
+        return self.question + labels[self.label] + gap
+
+
+@dataclasses.dataclass(frozen=True)
+class IclItem:
+    """Demonstrations in an order, under which all questions are asked."""
+
+    task: str
+    order: str
+    shots: int
+    permutation: int
+
+    @property
+    def id(self) -> str:
+        """Its name in a journal."""
+        return f"{self.task}/{self.order}/{self.shots}/{self.permutation}"
+
+
+class IclTask:
+    """The demonstrations, questions and labels of a task, the same for the same files, settings and tokenizer."""
+
+    def __init__(self, run: Run, config: IclTaskConfig):
+        """Read the files.
+
+        Demonstrations are drawn from the training file without regard to labels: fewer are the first of more.
+
+        Raises:
+            UserError: a file cannot be read or is empty, a line has no such field or an unknown label, or the context
+                does not hold a demonstration and the longest question.
+        """
+        self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
+        self._settings: IclConfig = run.config.eval.icl
+        self._gap = self._encode("\n")
+        train = self._read(config.train, "train")
+        self.label_names = sorted({self._label_of(record) for record in train})
+        # A label ends its line, so that none begins with another.
+        self.labels = tuple(self._encode(f" {name}\n") for name in self.label_names)
+        rng = np.random.default_rng([self._settings.seed, 0])
+        demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
+        test = self._read(config.test, "test")
+        questions = rng.permutation(len(test))[: self._settings.questions]
+        examples = [self._example(record) for record in test]  # All, so that any mistake in the file is found.
+        self.questions = [examples[i] for i in questions]
+        room = run.config.data.sequence_length + 1  # Of the last token nothing is asked.
+        room -= max(len(example.question) for example in self.questions) + max(map(len, self.labels))
+        ends = np.cumsum([len(example.demonstration(self.labels, self._gap)) for example in demonstrations])
+        self.most_shots = int(np.searchsorted(ends, room, side="right"))
+        if not self.most_shots:
+            raise UserError(
+                f"eval.icl.tasks, task {self.name!r}: data.sequence_length={run.config.data.sequence_length} does not "
+                f"hold a demonstration and the longest question, which take {ends[0] - room} tokens more; leave it out"
+            )
+        self._demonstrations = demonstrations[: self.most_shots]
+        self.context_tokens = int(ends[self.most_shots - 1])  # Of the most demonstrations.
+
+    @property
+    def shots(self) -> list[int]:
+        """How many demonstrations there are in a prompt: `eval.icl.shots`, as far as they fit, or by doubling."""
+        wanted = self._settings.shots or [2**i for i in range(self.most_shots.bit_length())] + [self.most_shots]
+        return sorted({min(count, self.most_shots) for count in wanted})
+
+    @property
+    def items(self) -> list[IclItem]:
+        """Every order of every number of demonstrations, fewer ones first."""
+        return [
+            IclItem(self.name, order, shots, permutation)
+            for shots in self.shots
+            for order in self._settings.orders
+            for permutation in range(self._settings.permutations)
+        ]
+
+    def prompts(self, item: IclItem) -> list[Prompt]:
+        """Return the questions after an item's demonstrations."""
+        demonstrations = [self._demonstrations[i] for i in self._order(item)]
+        context = tuple(token for example in demonstrations for token in example.demonstration(self.labels, self._gap))
+        return [Prompt(context, example.question) for example in self.questions]
+
+    def accuracy(self, answers: list[int]) -> float:
+        """Return the share of questions whose label was chosen."""
+        return float(
+            np.mean([example.label == answer for example, answer in zip(self.questions, answers, strict=True)])
+        )
+
+    def _order(self, item: IclItem) -> list[int]:
+        """Return the demonstrations' numbers, shuffled; for "alternating", one of each label in turn, while there are.
+
+        Permutation i is the same shuffle for both.
+        """
+        shuffled = np.random.default_rng([self._settings.seed, 1, item.permutation]).permutation(item.shots).tolist()
+        if item.order == "random":
+            return shuffled
+        turn = dict.fromkeys((self._demonstrations[i].label for i in shuffled), 0)
+        place = {label: rank for rank, label in enumerate(turn)}
+        rounds = []
+        for i in shuffled:
+            label = self._demonstrations[i].label
+            rounds.append((turn[label], place[label], i))
+            turn[label] += 1
+        return [i for _, _, i in sorted(rounds)]
+
+    def _read(self, path: str, field: str) -> list[Record]:
+        return list(read_records(Path(path), field=f"eval.icl.tasks, {self.name}.{field}", what="examples"))
+
+    def _label_of(self, record: Record) -> str:
+        return _one_line(record, self._config.label)
+
+    def _example(self, record: Record) -> Example:
+        text, label = _one_line(record, self._config.text), self._label_of(record)
+        if label not in self.label_names:
+            raise UserError(
+                f"{record.name}: {self._config.label}={label!r} is no label of {self._config.train}."
+                f"{did_you_mean(label, self.label_names)}"
+            )
+        question = f"{self._config.text_word}: {text}\n{self._config.label_word}:"
+        return Example(self._encode(question), self.label_names.index(label))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_ordinary(text))
+
+
+def _one_line(record: Record, field: str) -> str:
+    """Return a field's text without line breaks, which end labels, and without space around it."""
+    text = " ".join(record.text(field).split())
+    if not text:
+        raise UserError(f"{record.name}: {field} is only white space")
+    return text

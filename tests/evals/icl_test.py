@@ -1,0 +1,292 @@
+import collections
+import gzip
+import itertools
+import json
+import re
+import types
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx import evals
+from difftx.config_reader import load_config, override
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+from difftx.evals.icl_prompts import IclTask
+from difftx.training.run import Run
+
+# A question's label follows from its first word.
+LABELS = {"How far": "NUM", "Who": "HUM", "Where": "LOC", "What is": "ENTY", "Why": "DESC", "What does": "ABBR"}
+DEMONSTRATION = re.compile(r"Question: (.+)\nType: (\S+)\n\n")
+
+
+def examples(count, seed):
+    rng = np.random.default_rng(seed)
+    first = rng.choice(list(LABELS), count, p=[0.3, 0.3, 0.2, 0.1, 0.06, 0.04])
+    return [
+        {"text": f"{words} {' '.join(rng.choice(['a', 'thing', 'of', 'wonder'], rng.integers(1, 7)))} {i} ?",
+         "coarse": LABELS[str(words)], "fine": f"{LABELS[str(words)]}:{i % 3}"}
+        for i, words in enumerate(first)
+    ]  # fmt: skip
+
+
+def write(path, records):
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    write(folder / "train.jsonl.gz", examples(200, 0))
+    write(folder / "test.jsonl", examples(60, 1))
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    return folder
+
+
+def task_of(folder, **changes):
+    files = {"train": f"{folder}/train.jsonl.gz", "test": f"{folder}/test.jsonl"}
+    return {
+        "name": "trec",
+        **files,
+        "text": "text",
+        "label": "coarse",
+        "text_word": "Question",
+        "label_word": "Type",
+    } | changes
+
+
+def config_of(folder, *tasks, window=1024, **changes):
+    data = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
+    data["data.path"] = folder / "text.txt"
+    data["eval.icl.tasks"] = json.dumps(tasks or [task_of(folder)])
+    data |= {f"eval.icl.{name}": value for name, value in changes.items()}
+    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+
+
+def loaded(config):
+    run = types.SimpleNamespace(config=config, tokenizer=load_tokenizer("bytes"))
+    return [IclTask(run, task) for task in config.eval.icl.tasks]
+
+
+def read(prompt):
+    """Return demonstrations and question of a prompt, which hold all of it."""
+    text = bytes(prompt.context).decode()
+    demonstrations = DEMONSTRATION.findall(text)
+    assert "".join(f"Question: {t}\nType: {label}\n\n" for t, label in demonstrations) == text
+    return demonstrations, re.fullmatch(r"Question: (.+)\nType:", bytes(prompt.question).decode())[1]
+
+
+def fine_of(question):
+    return next(label for words, label in LABELS.items() if question.startswith(words))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), window=st.integers(200, 3000))
+def test_prompts_are_whole_and_as_many_as_fit(folder, seed, window):
+    config = config_of(folder, window=1024, seed=seed, permutations=2, questions=20)
+    object.__setattr__(config.data, "sequence_length", window)
+    (task,) = loaded(config)
+    known = {(r["text"], r["coarse"]) for r in examples(200, 0)}
+    asked = {r["text"] for r in examples(60, 1)}
+    by_shots = {}
+    for item in task.items:
+        prompts = task.prompts(item)
+        (demonstrations, *rest), questions = zip(*map(read, prompts), strict=True)
+        assert all(other == demonstrations for other in rest)
+        assert len(set(questions)) == 20
+        assert asked.issuperset(questions)
+        assert len(demonstrations) == len(set(demonstrations)) == item.shots
+        assert known.issuperset(demonstrations)
+        longest = max(len(p.context) + len(p.question) for p in prompts) + max(map(len, task.labels)) - 1
+        assert longest <= window
+        # The same demonstrations in every order, and fewer are among more.
+        assert by_shots.setdefault(item.shots, set(demonstrations)) == set(demonstrations)
+        if item.shots == task.most_shots < 200:
+            left = {f"Question: {t}\nType: {label}\n\n" for t, label in known - set(demonstrations)}
+            assert longest + max(map(len, left)) > window
+        if item.order == "alternating":
+            check_alternation([label for _, label in demonstrations])
+    sets = [by_shots[count] for count in sorted(by_shots)]
+    assert all(few < many for few, many in itertools.pairwise(sets))
+    assert sorted(by_shots) == sorted({*(2**i for i in range(9) if 2**i <= task.most_shots), task.most_shots})
+
+
+def test_the_context_is_filled_to_its_last_token(folder):
+    config = config_of(folder, permutations=1, questions=20)
+    (task,) = loaded(config)
+    prompts = task.prompts(task.items[-1])
+    # Of the label's last token nothing is asked.
+    longest = max(len(p.context) + len(p.question) for p in prompts) + max(map(len, task.labels)) - 1
+    for window, shots in ((longest, task.most_shots), (longest - 1, task.most_shots - 1)):
+        object.__setattr__(config.data, "sequence_length", window)
+        assert loaded(config)[0].most_shots == shots
+
+
+def check_alternation(labels):
+    """Rounds of distinct labels in one order; who is missing in one is missing later."""
+    left, order, at = collections.Counter(labels), list(dict.fromkeys(labels)), 0
+    while at < len(labels):
+        turn = [label for label in order if left[label]]
+        assert labels[at : at + len(turn)] == turn
+        left.subtract(turn)
+        at += len(turn)
+
+
+def test_permutations_differ_and_are_the_same_again(folder):
+    config = config_of(folder, shots=10, permutations=6)
+    (task,), (again,) = loaded(config), loaded(config)
+    orders = {item.id: read(task.prompts(item)[0])[0] for item in task.items}
+    assert len(orders) == len({tuple(order) for order in orders.values()}) == 12
+    assert orders == {item.id: read(again.prompts(item)[0])[0] for item in again.items}
+    (other,) = loaded(config_of(folder, shots=10, permutations=6, seed=1))
+    assert set(orders["trec/random/10/0"]) != set(read(other.prompts(other.items[0])[0])[0])
+
+
+class Chooser:
+    """In place of `most_likely`: reads the prompt's text and names a label."""
+
+    def __init__(self, monkeypatch, choose):
+        self.choose, self.calls, self.prompts = choose, 0, 0
+        monkeypatch.setattr("difftx.evals.icl.most_likely", self)
+
+    def __call__(self, lm, prompts, labels, *, batch_rows):
+        names = [bytes(label).decode() for label in labels]
+        assert all(re.fullmatch(r" \S+\n", name) for name in names)
+        self.calls += 1
+        self.prompts += len(prompts)
+        chosen = []
+        for prompt in prompts:
+            assert len(prompt.context) + len(prompt.question) + max(map(len, labels)) - 1 <= lm.window
+            chosen.append(names.index(f" {self.choose(*read(prompt), [name.strip() for name in names])}\n"))
+        return chosen
+
+
+def evaluated(config, workdir):
+    return evals.evaluate(Run.open(config, workdir), None, 3, ["icl"])["icl"]
+
+
+def test_an_oracle_scores_1_and_a_uniform_answer_chance(folder, tmp_path, monkeypatch):
+    tasks = [task_of(folder), task_of(folder, name="fine", label="fine")]
+    config = config_of(folder, *tasks, permutations=3, questions=60)
+    answers = {record["text"]: record for record in examples(60, 1)}
+    Chooser(monkeypatch, lambda seen, question, names: answers[question]["fine" if len(names) > 6 else "coarse"])
+    result = evaluated(config, tmp_path / "oracle")
+    for task in ("trec", "fine"):
+        for order in ("random", "alternating"):
+            assert result.numbers[f"{task}_{order}_accuracy"] == 1
+            assert result.numbers[f"{task}_{order}_margin"] == 0
+    assert result.numbers["trec_shots"] == result.details["tasks"]["trec"]["shots_that_fit"] > 10
+    assert result.details["tasks"]["fine"]["labels"] > 12
+
+    rng = np.random.default_rng(0)
+    config = config_of(folder, permutations=40, questions=60, shots=1)
+    Chooser(monkeypatch, lambda seen, question, names: rng.choice(names))
+    result = evaluated(config, tmp_path / "uniform")
+    for order in ("random", "alternating"):  # 2,400 answers each.
+        assert result.numbers[f"trec_{order}_accuracy"] == pytest.approx(1 / 6, abs=4 * np.sqrt(5 / 36 / 2400))
+
+
+def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
+    """A model that always repeats the first demonstration's label, so that the order is all that matters."""
+    Chooser(monkeypatch, lambda seen, question, names: seen[0][1])
+    config = config_of(folder, permutations=9, questions=50, shots="1,12,5000")
+    result = evaluated(config, tmp_path)
+    (task,) = loaded(config)
+    share = collections.Counter(fine_of(read(p)[1]) for p in task.prompts(task.items[0]))
+    expected = collections.defaultdict(list)
+    for item in task.items:
+        expected[item.order, item.shots].append(share[read(task.prompts(item)[0])[0][0][1]] / 50)
+    most = task.most_shots
+    assert sorted({shots for _, shots in expected}) == [1, 12, most]
+    curves, permutations = result.charts
+    for order, curve, line in zip(("random", "alternating"), curves.series, permutations.series, strict=True):
+        values = [expected[order, shots] for shots in (1, 12, most)]
+        assert (curve.name, curve.x) == (order, [1, 12, most])
+        assert curve.y == pytest.approx([np.mean(v) for v in values])
+        assert (curve.low, curve.high) == ([min(v) for v in values], [max(v) for v in values])
+        assert line.y == values[2]
+        assert result.numbers[f"trec_{order}_margin"] == max(values[2]) - min(values[2]) > 0
+        assert result.numbers[f"trec_{order}_accuracy"] == pytest.approx(np.mean(values[2]))
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
+    config = config_of(folder, permutations=9, questions=20)
+
+    def choose(seen, question, names):
+        return names[hash((tuple(seen), question)) % len(names)]
+
+    whole = Chooser(monkeypatch, choose)
+    expected = evaluated(config, tmp_path / "whole")
+    killed = Chooser(monkeypatch, choose)
+    for calls in (2, 5):
+
+        def die(lm, prompts, labels, *, batch_rows, calls=calls):
+            if killed.calls == calls:
+                raise Killed
+            return killed(lm, prompts, labels, batch_rows=batch_rows)
+
+        monkeypatch.setattr("difftx.evals.icl.most_likely", die)
+        with pytest.raises(Killed):
+            evaluated(config, tmp_path / "killed")
+        assert (tmp_path / "killed" / "evals" / "icl" / "3.items.jsonl").is_file()
+        assert not (tmp_path / "killed" / "evals" / "icl" / "3.json").exists()
+    monkeypatch.setattr("difftx.evals.icl.most_likely", killed)
+    assert evaluated(config, tmp_path / "killed") == expected
+    assert killed.prompts == whole.prompts
+    assert [path.name for path in (tmp_path / "killed" / "evals" / "icl").iterdir()] == ["3.json"]
+
+
+@pytest.mark.parametrize(
+    ("records", "changes", "message"),
+    [
+        ([], {}, r"eval.icl.tasks, trec.test=.*test.jsonl: the file has no examples"),
+        (None, {}, r"eval.icl.tasks, trec.test=.*test.jsonl: cannot be read"),
+        ([{"text": "a", "coarse": "NUM"}, {"txt": "a"}], {}, "line 2 has no field 'text'. Did you mean 'txt'"),
+        ([{"text": "a", "coarse": 3}], {}, "line 1: coarse=3 must be text"),
+        ([{"text": " \n ", "coarse": "NUM"}], {}, "line 1: text is only white space"),
+        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is no label of .*train.*. Did you mean 'NUM'"),
+        ([{"text": "a " * 2000, "coarse": "NUM"}], {}, "'trec': data.sequence_length=1024 does not hold"),
+        ([{"text": "a", "coarse": "NUM"}], {"train": "no/such.jsonl"}, "trec.train=no/such.jsonl: cannot be read"),
+        ([{"text": "a", "coarse": "NUM"}], {"label": "corse"}, "line 1 has no field 'corse'. Did you mean 'coarse'"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
+    path = tmp_path / "test.jsonl"
+    if records is not None:
+        write(path, records)
+    with pytest.raises(UserError, match=message):
+        loaded(config_of(folder, task_of(folder, test=str(path), **changes)))
+
+
+def test_mistakes_in_the_config_are_named(folder, tmp_path):
+    config = config_of(folder)
+    twice = json.dumps([task_of(folder), task_of(folder)])
+    for changes, message in [
+        ({"eval.icl.tasks": twice}, "2 tasks are named 'trec'"),
+        ({"eval.icl.orders": "random,random"}, "give 'random', 'alternating' or both"),
+        ({"eval.icl.orders": "sorted"}, r"eval.icl.orders\[0\]='sorted'|eval.icl.orders='sorted'"),
+        ({"eval.icl.shots": "4,0"}, "eval.icl.shots=0 must be positive"),
+        ({"eval.icl.permutations": "0"}, "eval.icl.permutations=0"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            override(config, changes)
+    with pytest.raises(UserError, match=r"eval\.icl\.tasks is empty"):
+        evaluated(override(config, {"eval.icl.tasks": "[]"}), tmp_path)
+
+
+def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
+    path = write(tmp_path / "test.jsonl", examples(10, 2))
+    run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
+    before = evals.settings(run, "icl")
+    assert evals.settings(run, "icl") == before
+    write(path, examples(11, 2))
+    assert evals.settings(run, "icl") != before

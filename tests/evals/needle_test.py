@@ -1,0 +1,265 @@
+import json
+import random
+import re
+import types
+
+import numpy as np
+import pytest
+import tiktoken
+from conftest import ROOT, TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from difftx import evals
+from difftx.config_reader import load_config, override
+from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, load_tokenizer
+from difftx.errors import UserError
+from difftx.evals.haystack import TOLERANCE
+from difftx.evals.needle import share_found
+from difftx.evals.needle_prompts import NeedlePrompts
+from difftx.inference.generate import Completion
+from difftx.training.run import Run
+
+SENTENCE = re.compile(r"\nThe magic number for (\w+) is (\d{7})\.\n")
+PROSE = "".join(
+    f"Chapter {i} is about é and 日本. It has {i * 37} pages!\nAnd “{i}” — so it goes.  " for i in range(900)
+)
+MERGED = [b"  ", b"is", b" is", b"The", b" ma", b"gic", b". ", b".\n", b"\n\n", b"ag", "é".encode(), b"\xe6\x97", b"12"]
+TOKENIZERS = {
+    "bytes": load_tokenizer("bytes"),
+    "merges": tiktoken.Encoding(
+        "merges",
+        pat_str=CL100K_PATTERN,
+        mergeable_ranks={bytes([i]): i for i in range(256)} | {value: 256 + i for i, value in enumerate(MERGED)},
+        special_tokens={END_OF_TEXT: 256 + len(MERGED)},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "prose.txt").write_text(PROSE)
+    (folder / "short.txt").write_text("A short one. It is repeated. ")
+    (folder / "endless.txt").write_text("".join(random.Random(0).choices("日本éab", k=9000)))  # No sentence ends.
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+def fake_run(config, tokenizer="bytes", **changes):
+    """What prompts need of a run."""
+    made = override(config, {f"eval.needle.{name}": str(value) for name, value in changes.items()})
+    data = types.SimpleNamespace(valid={})
+    return types.SimpleNamespace(config=made, tokenizer=TOKENIZERS[tokenizer], data=data)
+
+
+def cases_of(*pairs):
+    return json.dumps([{"needles": needles, "queries": queries} for needles, queries in pairs])
+
+
+@pytest.fixture(scope="module")
+def long():
+    changes = {"data.sequence_length": "4096", "train.global_batch_tokens": "32768", "mesh.fsdp": "8"}
+    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    text=st.sampled_from(["prose", "short", "endless"]),
+    tokenizer=st.sampled_from(list(TOKENIZERS)),
+    case=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (8, 8)]),
+    length=st.integers(900, 4096),
+    depth=st.floats(0, 1) | st.sampled_from([0.0, 1.0]),
+)
+def test_prompts_are_whole_exact_and_at_their_depth(long, texts, seed, text, tokenizer, case, length, depth):
+    path = texts / f"{text}.txt"
+    changes = {
+        "seed": seed,
+        "haystack": path,
+        "lengths": length,
+        "depths": depth,
+        "cases": cases_of(case),
+        "samples": 1,
+    }
+    run = fake_run(long, tokenizer, **changes)
+    encoding, (prompt,) = run.tokenizer, NeedlePrompts(run)
+    assert len(prompt.tokens) == length - run.config.eval.needle.new_tokens
+    encoding.decode_bytes(prompt.tokens).decode()  # No character is cut.
+    found = {}
+    for start, stop in (*prompt.asked, *prompt.others):
+        city, number = SENTENCE.fullmatch(encoding.decode(prompt.tokens[start:stop])).groups()
+        found[city] = number
+    assert (len(found), len(set(found.values())), len(prompt.asked)) == (case[0], case[0], case[1])
+
+    start, stop = prompt.question
+    assert stop == len(prompt.tokens)
+    question = encoding.decode(prompt.tokens[start:])
+    cities = re.findall(r"[A-Z][a-z]+", question.split(" for ")[1])[: case[1]]
+    assert tuple(found[city] for city in cities) == prompt.numbers
+    assert question.endswith(" are" if case[1] > 1 else f"The magic number for {cities[0]} is")
+
+    hay, asked_at, done = [], [], 0
+    for begin, end in sorted((*prompt.asked, *prompt.others)):
+        hay += prompt.tokens[done:begin]
+        asked_at += [len(hay)] if (begin, end) in prompt.asked else []
+        done = end
+    hay += prompt.tokens[done:start]
+    source = path.read_text()
+    assert encoding.decode(hay) in source * (3 * length // len(source) + 2)
+    assert len(set(asked_at)) == 1
+    assert abs(asked_at[0] - depth * len(hay)) <= max(TOLERANCE * len(hay), 4)
+    if depth == 0:
+        assert min(prompt.asked)[0] == 0
+    if depth == 1:
+        assert max(prompt.asked)[1] == start
+    if text == "prose" and len(hay) > 700:
+        # Sentence ends are at most 60 bytes apart, so that one is always near enough.
+        before = encoding.decode(hay[: asked_at[0]])
+        assert before == "" or re.search(r"[.!]\s*$|\n[ \t]*$", before)
+        assert re.search(r"[.!\n]\s*$", encoding.decode(hay))
+
+
+def test_samples_differ_and_depths_share_them(long, texts):
+    run = fake_run(long, haystack=texts / "prose.txt", cases=cases_of((4, 2)), samples=5, lengths="1000,2000")
+    prompts = NeedlePrompts(run)
+    assert len({item.id for item in prompts.items}) == len(prompts.items) == 2 * 5 * 5
+    by_sample = {}
+    for prompt in prompts:
+        by_sample.setdefault((prompt.item.length, prompt.item.sample), set()).add(prompt.numbers)
+    assert [len(numbers) for numbers in by_sample.values()] == [1] * 10
+    assert len(set.union(*by_sample.values())) == 10
+    assert [p.tokens for p in NeedlePrompts(run)] == [p.tokens for p in prompts]
+
+
+def test_other_needles_stand_anywhere(long, texts):
+    run = fake_run(long, haystack=texts / "prose.txt", cases=cases_of((8, 1)), samples=60, depths=0.5)
+    places = [start / prompt.question[0] for prompt in NeedlePrompts(run) for start, _ in prompt.others]
+    assert np.quantile(places, [0.1, 0.25, 0.5, 0.75, 0.9]) == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.06)
+
+
+class Reader:
+    """In place of `generate`: reads the prompt's text and answers by a rule."""
+
+    def __init__(self, monkeypatch, answer):
+        self.answer, self.prompts = answer, []
+        monkeypatch.setattr("difftx.evals.needle.generate", self)
+
+    def __call__(self, lm, requests, sampling, **_):
+        assert sampling.temperature == 0
+        completions = []
+        for request in requests:
+            assert len(request.prompt) + request.new_tokens <= lm.window
+            text = lm.tokenizer.decode(request.prompt)
+            self.prompts.append(text)
+            cities = re.findall(r"[A-Z][a-z]+", text.rpartition("Answer:")[2].split(" for ")[1])
+            answer = self.answer(text, dict(SENTENCE.findall(text)), cities)
+            completions.append(Completion(tokens=[], text=f" {answer}.", ended_by="limit"))
+        return completions
+
+
+def evaluated(long, texts, tmp_path, **changes):
+    text = {"data.path": str(texts / "prose.txt"), "data.valid_fraction": "0.5"}
+    changes = {f"eval.needle.{name}": str(value) for name, value in changes.items()}
+    run = Run.open(override(long, text | changes), tmp_path)
+    return evals.evaluate(run, None, 3, ["needle"])["needle"]
+
+
+def test_an_oracle_scores_1_and_a_uniform_answer_chance(long, texts, tmp_path, monkeypatch):
+    sizes = {"cases": cases_of((1, 1), (4, 2), (8, 1)), "lengths": "1024,4096"}
+    Reader(monkeypatch, lambda text, numbers, cities: " and ".join(numbers[city] for city in cities))
+    result = evaluated(long, texts, tmp_path / "oracle", **sizes, samples=4)
+    assert set(result.numbers.values()) == {1.0}
+    assert result.numbers.keys() == {"accuracy"} | {
+        f"{case}_{length}" for case in ("n1_r1", "n4_r2", "n8_r1") for length in (1024, 4096)
+    }
+    assert {value for chart in result.charts for row in chart.values for value in row} == {1.0}
+
+    rng = np.random.default_rng(0)
+    Reader(monkeypatch, lambda text, numbers, cities: rng.choice(list(numbers.values())))
+    result = evaluated(long, texts, tmp_path / "uniform", **sizes, samples=80)
+    expected = {"n1_r1": 1.0, "n4_r2": 0.25, "n8_r1": 0.125}
+    for name, chance in expected.items():  # 400 prompts each.
+        assert result.numbers[f"{name}_1024"] == pytest.approx(chance, abs=4 * np.sqrt(chance * (1 - chance) / 400))
+
+
+def test_the_heatmap_has_depths_and_lengths_where_they_belong(long, texts, tmp_path, monkeypatch):
+    """A model that sees the number only in the first 40 % of a text, and nothing in long ones."""
+
+    def answer(text, numbers, cities):
+        before = text[: text.index(f"The magic number for {cities[0]} is {numbers[cities[0]]}")]
+        return numbers[cities[0]] if len(text) < 2000 and len(before) / len(text) < 0.4 else "0000000"
+
+    Reader(monkeypatch, answer)
+    result = evaluated(long, texts, tmp_path, cases=cases_of((2, 1)), lengths="4096,1500", samples=3)
+    table, chart = result.charts
+    assert (chart.x, chart.y) == (["1,500", "4,096"], ["0 %", "25 %", "50 %", "75 %", "100 %", "mean"])
+    assert chart.values == [[1, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0.4, 0]]
+    assert (table.y, table.values) == (["N=2, R=1"], [[0.4, 0]])
+    assert result.numbers == {"accuracy": 0.2, "n2_r1_1500": 0.4, "n2_r1_4096": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (" 1234567 and 7654321.", 1),
+        ("1234567", 0.5),
+        ("12345678, 87654321", 0),
+        ("", 0),
+        ("7654321\n1234567", 1),
+        ("1,234,567", 0),
+    ],
+)
+def test_a_number_counts_if_it_stands_alone(text, share):
+    assert share_found(text, ["1234567", "7654321"]) == share
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": 8192}, "8192 tokens are more than the model's context data.sequence_length=4096"),
+        (
+            {"lengths": 300, "cases": cases_of((8, 1))},
+            "300 tokens do not hold 8 needles, a question and eval.needle.new",
+        ),
+        ({"cases": cases_of((200, 1))}, "needles=200, and there are 76 cities"),
+        ({"haystack": "none"}, "eval.needle.haystack is not set, and no validation set is text"),
+        ({"haystack": "no/such.txt"}, "eval.needle.haystack='no/such.txt': no such file"),
+        ({"haystack": "{texts}/empty.txt"}, "empty.txt': there is no text"),
+        ({"haystack": "{texts}"}, "meta.json"),
+        ({"cases": cases_of((2, 3))}, r"eval.needle.cases\[0\]: queries=3 must lie in 1 … needles=2"),
+        ({"cases": "[]"}, "eval.needle.cases is empty"),
+        ({"depths": "0.5,50"}, "50.0 must lie in 0 … 1"),
+        ({"depths": "0.5,0.5"}, "they must differ"),
+        ({"samples": 0}, "eval.needle.samples=0 must be positive"),
+    ],
+)
+def test_mistakes_are_named(long, texts, changes, message):
+    changes = {"haystack": texts / "prose.txt"} | changes
+    with pytest.raises(UserError, match=message):
+        NeedlePrompts(
+            fake_run(long, **{k: str(v).format(texts=texts) if k == "haystack" else v for k, v in changes.items()})
+        )
+
+
+def test_the_smallest_length_that_a_message_names_is_enough(long, texts):
+    with pytest.raises(UserError, match="use at least") as error:
+        NeedlePrompts(fake_run(long, haystack=texts / "prose.txt", lengths=100, cases=cases_of((8, 2)), samples=1))
+    least = int(re.search(r"use at least (\d+)", str(error.value))[1])
+    run = fake_run(long, haystack=texts / "prose.txt", lengths=least, cases=cases_of((8, 2)), samples=40)
+    for prompt in NeedlePrompts(run):
+        assert len(prompt.tokens) == least - 32
+        # Whatever else stands at the ends of so short a haystack, what is asked for is outermost.
+        assert prompt.item.depth > 0 or min(prompt.asked)[0] == 0
+        assert prompt.item.depth < 1 or max(prompt.asked)[1] == prompt.question[0]
+
+
+def test_a_changed_haystack_makes_a_result_out_of_date(long, texts, tmp_path):
+    path = tmp_path / "hay.txt"
+    path.write_text(PROSE)
+    data = {"data.path": str(texts / "prose.txt"), "data.valid_fraction": "0.5"}
+    run = Run.open(override(long, data | {"eval.needle.haystack": str(path)}), tmp_path)
+    before = evals.settings(run, "needle")
+    assert evals.settings(run, "needle") == before
+    path.write_text(PROSE + ".")
+    assert evals.settings(run, "needle") != before
