@@ -27,7 +27,8 @@ def state_on(mesh, c):
         names = jax.tree_util.keystr(path)
         value = np.zeros(leaf.shape) if "params" not in names else 0.3 * rng.normal(size=leaf.shape)
         value += "params" in names and "scale" in names
-        return jax.device_put(value.astype(leaf.dtype), jax.NamedSharding(mesh, leaf.sharding.spec if leaf.sharding else jax.P()))
+        spec = leaf.sharding.spec if leaf.sharding else jax.P()
+        return jax.device_put(value.astype(leaf.dtype), jax.NamedSharding(mesh, spec))
 
     return jax.tree.map_with_path(draw, shapes)
 
@@ -39,8 +40,7 @@ def one_step(c, mesh):
 
 def hidden_both_ways(c, mesh, params):
     """Hidden states `[B, T, D]` of one pass, and through the cache: a chunk, then token by token."""
-    tokens_BT = np.random.default_rng(1).integers(0, 257, (FOUR_KV_HEADS = {"gda": {"model__num_heads": 12}}  # As many as devices that share heads; else SIZES has four heads.
-ROWS, TOKENS)).astype(np.int32)
+    tokens_BT = np.random.default_rng(1).integers(0, 257, (ROWS, TOKENS)).astype(np.int32)
     positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
     segment_BT = np.zeros_like(tokens_BT)
     segment_BT[1, 3:] = 1
