@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import reshard
 from model.decoder_test import batch_on
 from model.oracle import SIZES
 
+from difftx.inference.cache import ROWS as CACHE_ROWS
 from difftx.inference.cache import empty_cache, extend, write_chunk
 from difftx.parallel.layout import INFERENCE
 from difftx.training.checkpoint import Checkpointer
@@ -39,7 +41,7 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
     """Hidden states `[B, T, D]` of one pass, and through the cache: a chunk, then a token, then another."""
     cache, parts = empty_cache(model, ROWS, 16), []
     for start, end in [(0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)]:
-        new = [x[:, start:end] for x in (tokens_BT, positions_BT, segment_BT)]
+        new = [reshard(jnp.asarray(x[:, start:end]), CACHE_ROWS) for x in (tokens_BT, positions_BT, segment_BT)]
         x_BTD, entries = extend(model, cache, *new)
         cache = write_chunk(cache, entries, new[2], jnp.int32(start))
         parts.append(x_BTD)
