@@ -24,8 +24,8 @@ class DiffAttentionV2(Attention):
     """Differential Transformer V2 (Microsoft, 2026-01-20; microsoft/unilm, Diff-Transformer/Diff-Transformer-V2).
 
     head_i = A_{2i} V - λ_i A_{2i+1} V, λ_i = σ(x W_λ)_i for each token and head; the output is Concat_i(head_i) W_O. Of
-    2H query heads two neighbours make a head: they must share their keys and values, as heads 2H/K · j … do. There is
-    no λ_init, no head norm and no scale.
+    2H query heads two neighbours make a head; they share their keys and values, as 2H / K is even. There is no λ_init,
+    no head norm and no scale.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
