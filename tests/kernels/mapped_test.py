@@ -67,9 +67,13 @@ def by_hand(name, q, k, v, number, ids, window):
     return out
 
 
+def loss_weights(q, v):
+    return np.random.default_rng(9).normal(size=(*q.shape[:3], v.shape[3])).astype(np.float32)
+
+
 def outputs_and_gradients(name, backends, q, k, v, number, ids, window):
     """Of each backend under one jit; the reference's from float32 inputs."""
-    weights = np.random.default_rng(9).normal(size=(*q.shape[:3], v.shape[3])).astype(np.float32)
+    weights = loss_weights(q, v)
     arrays = (q, k, v) if number is None else (q, k, v, number)
 
     def gradients(backend, *arrays):
@@ -110,11 +114,23 @@ def test_output_and_gradients(name, case, dtype):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_chunks_do_not_change_the_result(name, monkeypatch):
+def test_in_chunks_and_against_central_differences(name, monkeypatch):
+    """The reference's gradient is JAX's of the same map; here the loss is a number that numpy makes, in float64."""
     monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", 40)
-    chunked, whole = outputs_and_gradients(name, ("xla", "reference"), *inputs(name, segments=True, K=2), 9)
+    *arrays, ids = inputs(name, segments=True, K=2)
+    chunked, whole = outputs_and_gradients(name, ("xla", "reference"), *arrays, ids, 9)
     for a, b in zip(chunked, whole, strict=True):
         assert relative_error(a, b) < TOLERANCE["float32"]
+
+    rng, step = np.random.default_rng(1), 1e-5
+    for i, grad in enumerate(chunked[1:]):
+        direction = rng.normal(size=grad.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = [*arrays]
+            moved[i] = np.asarray(arrays[i], np.float64) + sign * step * direction
+            ends.append(np.sum(by_hand(name, *moved, ids, 9) * loss_weights(arrays[0], arrays[2])))
+        assert np.sum(grad * direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4), i
 
 
 def test_a_long_row_holds_no_map():
