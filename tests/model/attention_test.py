@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernels.oracle import softmax_row
-from model.oracle import turned
 
 from difftx.model.attention import Attention, DiffAttention, depth_schedule
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
+from model.oracle import turned
 
 TOKENS = 24
 
