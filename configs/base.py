@@ -13,14 +13,20 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
 
     c.model = ConfigDict()
-    c.model.architecture = "diff"  # "diff": differential attention; "transformer": its matched softmax twin.
+    # "diff": differential attention; "transformer": its matched softmax twin. Others: difftx/model/variants.py; what
+    # makes each as large as the Transformer: configs/architectures.py.
+    c.model.architecture = "diff"
     c.model.vocab_size = 100_288  # Rows of the embedding; at least the tokenizer's size (cl100k_base: 100,277).
     c.model.d_model = 2048  # Width of the residual stream.
     c.model.num_layers = 24
     # Heads. A diff head holds two query/key sub-heads, so the matched Transformer has twice as many (§3.1).
     c.model.num_heads = 8
-    c.model.num_kv_heads = placeholder(int)  # Grouped queries; None: one for each head. Counted like num_heads.
-    c.model.head_dim = placeholder(int)  # d of Eq. 1. None: d_model / (2 heads) for diff, d_model / heads else.
+    # Grouped queries; None: one for each head (gda: for each noise head). Counted like num_heads.
+    c.model.num_kv_heads = placeholder(int)
+    # d of Eq. 1. None: d_model / heads; a head of diff and signed_mask counts as two, noise heads of gda count too.
+    c.model.head_dim = placeholder(int)
+    c.model.signal_heads = placeholder(int)  # Of gda alone: signal heads to a noise head; num_heads counts the former.
+    c.model.top_k = placeholder(int)  # Of top_k alone: keys that a query attends to.
     # Hidden width of SwiGLU, 8/3 d_model rounded down to an even number: with it, and one embedding, Table 10's
     # sizes come out to the digit. 5504, a multiple of 128, costs 1 % more and fills a TPU's lanes.
     c.model.mlp_dim = 5460
@@ -30,7 +36,9 @@ def get_config() -> ConfigDict:
     c.model.head_norm = "rms_affine"
     c.model.head_norm_eps = 1e-5
     c.model.lambda_init = placeholder(float)  # A constant; None: 0.8 - 0.6 exp(-0.3 (l - 1)), l = 1, 2, … (§2.1).
-    c.model.lambda_learned = True  # False: λ is λ_init itself, with no parameters.
+    # False: λ is λ_init itself, with no parameters. A fixed λ = 1: also lambda_init = 1 and post_scale = 0.2, say, as
+    # 1 - λ_init would zero the output.
+    c.model.lambda_learned = True
     c.model.lambda_std = 0.1  # Standard deviation of λ_q1, λ_k1, λ_q2, λ_k2 at the start.
     c.model.post_scale = placeholder(float)  # Factor after the head norm; None: 1 - λ_init (Eq. 3).
     # Projections at the start. "fan_in": uniform, variance 1/(3 fan_in), as torch's Linear in the official code;
@@ -43,8 +51,9 @@ def get_config() -> ConfigDict:
     c.model.compute_dtype = "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
     # What the backward pass keeps of a layer: "none": everything; "dots": matrix products; "full": its input.
     c.model.remat = "dots"
-    # Kernel: "auto"; "reference", "xla" or "cudnn" for both architectures; "pallas_tpu", "pallas_gpu" or "cudnn_wide"
-    # for diff; "splash" (TPU) for the transformer. See difftx/kernels/__init__.py.
+    # Kernel: "auto"; "reference" or "xla" for all architectures, "cudnn" for all but off_by_one, sink, top_k and
+    # signed_mask; "pallas_tpu", "pallas_gpu" or "cudnn_wide" for diff and gda; "splash" (TPU) for transformer, diff_v2
+    # and gated. See difftx/kernels/__init__.py.
     c.model.attention_implementation = "auto"
 
     c.data = ConfigDict()

@@ -1,7 +1,7 @@
 """The paper's 3B model and its Transformer (arXiv 2410.05258, §3.1 and Appendix B, Table 9).
 
 Command:  python train.py --config=configs/diff_3b.py:diff --config.data.path='corpus/*.txt' --workdir=runs/diff-3b
-          (diff or transformer)
+          (diff or transformer, or another of configs/architectures.py, as large)
 Protocol: Table 9: 1T tokens (Table 1); Appendix B's comparison stops at 350B (--config.train.steps=83_447).
 Expected: Tables 1, 2, 5 and 8. Not reproduced here yet.
 Note:     the paper calls it 2.8B; 28 layers of 3072 with one embedding of 100,288 count to 3.48B.
@@ -9,19 +9,16 @@ Note:     the paper calls it 2.8B; 28 layers of 3072 with one embedding of 100,2
 
 from ml_collections import ConfigDict
 
-from configs import base
+from configs import architectures, base
 
 ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of one architecture: "diff" or "transformer"."""
+    """Return the config of one architecture: "diff", "transformer", or another of configs/architectures.py."""
     c = base.get_config()
-    c.model.architecture = architecture
     c.model.d_model = 3072
     c.model.num_layers = 28
-    c.model.num_heads = 12 if architecture == "diff" else 24
-    c.model.head_norm = "rms_affine" if architecture == "diff" else "none"
     c.model.mlp_dim = 8192
     c.data.sequence_length = 4096
     c.optimizer.learning_rate = 3.2e-4
@@ -31,4 +28,5 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.optimizer.weight_decay = 0.1
     c.train.steps = 238_419  # 1e12 / 4,194,304, rounded up.
     c.train.global_batch_tokens = 4_194_304
+    architectures.choose(c, architecture, heads=24)
     return c

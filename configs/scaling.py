@@ -1,7 +1,8 @@
 """The paper's scaling sweep: five sizes of both architectures (arXiv 2410.05258, §3.2, Table 10, Figure 3a).
 
 Command:  python train.py --config=configs/scaling.py:diff-2.8b --workdir=runs/diff-2.8b --config.data.path='*.txt'
-          (architecture diff or transformer; size 830m, 1.4b, 2.8b, 6.8b or 13.1b)
+          (architecture diff or transformer; size 830m, 1.4b, 2.8b, 6.8b or 13.1b; the paper has no others, but those
+          of configs/architectures.py are there at the same sizes)
 Protocol: 40,000 steps of 0.25M tokens, 2,048 a row, AdamW (0.9, 0.98), linear warm-up of 375 steps and linear decay.
 Expected: Figure 3a: diff reaches the Transformer's loss with about 62 % of the parameters. Not reproduced here yet.
 Compute:  6 N D FLOPs: 5e19 (830m) to 8e20 (13.1b) a run; `--dry_run` prints it for each config.
@@ -9,7 +10,7 @@ Compute:  6 N D FLOPs: 5e19 (830m) to 8e20 (13.1b) a run; `--dry_run` prints it 
 
 from ml_collections import ConfigDict
 
-from configs import base
+from configs import architectures, base
 from difftx.errors import did_you_mean
 
 ARG = "{architecture}-{size}"  # What `difftx sweep --grid` fills in.
@@ -31,11 +32,9 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
         raise ValueError(f"{arg!r} is no architecture-size such as 'diff-2.8b'.{did_you_mean(size, SIZES)}")
     d_model, num_layers, diff_heads, learning_rate = SIZES[size]
     c = base.get_config()
-    c.model.architecture = architecture
     c.model.d_model = d_model
     c.model.num_layers = num_layers
-    c.model.num_heads = diff_heads if architecture == "diff" else 2 * diff_heads
-    c.model.head_norm = "rms_affine" if architecture == "diff" else "none"
     c.model.mlp_dim = 2 * (4 * d_model // 3)  # 8/3 d_model rounded down to an even number, see base.py.
     c.optimizer.learning_rate = learning_rate
+    architectures.choose(c, architecture, heads=2 * diff_heads)
     return c

@@ -4,7 +4,8 @@ import dataclasses
 import json
 from typing import Literal
 
-from difftx.config.checks import require_positive
+from difftx.config.architectures import TWO_GROUPS, Architecture, Implementation, check_architecture
+from difftx.config.checks import divisor_below, require_positive
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.config.eval import EvalConfig
 from difftx.errors import UserError
@@ -14,13 +15,15 @@ from difftx.errors import UserError
 class ModelConfig:
     """Group `model`."""
 
-    architecture: Literal["diff", "transformer"]
+    architecture: Architecture
     vocab_size: int
     d_model: int
     num_layers: int
     num_heads: int
     num_kv_heads: int | None
     head_dim: int | None
+    signal_heads: int | None
+    top_k: int | None
     mlp_dim: int
     rope_theta: float
     norm_eps: float
@@ -37,18 +40,20 @@ class ModelConfig:
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]
     remat: Literal["none", "dots", "full"]
-    attention_implementation: Literal[
-        "auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"
-    ]
+    attention_implementation: Implementation
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):
             require_positive("model", name, getattr(self, name))
-        width = self.groups * self.num_heads
+        check_architecture(self)
+        width = self._heads_across(self.num_heads)
         if self.head_dim is None and self.d_model % width:
-            fitting = [n for n in range(1, self.d_model) if self.d_model % (self.groups * n) == 0]
-            nearest = min(fitting, key=lambda n: abs(n - self.num_heads), default=1)
+            step = self.signal_heads or 1
+            fitting = [n for n in range(step, self.d_model, step) if self.d_model % self._heads_across(n) == 0]
+            nearest = min(fitting, key=lambda n: abs(n - self.num_heads), default=step)
             heads = "2 * num_heads" if self.groups == 2 else "num_heads"
+            if self.architecture == "gda":
+                heads = "num_heads + num_heads / signal_heads"
             raise UserError(
                 f"model.num_heads={self.num_heads}: {heads} = {width} does not divide d_model={self.d_model}; "
                 f"use {nearest}, or set model.head_dim"
@@ -59,26 +64,46 @@ class ModelConfig:
             raise UserError(f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim")
         if self.num_kv_heads is not None:
             require_positive("model", "num_kv_heads", self.num_kv_heads)
-            if self.num_heads % self.num_kv_heads:
+            if self.noise_heads % self.num_kv_heads:
+                whole = "num_heads" if self.architecture != "gda" else "num_heads / signal_heads"
                 raise UserError(
-                    f"model.num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                    f"use {max(n for n in _divisors(self.num_heads) if n <= self.num_kv_heads)}"
+                    f"model.num_kv_heads={self.num_kv_heads} does not divide {whole}={self.noise_heads}; "
+                    f"use {divisor_below(self.num_kv_heads, self.noise_heads)}"
                 )
 
     @property
     def groups(self) -> int:
-        """Query/key groups of a head: 2 for differential attention, A1 and A2 of Eq. 1."""
-        return 2 if self.architecture == "diff" else 1
+        """Keys of a key/value head, and width of its value in d: 2 where heads have two maps, as A1 and A2 of Eq. 1."""
+        return 2 if self.architecture in TWO_GROUPS else 1
+
+    @property
+    def noise_heads(self) -> int:
+        """Heads of A2's queries: one for each head, or for several in grouped differential attention."""
+        return self.num_heads // (self.signal_heads or 1)
+
+    @property
+    def query_heads(self) -> int:
+        """Queries of width d."""
+        return 2 * self.num_heads if self.architecture == "diff_v2" else self._heads_across(self.num_heads)
 
     @property
     def d_head(self) -> int:
         """Width d of a query/key (sub-)head."""
-        return self.head_dim or self.d_model // (self.groups * self.num_heads)
+        return self.head_dim or self.d_model // self._heads_across(self.num_heads)
 
     @property
     def kv_heads(self) -> int:
         """Key/value heads."""
-        return self.num_kv_heads or self.num_heads
+        return self.num_kv_heads or self.noise_heads
+
+    @property
+    def has_lambda_vectors(self) -> bool:
+        """Whether a layer learns λ as Eq. 2 has it."""
+        return self.architecture in ("diff", "gda") and self.lambda_learned
+
+    def _heads_across(self, num_heads: int) -> int:
+        """Heads of width d that d_model is cut into."""
+        return num_heads + num_heads // self.signal_heads if self.signal_heads else self.groups * num_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +263,11 @@ class Config:
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of train.steps={self.train.steps}"
                 f"; use fewer, such as {self.train.steps // 10}"
             )
-
+        if self.model.top_k is not None and self.model.top_k > self.data.sequence_length:
+            raise UserError(
+                f"model.top_k={self.model.top_k} is more than data.sequence_length={self.data.sequence_length}: "
+                "it would keep every key; use less"
+            )
         self._check_keep_best()
         paths = [self.data.path, *(source.path for source in self.data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
@@ -272,7 +301,3 @@ class Config:
     def to_json(self) -> str:
         """Return the config as indented JSON, the text of `config.json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]

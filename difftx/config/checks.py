@@ -24,3 +24,8 @@ def require_weights(field: str, names: Sequence[str], weights: Sequence[float]) 
         raise UserError(f"{field}={tuple(weights)}: {len(weights)} weights for the {len(names)} data.sources")
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
         raise UserError(f"{field}={tuple(weights)}: weights must not be negative, and one must be positive")
+
+
+def divisor_below(bound: int, number: int) -> int:
+    """Return the largest divisor of `number` that is at most `bound`, at least 1."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(bound, 1))

@@ -54,11 +54,12 @@ class LanguageModel:
     def weights(self) -> Any:
         """The parameters in the compute dtype, which the model would give them at each use: a token reads half as much.
 
-        What belongs to λ stays float32, as `DiffAttention.lam` has it.
+        What belongs to λ and sinks stays float32, as the maps have it.
         """
 
         def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            return leaf if "lambda" in array_name(path) else leaf.astype(self.config.model.compute_dtype)
+            name = array_name(path)
+            return leaf if "lambda" in name or "sink" in name else leaf.astype(self.config.model.compute_dtype)
 
         return jax.tree.map_with_path(cast, self.params)
 

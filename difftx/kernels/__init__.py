@@ -16,7 +16,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import baseline, cudnn, fused, pallas_tpu, reference, target, xla
+from difftx.kernels import baseline, cudnn, fused, mapped, pallas_tpu, reference, target, xla
+from difftx.kernels.maps import Map
 
 try:
     from difftx.kernels import pallas_gpu
@@ -40,6 +41,7 @@ SOFTMAX_BACKENDS = {
     "splash": baseline.splash_attention,
     "cudnn": baseline.cudnn_attention,
 }
+MAPPED_BACKENDS = {"reference": reference.mapped_attention, "xla": mapped.attention}
 
 # Best first. The reference is an oracle, never a choice.
 AUTO = {
@@ -49,6 +51,7 @@ AUTO = {
         "cpu": ("xla",),
     },
     "attention": {"tpu": ("splash", "xla"), "gpu": ("cudnn", "xla"), "cpu": ("xla",)},
+    "mapped_attention": {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)},
 }
 
 log = logging.getLogger(__name__)
@@ -127,6 +130,43 @@ def attention(
     )
     call = functools.partial(SOFTMAX_BACKENDS[name], window=window)
     return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, saves=False)
+
+
+def mapped_attention(
+    map_of: Map,
+    q: jax.Array,
+    k: jax.Array,
+    v_BSKE: jax.Array,
+    *,
+    per_query: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Causal attention by a map of `difftx.kernels.maps`, for which there is no fused kernel: on XLA, in query chunks.
+
+    Args:
+        map_of: how logits become the map.
+        q: queries `[B, T, H, D]`, or `[B, T, H, G, D]` in groups, as many as the map takes.
+        k: keys `[B, S, K, D]` or `[B, S, K, G, D]`.
+        v_BSKE: values, of any width.
+        per_query: what the map takes besides, float32: a scalar, one for each head, `[H]`, or `[B, T, H]`.
+        segment_ids_BT: as in `diff_attention`, and so are the rest, the errors, and which heads attend together.
+
+    Returns:
+        `[B, T, H, E]` in the values' dtype.
+    """
+    q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    if k_BSKGD.shape[3:] != q_BTHGD.shape[3:] or v_BSKE.shape[:3] != k_BSKGD.shape[:3] or v_BSKE.ndim != 4:
+        raise ValueError(
+            "mapped_attention wants q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
+            f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
+        )
+    _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
+    name = _choose("mapped_attention", implementation, tuple(MAPPED_BACKENDS), lambda _: None)
+    call = functools.partial(MAPPED_BACKENDS[name], map_of, window=window)
+    per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
+    return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, saves=False)
 
 
 def check_gradients(head_dim: int) -> dict[str, str]:

@@ -7,12 +7,14 @@ Keys and values are cached with heads before tokens, as both products want them:
 #   R = H / K query heads a key/value head, G = groups (2: A1 and A2; 1: softmax attention), D = width of a sub-head,
 #   E = width of a value head
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused, target
+from difftx.kernels import fused, maps, target
+from difftx.kernels.maps import Map
 
 EMPTY = -1  # Segment of a slot, or of a filler token, that no token shall see.
 
@@ -39,20 +41,34 @@ def diff_attention(
     Returns:
         `[B, T, H, E]` in the values' dtype.
     """
-    lam_BTH = fused.lam_per_token(lam, q_BTHGD)
-    return _per_shard(_attend, q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, past, ids)
+    return mapped_attention(maps.difference, q_BTHGD, k_BTKGD, v_BTKE, past, ids, per_query=lam)
 
 
 def attention(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, past: Past, ids: Ids) -> jax.Array:
     """Softmax attention over cached and new tokens: `[B, T, H, D]` in the values' dtype."""
-    return _per_shard(_attend, q_BTHD[:, :, :, None], k_BTKD[:, :, :, None], v_BTKD, None, past, ids)
+    return mapped_attention(maps.softmax, q_BTHD, k_BTKD, v_BTKD, past, ids)
 
 
-def _per_shard(call, q, k, v, lam_BTH, past: Past, ids: Ids) -> jax.Array:
-    return fused.per_shard(call, q, k, v, lam_BTH, *ids, fused.Saved(by_head=past), saves=False)
+def mapped_attention(
+    map_of: Map,
+    q: jax.Array,
+    k: jax.Array,
+    v_BTKE: jax.Array,
+    past: Past,
+    ids: Ids,
+    *,
+    per_query: jax.Array | None = None,
+) -> jax.Array:
+    """Attention by a map of `difftx.kernels.maps` over cached and new tokens; see `difftx.kernels.mapped_attention`."""
+    q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
+    operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, fused.Saved(by_head=past))
+    return fused.per_shard(functools.partial(_attend, map_of), *operands, saves=False)
 
 
-def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved):
+def _attend(
+    map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved
+):
     """On one device: its rows and heads."""
     keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape
@@ -73,12 +89,10 @@ def _attend(q_BTHGD, k_BUKGD, v_BUKE, lam_BTH, segment_BT, branch_BT, cached_seg
     )
     # A token sees itself at least, so that no row is masked throughout.
     logits_BKGRTX = jnp.where(seen_BTX[:, None, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
-    maps_BKGRTX = jax.nn.softmax(logits_BKGRTX, axis=-1)
-    map_BKRTX = maps_BKGRTX[:, :, 0]
-    if lam_BTH is not None:
-        lam_BKRT = jnp.moveaxis(lam_BTH.reshape(B, T, K, H // K), 1, 3)
-        map_BKRTX -= lam_BKRT[..., None] * maps_BKGRTX[:, :, 1]
-    map_BKRTX = map_BKRTX.astype(v_BUKE.dtype)
+    map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
+    if per_query_BTH is not None:
+        map_inputs.append(jnp.moveaxis(per_query_BTH.reshape(B, T, K, H // K), 1, 3)[..., None])
+    map_BKRTX = map_of(*map_inputs).astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)
     out_BKRTE += einsum("BKRTU,BUKE->BKRTE", map_BKRTX[..., S:], v_BUKE)
     return jnp.moveaxis(out_BKRTE.astype(v_BUKE.dtype), 3, 1).reshape(B, T, H, E)

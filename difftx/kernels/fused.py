@@ -37,10 +37,16 @@ def diff_attention(
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
-    """Return λ as `[B, T, H]`, float32 at least, sharded as the queries."""
+    """Return λ, a scalar or one for each head, as `[B, T, H]`, float32 at least, sharded as the queries."""
     lam = lam.astype(jnp.promote_types(lam.dtype, jnp.float32))
-    sharding = P(*jax.typeof(q_BTHGD).sharding.spec[:3]) if is_explicit_mesh() else None
-    return lam if lam.ndim else jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=sharding)
+    if lam.ndim == 3:
+        return lam
+    if not is_explicit_mesh():
+        return jnp.broadcast_to(lam, q_BTHGD.shape[:3])
+    sharding = P(*jax.typeof(q_BTHGD).sharding.spec[:3])
+    if lam.ndim:
+        lam = jax.sharding.reshard(lam, P(sharding[2]))
+    return jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -4,6 +4,8 @@
 import jax
 import jax.numpy as jnp
 
+from difftx.kernels.maps import Map
+
 
 def diff_attention(
     q: jax.Array,
@@ -43,11 +45,37 @@ def attention_maps(
     window: int | None = None,
 ) -> jax.Array:
     """Return softmax(Q Kᵀ / √D) of each group, `[B, H, G, T, S]`, float32 (float64 for float64 inputs)."""
+    return jax.nn.softmax(_logits(q_BTHGD, k_BSKGD, segment_ids_BT, window=window), axis=-1)
+
+
+def mapped_attention(
+    map_of: Map,
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    v: jax.Array,
+    per_query_BTH: jax.Array | None,
+    segment_ids_BT: jax.Array | None = None,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """Attention by another map; arguments as in `difftx.kernels.mapped_attention`."""
+    map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BT, window=window), 2, 0)]
+    if per_query_BTH is not None:
+        map_inputs.append(jnp.moveaxis(per_query_BTH, 2, 1)[..., None])
+    map_BHTS = map_of(*map_inputs)
+    v_BSHE = jnp.repeat(v, q_BTHGD.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
+    return jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BSHE).astype(v.dtype)
+
+
+def _logits(
+    q_BTHGD: jax.Array, k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, *, window: int | None
+) -> jax.Array:
+    """Return Q Kᵀ / √D of each group, `[B, H, G, T, S]`, minus infinity where a query does not see a key."""
     dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)
     k_BSHGD = jnp.repeat(k_BSKGD, q_BTHGD.shape[2] // k_BSKGD.shape[2], axis=2).astype(dtype)
     logits_BHGTS = jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
     seen_BTS = visible(q_BTHGD.shape[1], segment_ids_BT, window=window)
-    return jax.nn.softmax(jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf), axis=-1)
+    return jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf)
 
 
 def visible(tokens: int, segment_ids_BT: jax.Array | None, *, window: int | None) -> jax.Array:

@@ -36,16 +36,16 @@ def forward(
     K = k_BSKGD.shape[2]
 
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        logits_BKRGCS = _logits(rows, k_BSKGD, segment_ids_BT, window)
+        logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
         lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
         map1_BKRCS, map2_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
-        map_BKRCS = (map1_BKRCS - _per_query(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
+        map_BKRCS = (map1_BKRCS - per_query(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
 
-    out, lse = jax.lax.map(chunk, _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH))
-    lse_BTHG = _joined(lse, T).reshape(B, T, H, 2)
-    return _joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
+    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH))
+    lse_BTHG = joined(lse, T).reshape(B, T, H, 2)
+    return joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
 
 
 def backward(
@@ -72,9 +72,9 @@ def backward(
 
     def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
         dk_BSKGD, dv_BSKE = carry
-        lam_BKRC1 = _per_query(rows["lam"], K)
+        lam_BKRC1 = per_query(rows["lam"], K)
         lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
-        map1_BKRCS, map2_BKRCS = _maps(_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
+        map1_BKRCS, map2_BKRCS = _maps(masked_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
         dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
         dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
         map_BKRCS = (map1_BKRCS - lam_BKRC1 * map2_BKRCS).astype(dtype)
@@ -90,13 +90,15 @@ def backward(
         return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = _chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
+    rows = chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
     (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
-    dq_BTHGD, dlam_BTH = _joined(dq, T).reshape(q_BTHGD.shape), _joined(dlam, T).reshape(B, T, H)
+    dq_BTHGD, dlam_BTH = joined(dq, T).reshape(q_BTHGD.shape), joined(dlam, T).reshape(B, T, H)
     return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
 
 
-def _logits(rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None):
+def masked_logits(
+    rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
+) -> jax.Array:
     """Return a chunk's scaled and masked logits, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
     q_BCKRGD = rows["q"].reshape(B, -1, K, rows["q"].shape[2] // K, G, D)
@@ -115,13 +117,13 @@ def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, ja
     return maps_BKRGCS[:, :, :, 0], maps_BKRGCS[:, :, :, 1]
 
 
-def _per_query(lam_BCH: jax.Array, kv_heads: int) -> jax.Array:
-    """Return λ as `[B, K, R, C, 1]`."""
-    B, C, H = lam_BCH.shape
-    return jnp.moveaxis(lam_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
+def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
+    """Return a number for each query and head as `[B, K, R, C, 1]`."""
+    B, C, H = x_BCH.shape
+    return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
 
 
-def _chunks(segment_ids_BT: jax.Array | None, **arrays_BT: jax.Array) -> dict[str, Any]:
+def chunks(segment_ids_BT: jax.Array | None, **arrays_BT: jax.Array) -> dict[str, Any]:
     """Cut per-query arrays `[B, T, …]` into `[N, B, C, …]`, the last chunk filled up with zeros."""
     T = arrays_BT["q"].shape[1]
     size = min(T, max(1, CHUNK_MAP_ELEMENTS // T))
@@ -138,7 +140,7 @@ def _chunks(segment_ids_BT: jax.Array | None, **arrays_BT: jax.Array) -> dict[st
     return rows
 
 
-def _joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
+def joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
     """Join chunks `[N, B, C, …]` to `[B, T, …]` and drop the filler."""
     x_BNC = jnp.moveaxis(x_NBC, 0, 1)
     return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :tokens]

@@ -1,8 +1,9 @@
 """Differential attention (arXiv 2410.05258, §2.1) and the softmax attention it is matched with.
 
-Both modules have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they return
-the residual update and per-layer statistics. `project` gives queries and what is cached of a token; `extend` is the
-call for tokens that follow cached ones, and returns what is to be cached in place of statistics.
+All architectures have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they
+return the residual update and per-layer statistics. `project` gives queries and what is cached of a token; `extend` is
+the call for tokens that follow cached ones, and returns what is to be cached in place of statistics. The others are in
+`variants.py`.
 """
 #   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
@@ -41,62 +42,79 @@ def depth_schedule(config: ModelConfig) -> Depth:
     return Depth(lambda_init_L, post_scale_L)
 
 
-class DiffAttention(nnx.Module):
-    """Multi-head differential attention, Eq. 1-3 of arXiv 2410.05258.
-
-    head_i = (A1 - λ A2) V, A_g = softmax(Q_g K_gᵀ/√d); the output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
-    λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, one a layer. Grouped queries pair heads as the official flash code
-    does: query head n, in both groups, uses key/value head n // (H / K).
-    """
+class SelfAttention(nnx.Module):
+    """The way from a layer's input to its update; architectures say how they project, attend and end."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
-        D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
-        self.query_DHGd = projection(config, (D, H, 2, d), 1, layout.query_DHGd, rngs=rngs)
-        self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
-        self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
-        self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
-        if config.lambda_learned:
-            init = jax.nn.initializers.normal(config.lambda_std)
-            self.lambda_query_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-            self.lambda_key_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-        self.head_norm = HeadNorm(config, 2 * d, layout)
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual update `[B, T, D]` and `{"lambda": λ}`."""
-        layout = self.layout
-        q_BTHGd, k_BTKGd, v_BTKE = self.project(x_BTD, angles)
-        lam = self.lam(depth.lambda_init)
-        heads_BTHE = kernels.diff_attention(
-            reshard(q_BTHGd, layout.attend_BTHGd),
-            reshard(k_BTKGd, layout.attend_BTHGd),
-            reshard(v_BTKE, layout.attend_BTHE),
-            lam,
-            segment_ids_BT=segment_ids_BT,
-            implementation=self.config.attention_implementation,
-        )
-        return self._output(heads_BTHE, depth), {"lambda": lam}
+        """Return the residual update `[B, T, D]` and statistics, a float32 scalar each."""
+        heads_BTHE = self.attend(*self._whole_rows(*self.project(x_BTD, angles)), depth, segment_ids_BT)
+        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), self.statistics(x_BTD, depth)
 
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update of tokens that follow cached ones, and their keys and values."""
-        layout = self.layout
-        q_BTHGd, k_BTKGd, v_BTKE = self.project(x_BTD, angles)
-        heads_BTHE = cached.diff_attention(
-            reshard(q_BTHGd, layout.attend_BTHGd),
-            reshard(k_BTKGd, layout.attend_BTHGd),
-            reshard(v_BTKE, layout.attend_BTHE),
-            self.lam(depth.lambda_init),
-            past,
-            ids,
-        )
-        return self._output(heads_BTHE, depth), (k_BTKGd, v_BTKE)
+        q, k, v = self.project(x_BTD, angles)
+        heads_BTHE = self.attend_cached(*self._whole_rows(q, k, v), depth, past, ids)
+        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), (k, v)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
+        raise NotImplementedError
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
+    ) -> jax.Array:
+        """Return the heads `[B, T, H, E]`; each device has whole rows of a share of them."""
+        raise NotImplementedError
+
+    def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
+        """Return the heads `[B, T, H, E]` of tokens that follow cached ones."""
+        raise NotImplementedError
+
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+        """Return the residual update `[B, T, D]`."""
+        raise NotImplementedError
+
+    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
+        """Return what is worth logging of a layer, a float32 scalar each."""
+        return {}
+
+    def _whole_rows(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        specs = {4: self.layout.attend_BTHE, 5: self.layout.attend_BTHGd}
+        return reshard(q, specs[q.ndim]), reshard(k, specs[k.ndim]), reshard(v, specs[v.ndim])
+
+
+class DiffAttention(SelfAttention):
+    """Multi-head differential attention, Eq. 1-3 of arXiv 2410.05258.
+
+    head_i = (A1 - λ A2) V, A_g = softmax(Q_g K_gᵀ/√d); the output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
+    λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, one a layer; with `lambda_learned` off it is λ_init. Grouped queries
+    pair heads as the official flash code does: query head n, in both groups, uses key/value head n // (H / K).
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
+        super().__init__(config, layout, rngs=rngs)
+        D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
+        # A head's A1 and A2; in grouped differential attention a noise head's A2 stands behind several heads' A1.
+        groups = (config.noise_heads, config.query_heads // config.noise_heads)
+        self.query_DHGd = projection(config, (D, *groups, d), 1, layout.query_DHGd, rngs=rngs)
+        self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
+        self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
+        self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
+        if config.has_lambda_vectors:
+            init = jax.nn.initializers.normal(config.lambda_std)
+            self.lambda_query_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_key_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+        self.head_norm = HeadNorm(config, 2 * d, layout)
+
+    def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return rotated queries `[B, T, H, 2, d]` and keys, and the values `[B, T, K, 2d]`."""
         layout, dtype = self.layout, x_BTD.dtype
         q_BTHGd = jnp.einsum("BTD,DHGd->BTHGd", x_BTD, self.query_DHGd.astype(dtype), out_sharding=layout.act_BTHGd)
         k_BTKGd = jnp.einsum("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd.astype(dtype), out_sharding=layout.act_BTHGd)
@@ -105,53 +123,50 @@ class DiffAttention(nnx.Module):
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
         """Return λ, a float32 scalar: in bfloat16 its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
-        if not self.config.lambda_learned:
+        if not self.config.has_lambda_vectors:
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
         return jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1]) + lambda_init
 
-    def _output(self, heads_BTHE: jax.Array, depth: Depth) -> jax.Array:
-        heads_BTHE = reshard(heads_BTHE, self.layout.act_BTHE)
+    def attend(self, q, k, v, depth, segment_ids_BT):
+        """(A1 - λ A2) V."""
+        return kernels.diff_attention(
+            q,
+            k,
+            v,
+            self.lam(depth.lambda_init),
+            segment_ids_BT=segment_ids_BT,
+            implementation=self.config.attention_implementation,
+        )
+
+    def attend_cached(self, q, k, v, depth, past, ids):
+        """(A1 - λ A2) V over cached and new tokens."""
+        return cached.diff_attention(q, k, v, self.lam(depth.lambda_init), past, ids)
+
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+        """Normalise and scale each head, and merge them."""
         heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
-        return _merge_heads(heads_BTHE, self.output_HED, self.layout)
+        return merge_heads(heads_BTHE, self.output_HED, self.layout)
+
+    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
+        """Return `{"lambda": λ}`."""
+        return {"lambda": self.lam(depth.lambda_init)}
 
 
-class Attention(nnx.Module):
+class Attention(SelfAttention):
     """Multi-head softmax attention with 2h heads of width d: the parameters of h differential heads."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
-        self.config, self.layout = config, layout
+        super().__init__(config, layout, rngs=rngs)
         D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
-        self.query_DHd = projection(config, (D, H, d), 1, layout.value_DKE, rngs=rngs)
+        self.query_DHd = projection(config, (D, config.query_heads, d), 1, layout.value_DKE, rngs=rngs)
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)
         self.head_norm = HeadNorm(config, d, layout)
 
-    def __call__(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual update `[B, T, D]` and no statistics; `depth` is for the other architecture."""
-        heads_BTHd = kernels.attention(
-            *(reshard(x_BTHd, self.layout.attend_BTHE) for x_BTHd in self.project(x_BTD, angles)),
-            segment_ids_BT=segment_ids_BT,
-            implementation=self.config.attention_implementation,
-        )
-        return self._output(heads_BTHd), {}
-
-    def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return the residual update of tokens that follow cached ones, and their keys and values."""
-        attend_BTHE = self.layout.attend_BTHE
-        q_BTHd, k_BTKd, v_BTKd = self.project(x_BTD, angles)
-        heads_BTHd = cached.attention(
-            reshard(q_BTHd, attend_BTHE), reshard(k_BTKd, attend_BTHE), reshard(v_BTKd, attend_BTHE), past, ids
-        )
-        return self._output(heads_BTHd), (k_BTKd, v_BTKd)
-
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
+        """Return rotated queries and keys and the values, `[B, T, heads, d]`."""
         q_BTHd, k_BTKd, v_BTKd = (
             jnp.einsum(
                 "BTD,DHd->BTHd",
@@ -163,9 +178,19 @@ class Attention(nnx.Module):
         )
         return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
 
-    def _output(self, heads_BTHd: jax.Array) -> jax.Array:
-        heads_BTHd = reshard(heads_BTHd, self.layout.act_BTHE)
-        return _merge_heads(self.head_norm(heads_BTHd), self.output_HdD, self.layout)
+    def attend(self, q, k, v, depth, segment_ids_BT):
+        """A V."""
+        return kernels.attention(
+            q, k, v, segment_ids_BT=segment_ids_BT, implementation=self.config.attention_implementation
+        )
+
+    def attend_cached(self, q, k, v, depth, past, ids):
+        """A V over cached and new tokens."""
+        return cached.attention(q, k, v, past, ids)
+
+    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+        """Merge the heads; `depth` is for differential attention."""
+        return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
 
 
 class HeadNorm(nnx.Module):
@@ -184,6 +209,7 @@ class HeadNorm(nnx.Module):
         return normed_BTHE * self.scale[...].astype(normed_BTHE.dtype) if self.kind == "rms_affine" else normed_BTHE
 
 
-def _merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
+def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
+    """Return Concat_i(head_i) W_O, `[B, T, D]`."""
     weight = output_HED.astype(heads_BTHE.dtype)
     return jnp.einsum("BTHE,HED->BTD", heads_BTHE, weight, out_sharding=layout.act_BTD)

@@ -10,11 +10,12 @@ from flax import nnx
 
 from difftx.config import ModelConfig
 from difftx.kernels.cached import Ids, Past
-from difftx.model.attention import Angles, Attention, Depth, DiffAttention, depth_schedule
+from difftx.model.attention import Angles, Attention, Depth, DiffAttention, SelfAttention, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
+from difftx.model.variants import VARIANTS
 from difftx.parallel.layout import Layout
 
-ATTENTION = {"diff": DiffAttention, "transformer": Attention}
+ATTENTION: dict[str, type[SelfAttention]] = {"diff": DiffAttention, "transformer": Attention, **VARIANTS}
 
 # What the backward pass finds stored; the rest it computes again.
 REMAT_POLICIES = {

@@ -2,7 +2,8 @@
 
 Model FLOPs count what the mathematics needs, not what a kernel executes, so that both architectures are held to the
 same number. A differential head needs, for each pair of tokens, two products of width d for its maps and one of
-width 2d for (A1 - λ A2) V: as many as the two softmax heads it replaces.
+width 2d for (A1 - λ A2) V: as many as the two softmax heads it replaces. Maps are counted once, however often a kernel
+makes them: A2 of grouped differential attention once for all of its signal heads.
 """
 
 import dataclasses
@@ -39,28 +40,29 @@ class Parameters:
 
 def count_parameters(config: ModelConfig) -> Parameters:
     """Count the parameters of a `Decoder`, to the last one."""
-    D, d, groups = config.d_model, config.d_head, config.groups
-    query = D * config.num_heads * groups * d
-    key_and_value = 2 * D * config.kv_heads * groups * d
-    layer = query + key_and_value + config.num_heads * groups * d * D + 3 * D * config.mlp_dim
-    lambdas = 4 * d if config.architecture == "diff" and config.lambda_learned else 0
+    D, d, H, groups = config.d_model, config.d_head, config.num_heads, config.groups
+    query, key_and_value = D * config.query_heads * d, 2 * D * config.kv_heads * groups * d
+    layer = query + key_and_value + H * groups * d * D + 3 * D * config.mlp_dim
+    layer += {"diff_v2": D * H, "gated": D * H * d}.get(config.architecture, 0)  # λ of each token; the gate.
+    vectors = (4 * d if config.has_lambda_vectors else 0) + (H if config.architecture == "sink" else 0)
     head_norm = groups * d if config.head_norm == "rms_affine" else 0
     return Parameters(
         embedding=config.vocab_size * D * (1 if config.tie_embeddings else 2),
         projections=config.num_layers * layer,
-        vectors=config.num_layers * (2 * D + lambdas + head_norm) + D,
+        vectors=config.num_layers * (2 * D + vectors + head_norm) + D,
     )
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
     """Return the model FLOPs of training on one token: 6 N + 12 L T d, or 6 L T d where `causal` halves attention.
 
-    N: parameters in matrix products, the unembedding among them; d = heads × head width; T tokens a row.
+    N: parameters in matrix products, the unembedding among them; d = heads × head width; T tokens a row. In general
+    12 d stands for 6 × (width of all queries + width of all values that maps are multiplied with).
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.vocab_size * config.d_model
-    width = config.num_heads * config.groups * config.d_head
-    attention = (6 if causal else 12) * config.num_layers * sequence_length * width
+    width = (config.query_heads + config.num_heads * config.groups) * config.d_head
+    attention = (3 if causal else 6) * config.num_layers * sequence_length * width
     return 6 * products + attention
 
 
@@ -78,7 +80,7 @@ def activation_bytes(config: Config, rows: int) -> int:
     model = config.model
     tokens = rows * config.data.sequence_length
     width = 2 if model.compute_dtype == "bfloat16" else 4
-    heads = model.groups * model.d_head * (2 * model.num_heads + 2 * model.kv_heads)
+    heads = model.d_head * (model.query_heads + model.groups * (model.num_heads + 2 * model.kv_heads))
     products = heads + 2 * model.mlp_dim + 2 * model.d_model
     kept = {"full": 0, "dots": products, "none": 3 * products}[model.remat] + model.d_model
     return tokens * (model.num_layers * kept * width + 2 * 4 * model.vocab_size)

@@ -20,9 +20,10 @@ class Layout:
     key_DKGd: P = P("fsdp", "tensor", None, None)
     value_DKE: P = P("fsdp", "tensor", None)
     output_HED: P = P("tensor", None, "fsdp")
+    lambda_DH: P = P("fsdp", "tensor")  # V2's λ of each token and head.
     mlp_in_DF: P = P("fsdp", "tensor")
     mlp_out_FD: P = P("tensor", "fsdp")
-    vector: P = P()  # Norm gains and λ vectors: a few kilobytes, on every device.
+    vector: P = P()  # Norm gains, λ vectors, sinks: a few kilobytes, on every device.
 
     # Tokens travel to the columns of the embedding, not its columns to the tokens: far fewer bytes, forward and back.
     lookup_BT: P = P("data", "context")
@@ -32,6 +33,7 @@ class Layout:
     act_BTD: P = P(BATCH, "context", None)
     act_BTHGd: P = P(BATCH, "context", "tensor", None, None)
     act_BTHE: P = P(BATCH, "context", "tensor", None)
+    act_BTH: P = P(BATCH, "context", "tensor")
     act_BTF: P = P(BATCH, "context", "tensor")
     logits_BTV: P = P(BATCH, None, "tensor")  # Of few tokens: a loss has its own, in chunks.
 
@@ -52,5 +54,6 @@ INFERENCE = Layout(
     act_BTD=P(BATCH, None, None),
     act_BTHGd=P(BATCH, None, "tensor", None, None),
     act_BTHE=P(BATCH, None, "tensor", None),
+    act_BTH=P(BATCH, None, "tensor"),
     act_BTF=P(BATCH, None, "tensor"),
 )

@@ -12,6 +12,7 @@ from kernels.oracle import softmax_row
 from difftx.model.attention import Attention, DiffAttention, depth_schedule
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
+from model.oracle import turned
 
 TOKENS = 24
 
@@ -35,15 +36,6 @@ def call(module, model, x_BTD, layer=0, segment_ids=None):
 
 def some_input(model, batch=2, seed=3):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, TOKENS, model.d_model)), jnp.float32)
-
-
-def turned(x_Td: np.ndarray, theta: float) -> np.ndarray:
-    """Rotary embedding as multiplication of complex numbers: channel i is the real part of i + d/2."""
-    half = x_Td.shape[1] // 2
-    z = x_Td[:, :half] + 1j * x_Td[:, half:]
-    angle = np.outer(np.arange(len(x_Td)), theta ** (-np.arange(half) / half))
-    z = z * np.exp(1j * angle)
-    return np.concatenate([z.real, z.imag], axis=1)
 
 
 def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> np.ndarray:

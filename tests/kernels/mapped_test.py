@@ -1,0 +1,168 @@
+"""Attention by other maps: chunked and cached against each map's formula, gradients against the reference's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model.oracle import sink_row, top_k_row
+
+from difftx import kernels
+from difftx.kernels import cached, maps, xla
+from difftx.kernels.cached import EMPTY, Ids
+from kernels.cached_test import split
+from kernels.diff_attention_test import TOLERANCE, relative_error
+from kernels.oracle import softmax_row
+
+K_KEPT = 4
+
+
+def signed_row(logits1, logits2):
+    return softmax_row(logits1) * np.tanh(logits2)
+
+
+# Name: (map, its groups, whether it takes a number for each query, its row in numpy).
+MAPS = {
+    "sink": (maps.softmax_with_sink, 1, True, sink_row),
+    "top_k": (functools.partial(maps.top_k_softmax, k=K_KEPT), 1, False, lambda z: top_k_row(z, K_KEPT)),
+    "signed": (maps.signed_softmax, 2, False, signed_row),
+}
+CASES = {
+    "one token": {"T": 1},
+    "window, segments, groups": {"window": 7, "segments": True, "K": 2, "T": 40},
+    "large logits, a number a head": {"scale": 8.0, "extra": "H"},
+}
+RUNS = [(name, case, "float32") for name in MAPS for case in CASES]
+RUNS += [("sink", "window, segments, groups", "bfloat16")]
+LARGE_TOLERANCE = 2e-5  # As in diff_attention_test.py.
+
+
+def inputs(name, B=2, T=21, H=4, K=4, D=8, E=6, extra="BTH", segments=False, scale=1.0, dtype="float32"):
+    _, G, takes_number, _ = MAPS[name]
+    rng = np.random.default_rng(0)
+    shapes = [((B, T, H, G, D), scale), ((B, T, K, G, D), scale), ((B, T, K, E), 1.0)]
+    q, k, v = (jnp.asarray(rng.normal(size=shape) * m, dtype) for shape, m in shapes)
+    if G == 1:
+        q, k = q[:, :, :, 0], k[:, :, :, 0]
+    number = jnp.asarray(rng.normal(size=(B, T, H) if extra == "BTH" else (H,)), jnp.float32) if takes_number else None
+    ids = jnp.asarray(np.sort(rng.integers(0, 4, (B, T))), jnp.int32) if segments else None
+    return q, k, v, number, ids
+
+
+def by_hand(name, q, k, v, number, ids, window):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    q, k = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    B, T, H, G, D = q.shape
+    out = np.zeros((B, T, H, v.shape[3]))
+    for b, t, n in np.ndindex(B, T, H):
+        kv = n * k.shape[2] // H
+        keys = [
+            s for s in range(t + 1) if (ids is None or ids[b, s] == ids[b, t]) and (window is None or t - s < window)
+        ]
+        row = [k[b, keys, kv, g] @ q[b, t, n, g] / np.sqrt(D) for g in range(G)]
+        if number is not None:
+            row.append(np.float64(np.broadcast_to(number, (B, T, H))[b, t, n]))
+        out[b, t, n] = MAPS[name][3](*row) @ v[b, keys, kv]
+    return out
+
+
+def loss_weights(q, v):
+    return np.random.default_rng(9).normal(size=(*q.shape[:3], v.shape[3])).astype(np.float32)
+
+
+def outputs_and_gradients(name, backends, q, k, v, number, ids, window):
+    """Of each backend under one jit; the reference's from float32 inputs."""
+    weights = loss_weights(q, v)
+    arrays = (q, k, v) if number is None else (q, k, v, number)
+
+    def gradients(backend, *arrays):
+        def loss(*arrays):
+            out = kernels.mapped_attention(
+                MAPS[name][0],
+                *arrays[:3],
+                per_query=arrays[3] if len(arrays) == 4 else None,
+                segment_ids_BT=ids,
+                window=window,
+                implementation=backend,
+            )
+            return jnp.sum(out.astype(jnp.float32) * weights), out
+
+        grads, out = jax.grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)(*arrays)
+        return out, *grads
+
+    def of_all(*arrays):
+        wide = [x.astype(jnp.float32) for x in arrays]
+        return [gradients(backend, *(wide if backend == "reference" else arrays)) for backend in backends]
+
+    return jax.jit(of_all)(*arrays)
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), RUNS)
+def test_output_and_gradients(name, case, dtype):
+    options = CASES[case] | {"dtype": dtype}
+    window = options.pop("window", None)
+    tolerance = LARGE_TOLERANCE if "scale" in options else TOLERANCE[dtype]
+    q, k, v, number, ids = inputs(name, **options)
+    actual, expected = outputs_and_gradients(name, ("xla", "reference"), q, k, v, number, ids, window)
+    assert actual[0].dtype == v.dtype
+    for out in (actual[0], expected[0]):
+        assert relative_error(out, by_hand(name, q, k, v, number, ids, window)) < tolerance
+    for part, a, e in zip(("out", "dq", "dk", "dv", "dnumber"), actual, expected, strict=False):
+        if np.abs(e).max() > 1e-6:
+            assert relative_error(a, e) < tolerance, part
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_in_chunks_and_against_central_differences(name, monkeypatch):
+    """The reference's gradient is JAX's of the same map; here the loss is a number that numpy makes, in float64."""
+    monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", 40)
+    *arrays, ids = inputs(name, segments=True, K=2)
+    chunked, whole = outputs_and_gradients(name, ("xla", "reference"), *arrays, ids, 9)
+    for a, b in zip(chunked, whole, strict=True):
+        assert relative_error(a, b) < TOLERANCE["float32"]
+
+    rng, step = np.random.default_rng(1), 1e-5
+    for i, grad in enumerate(chunked[1:]):
+        direction = rng.normal(size=grad.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = [*arrays]
+            moved[i] = np.asarray(arrays[i], np.float64) + sign * step * direction
+            ends.append(np.sum(by_hand(name, *moved, ids, 9) * loss_weights(arrays[0], arrays[2])))
+        assert np.sum(grad * direction) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4), i
+
+
+def test_a_long_row_holds_no_map():
+    T = 16_384
+    q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
+
+    def loss(q, k, v):
+        out = kernels.mapped_attention(maps.softmax_with_sink, q, k, v, per_query=jnp.float32(0))
+        return jnp.sum(out.astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one float32 map.
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_over_a_cache_it_is_the_same(name):
+    B, S, K, new = 2, 14, 2, 5
+    q, k, v, number, _ = inputs(name, T=S, K=K)
+    segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)
+    expected = by_hand(name, q, k, v, number, segment_BS, None)[:, -new:]
+    (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
+    slots_BS = np.full((B, 24), EMPTY, np.int32)
+    slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
+    ids = Ids(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
+    per_query = None if number is None else number[:, -new:]
+    actual = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, per_query=per_query)
+    assert relative_error(actual, expected) < TOLERANCE["float32"]
+
+
+def test_bad_calls_say_what_is_wrong():
+    q, k, v, _, _ = inputs("signed")
+    with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
+        kernels.mapped_attention(maps.signed_softmax, q, k[:, :, :, :1], v)
+    with pytest.raises(ValueError, match="'splash' is none of auto, reference, xla"):
+        kernels.mapped_attention(maps.signed_softmax, q, k, v, implementation="splash")

@@ -1,0 +1,107 @@
+"""The layers of difftx/model/variants.py as their formulas read: float64 numpy, token by token, head by head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from kernels.oracle import softmax_row
+
+# Tiny sizes at which heads of each architecture share keys and can be cut in two.
+SIZES: dict[str, dict[str, Any]] = {
+    "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
+    "gda": {"model__num_heads": 6, "model__signal_heads": 3},
+    "gated": {"model__num_heads": 4, "model__num_kv_heads": 2},
+    "off_by_one": {"model__num_heads": 4, "model__num_kv_heads": 2},
+    "sink": {"model__num_heads": 4},
+    "top_k": {"model__num_heads": 4, "model__num_kv_heads": 2, "model__top_k": 5},
+    "signed_mask": {"model__num_heads": 4, "model__num_kv_heads": 2},
+    "diff_fixed_lambda": {"model__num_heads": 4},
+}
+
+
+def turned(x_Td: np.ndarray, theta: float) -> np.ndarray:
+    """Rotary embedding as multiplication of complex numbers: channel i is the real part of i + d/2."""
+    half = x_Td.shape[1] // 2
+    z = x_Td[:, :half] + 1j * x_Td[:, half:]
+    angle = np.outer(np.arange(len(x_Td)), theta ** (-np.arange(half) / half))
+    z = z * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag], axis=1)
+
+
+def sink_row(logits: np.ndarray, sink: float) -> np.ndarray:
+    return np.exp(logits) / (np.exp(sink) + np.exp(logits).sum())
+
+
+def top_k_row(logits: np.ndarray, k: int) -> np.ndarray:
+    kept = np.sort(logits)[-k:]
+    return np.where(np.isin(logits, kept), np.exp(logits), 0) / np.exp(kept).sum()
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def attend(row: Callable[..., np.ndarray], queries_keys: list, v_TE: np.ndarray) -> np.ndarray:
+    """Σ_s row(q_t·k_s / √d, …)_s v_s over s ≤ t; `row` is given the logits of each pair of queries and keys."""
+    out_TE = np.zeros_like(v_TE)
+    for t in range(len(v_TE)):
+        logits = [k_Td[: t + 1] @ q_Td[t] / np.sqrt(q_Td.shape[1]) for q_Td, k_Td in queries_keys]
+        out_TE[t] = row(*logits) @ v_TE[: t + 1]
+    return out_TE
+
+
+def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pairs: str = "neighbours") -> np.ndarray:
+    """The update of one row by layer `depth` + 1; `v2_pairs` = "halves" pairs V2's heads as it must not be."""
+    w = {name: np.asarray(p[...], np.float64) for name, p in vars(module).items() if isinstance(p, nnx.Param)}
+    x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, model.kv_heads, model.architecture
+    turn = lambda y_Td: turned(y_Td, model.rope_theta)  # noqa: E731
+    if name in ("diff", "gda", "signed_mask"):
+        return _two_keys(module, model, w, x, depth, turn)
+
+    def head(query: int, kv: int, row: Callable[..., np.ndarray]) -> np.ndarray:
+        q, k = turn(x @ w["query_DHd"][:, query]), turn(x @ w["key_DKd"][:, kv])
+        return attend(row, [(q, k)], x @ w["value_DKd"][:, kv])
+
+    heads = []
+    for i in range(H):
+        kv = i * K // H
+        if name == "diff_v2":
+            first, second = (2 * i, 2 * i + 1) if v2_pairs == "neighbours" else (i, H + i)
+            of_query = lambda n: n * K // (2 * H)  # noqa: E731
+            noise = head(second, of_query(second), softmax_row)
+            heads.append(head(first, of_query(first), softmax_row) - sigmoid(x @ w["lambda_DH"][:, i])[:, None] * noise)
+        elif name == "gated":
+            heads.append(sigmoid(x @ w["gate_DHd"][:, i]) * head(i, kv, softmax_row))
+        elif name == "top_k":
+            heads.append(head(i, kv, lambda logits: top_k_row(logits, model.top_k)))
+        else:
+            sink = w["sink_H"][i] if name == "sink" else 0.0
+            heads.append(head(i, kv, lambda logits, sink=sink: sink_row(logits, sink)))
+    return np.concatenate(heads, axis=1) @ w["output_HdD"].reshape(-1, model.d_model)
+
+
+def _two_keys(module, model, w, x, depth, turn) -> np.ndarray:
+    """Differential, grouped differential and signed-mask attention."""
+    H, K = model.num_heads, model.kv_heads
+    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
+    lam = lambda_init
+    if model.lambda_learned and model.architecture != "signed_mask":
+        exponents = np.sum(w["lambda_query_Gd"] * w["lambda_key_Gd"], axis=-1)
+        lam = np.exp(exponents[0]) - np.exp(exponents[1]) + lambda_init
+
+    def row(logits1: np.ndarray, logits2: np.ndarray) -> np.ndarray:
+        if model.architecture == "signed_mask":
+            return softmax_row(logits1) * np.tanh(logits2)
+        return softmax_row(logits1) - lam * softmax_row(logits2)
+
+    heads = []
+    for i in range(H):
+        kv = i * K // H
+        group, signal = divmod(i, model.signal_heads or 1)  # Queries lie as [signal heads, noise head] by group.
+        q1, q2 = (turn(x @ w["query_DHGd"][:, group, g]) for g in (signal, -1))
+        k1, k2 = (turn(x @ w["key_DKGd"][:, kv, g]) for g in (0, 1))
+        head = attend(row, [(q1, k1), (q2, k2)], x @ w["value_DKE"][:, kv])
+        head = head / np.sqrt(np.mean(head**2, axis=1, keepdims=True) + 1e-5)
+        heads.append((1 - lambda_init) * head * np.asarray(module.head_norm.scale[...], np.float64))
+    return np.concatenate(heads, axis=1) @ w["output_HED"].reshape(-1, model.d_model)

@@ -1,0 +1,197 @@
+"""Every variant of attention against its formula, and against what it becomes in a limit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from flax import nnx
+
+from difftx.config_reader import load_config
+from difftx.errors import UserError
+from difftx.model.attention import depth_schedule
+from difftx.model.decoder import ATTENTION, Decoder
+from difftx.model.flops import count_parameters, flops_per_token
+from difftx.model.layers import rotary_angles
+from difftx.parallel.layout import Layout
+from model import oracle
+
+TOKENS = 18
+TOLERANCE = 1e-5  # Of the largest value: the head norm lifts small heads, and their rounding with them.
+X_BTD = np.random.default_rng(3).normal(size=(2, TOKENS, 32)).astype(np.float32)
+QUICKSTART, SCALING = f"{ROOT}/configs/quickstart.py", f"{ROOT}/configs/scaling.py"
+
+
+@pytest.fixture(autouse=True)
+def _one_device(mesh_of):
+    with jax.set_mesh(mesh_of()):
+        yield
+
+
+@functools.cache
+def layer_of(name, **overrides):
+    """A layer of random numbers: its config, module, and a function to its outputs and Jacobian, under one jit."""
+    changes = {key.replace("__", "."): str(value) for key, value in (oracle.SIZES.get(name, {}) | overrides).items()}
+    model = load_config(f"{QUICKSTART}:{name}", TINY | changes).model
+    shapes = nnx.eval_shape(lambda: ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
+    graphdef, shapes = nnx.split(shapes)
+    rng = np.random.default_rng(0)
+    draw = lambda p: jnp.asarray(rng.normal(scale=0.4, size=p.shape), p.dtype)  # noqa: E731
+    module = nnx.merge(graphdef, jax.tree.map(draw, shapes))
+
+    @jax.jit
+    def run(state, x_BTD, layer, ids_BT):
+        """Outputs `[B, T, D]`, and the gradient of each token's sum in the first row, `[T, T, D]`."""
+        angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
+        depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
+        attend = lambda x_BTD: nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]  # noqa: E731
+        out_BTD, pullback = jax.vjp(attend, x_BTD)
+        of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
+        of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
+        return out_BTD, jax.lax.map(lambda g_BTD: pullback(g_BTD)[0][0], jnp.asarray(of_token_TBTD))
+
+    def call(x_BTD, layer=0, ids_BT=None, module=module):
+        ids_BT = np.zeros((2, TOKENS), np.int32) if ids_BT is None else ids_BT
+        return tuple(map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
+
+    return model, module, call
+
+
+@pytest.mark.parametrize("name", oracle.SIZES)
+def test_a_layer_equals_its_formula(name):
+    model, module, call = layer_of(name)
+    for layer in (0, 1):
+        actual_BTD, _ = call(X_BTD, layer)
+        for b in range(2):
+            expected = oracle.layer(module, model, X_BTD[b], layer)
+            np.testing.assert_allclose(actual_BTD[b], expected, atol=TOLERANCE * np.abs(expected).max())
+
+
+def test_pairing_heads_of_different_keys_is_another_model():
+    model, module, call = layer_of("diff_v2")
+    wrong = oracle.layer(module, model, X_BTD[0], 0, v2_pairs="halves")
+    assert np.abs(call(X_BTD)[0][0] - wrong).max() > 0.1 * np.abs(wrong).max()
+
+
+@pytest.mark.parametrize("name", oracle.SIZES)
+def test_causality_by_gradient(name):
+    """A token depends on all before it, of which top-k may leave out some, and on none after it."""
+    _, jacobian_TTD = layer_of(name)[2](X_BTD)
+    seen_TT = np.abs(jacobian_TTD).max(axis=-1) > 0
+    assert not np.triu(seen_TT, 1).any()
+    assert seen_TT.any(axis=1).all()
+    if name != "top_k":
+        assert seen_TT[np.tril_indices(TOKENS)].all()
+
+
+@pytest.mark.parametrize("name", oracle.SIZES)
+def test_a_segment_is_a_row_of_its_own(name):
+    model, module, call = layer_of(name)
+    ids_BT = np.repeat([[0] * 9 + [1] * (TOKENS - 9)], 2, axis=0).astype(np.int32)
+    both, _ = call(X_BTD, 0, ids_BT)
+    alone = oracle.layer(module, model, X_BTD[0, :9], 0)
+    np.testing.assert_allclose(both[0, :9], alone, atol=TOLERANCE * np.abs(alone).max())
+    changed, _ = call(X_BTD + (ids_BT == 0)[:, :, None], 0, ids_BT)
+    np.testing.assert_array_equal(changed[:, 9:], both[:, 9:])
+    assert not np.array_equal(changed[:, :9], both[:, :9])
+
+
+def test_one_signal_head_to_a_noise_head_is_differential_attention():
+    _, module, grouped = layer_of("gda", model__num_heads=4, model__signal_heads=1)
+    diff = layer_of("diff", model__num_heads=4)[2]
+    np.testing.assert_array_equal(grouped(X_BTD)[0], diff(X_BTD, module=module)[0])
+
+
+@pytest.mark.parametrize(("name", "changes"), [("sink", {"sink_H": -80.0}), ("gated", {"gate_DHd": 0.0})])
+def test_in_the_limit_it_is_the_transformer(name, changes):
+    """A sink that is never chosen; a gate of one half throughout."""
+    _, module, call = layer_of(name, model__num_kv_heads=4)
+    _, twin, transformer = layer_of("transformer", model__num_heads=4)
+    module, twin = nnx.clone(module), nnx.clone(twin)
+    for weight in ("query_DHd", "key_DKd", "value_DKd", "output_HdD"):
+        getattr(twin, weight)[...] = getattr(module, weight)[...]
+    for weight, value in changes.items():
+        getattr(module, weight)[...] = jnp.full_like(getattr(module, weight)[...], value)
+    expected = transformer(X_BTD, module=twin)[0] * (0.5 if name == "gated" else 1.0)
+    np.testing.assert_allclose(call(X_BTD, module=module)[0], expected, atol=TOLERANCE * np.abs(expected).max())
+
+
+def test_where_lambda_and_sink_start(config):
+    """σ(x W_λ) near 0.5, logged in float32; a sink of 0; λ = λ_init(2) in the second layer where it is fixed."""
+    of = lambda model: ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0))  # noqa: E731
+    assert not np.any(of(config("sink").model).sink_H[...])
+    v2 = config("diff_v2", model__num_heads=4).model
+    lam = of(v2).statistics(jnp.asarray(X_BTD, jnp.bfloat16), None)["lambda"]
+    assert lam.dtype == jnp.float32
+    assert float(lam) == pytest.approx(0.5, abs=0.05)
+    fixed = config("diff_fixed_lambda").model
+    depth = jax.tree.map(lambda a: a[1], depth_schedule(fixed))
+    assert float(of(fixed).statistics(X_BTD, depth)["lambda"]) == pytest.approx(0.3555, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", oracle.SIZES)
+def test_parameters_are_counted_to_the_last_one(config, name):
+    model = config(name, **oracle.SIZES[name]).model
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
+    assert count_parameters(model).total == sum(int(np.prod(p.shape)) for p in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", oracle.SIZES)
+@pytest.mark.parametrize(
+    ("file", "size", "tolerance"), [(QUICKSTART, "", 3e-3), (SCALING, "-830m", 2e-4), (SCALING, "-13.1b", 1e-4)]
+)
+def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
+    variant, transformer = (load_config(f"{file}:{a}{size}", {}).model for a in (name, "transformer"))
+    assert variant.d_head == transformer.d_head
+    assert count_parameters(variant).total == pytest.approx(count_parameters(transformer).total, rel=tolerance)
+
+
+def test_flops_by_hand():
+    """2.8B at 2,048 tokens a row: 6 for each weight; 6 L T for each unit of width of queries and of values."""
+    D, L, T, d, vocabulary = 2560, 32, 2048, 128, 100_288
+    attention = {
+        "diff_v2": (5 * D * D + D * 20, (40 + 20) * d),  # Two queries a head; A1 - λ A2 is multiplied with V once.
+        "gda": (D * d * (20 + 10 + 10 + 30), (20 + 30) * d),  # 15 signal and 5 noise heads, 5 × 2 keys, values of 2d.
+        "gated": (5 * D * D, (20 + 20) * d),
+        "signed_mask": (4 * D * D, (20 + 20) * d),
+        "top_k": (4 * D * D, (20 + 20) * d),
+    }
+    for name, (weights, width) in attention.items():
+        model = load_config(f"{SCALING}:{name}-2.8b", {}).model
+        products = L * (weights + 3 * D * model.mlp_dim) + vocabulary * D
+        assert flops_per_token(model, T, causal=False) == 6 * products + 6 * L * T * width, name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("top_k", {"model.top_k": "none"}, r"model\.top_k=None: architecture 'top_k' needs it"),
+        ("top_k", {"model.top_k": "0"}, r"model\.top_k=0 must be positive"),
+        ("top_k", {"model.top_k": "300"}, r"model\.top_k=300 is more than data\.sequence_length=256.*use less"),
+        ("diff", {"model.top_k": "8"}, r"model\.top_k=8: only architecture 'top_k' has it, not 'diff'; leave it None"),
+        ("diff", {"model.signal_heads": "2"}, r"model\.signal_heads=2: only architecture 'gda' has it, not 'diff'"),
+        ("gda", {"model.signal_heads": "none"}, r"model\.signal_heads=None: architecture 'gda' needs it"),
+        ("gda", {"model.signal_heads": "2"}, r"model\.signal_heads=2 does not divide num_heads=3.*use 1"),
+        ("gda", {"model.num_heads": "6", "model.d_model": "100"}, r"model\.num_heads=6.*= 8 does not divide.*use 3"),
+        (
+            "gda",
+            {"model.num_kv_heads": "3"},
+            r"model\.num_kv_heads=3 does not divide num_heads / signal_heads=1; use 1",
+        ),
+        ("diff_v2", {"model.num_kv_heads": "3"}, r"model\.num_kv_heads=3 does not divide num_heads=4; use 2"),
+        ("diff_v2", {"model.head_norm": "rms"}, r"model\.head_norm='rms': .* V2 has none; use 'none'"),
+        (
+            "sink",
+            {"model.attention_implementation": "cudnn"},
+            r"='cudnn' does not serve architecture 'sink'; use one of",
+        ),
+        ("diff", {"model.attention_implementation": "splash"}, r"='splash' does not serve architecture 'diff'"),
+        ("diffv2", {}, r"model\.architecture='diffv2'.*Did you mean 'diff_v2'"),
+    ],
+)
+def test_mistakes_name_field_value_and_fix(name, changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        load_config(f"{QUICKSTART}:{name}", changes)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,96 @@
+"""Every variant, whole: a train step cut over eight devices, its checkpoint on one, and decoding through the cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import reshard
+from model.decoder_test import batch_on
+from model.oracle import SIZES
+
+from difftx.inference.cache import ROWS as CACHE_ROWS
+from difftx.inference.cache import empty_cache, extend, write_chunk
+from difftx.parallel.layout import INFERENCE
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.loss import batch_nll
+from difftx.training.state import graph, init_state, make_train_step
+
+EIGHT = {"fsdp": 2, "context": 2, "tensor": 2}
+FOUR_KV_HEADS = {"gda": {"model__num_heads": 12}}  # As many as devices that share heads; else SIZES has four heads.
+ROWS, TOKENS = 2, 7
+
+
+def state_on(mesh, c):
+    """A train state with random parameters, far from uniform. In numpy: compiling an initialisation takes long."""
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: init_state(c))
+
+    def draw(path, leaf):
+        names = jax.tree_util.keystr(path)
+        value = np.zeros(leaf.shape) if "params" not in names else 0.3 * rng.normal(size=leaf.shape)
+        value += "params" in names and "scale" in names
+        spec = leaf.sharding.spec if leaf.sharding else jax.P()
+        return jax.device_put(value.astype(leaf.dtype), jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
+    """Hidden states `[B, T, D]` of one pass, and through the cache: a chunk, then a token, then another."""
+    cache, parts = empty_cache(model, ROWS, 16), []
+    for start, end in [(0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)]:
+        new = [reshard(jnp.asarray(x[:, start:end]), CACHE_ROWS) for x in (tokens_BT, positions_BT, segment_BT)]
+        x_BTD, entries = extend(model, cache, *new)
+        cache = write_chunk(cache, entries, new[2], jnp.int32(start))
+        parts.append(x_BTD)
+    whole_BTD, _ = model.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_BT)
+    return whole_BTD, jnp.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "diff_fixed_lambda"])
+def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name):
+    # No clipping: Adam's first moment is then the gradient, but for a factor.
+    options = SIZES[name] | {"model__num_kv_heads": None, "optimizer__clip_norm": None} | FOUR_KV_HEADS.get(name, {})
+    c = config(name, **options)
+    eight, one = mesh_of(**EIGHT), mesh_of()
+    with jax.set_mesh(eight):
+        state, metrics = jax.jit(make_train_step(c))(state_on(eight, c), batch_on(eight, c))
+
+    checkpointer = Checkpointer(tmp_path, c.checkpoint)
+    checkpointer.save(state, {"examples": 0, "signature": {}}, c)
+    checkpointer.close()
+    with jax.set_mesh(one):
+        restored, _ = Checkpointer(tmp_path).restore(1, jax.eval_shape(lambda: init_state(c)), one)
+    jax.tree.map(np.testing.assert_array_equal, state, restored)
+
+    tokens_BT = np.random.default_rng(1).integers(0, 257, (ROWS, TOKENS)).astype(np.int32)
+    positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
+    segment_BT = np.zeros_like(tokens_BT)
+    segment_BT[1, 3:] = 1
+    with jax.set_mesh(one):
+        graphdef, inference = graph(c), graph(c, INFERENCE)
+
+        @jax.jit
+        def on_one_device(params, batch, trained):
+            grads = jax.value_and_grad(lambda p: batch_nll(nnx.merge(graphdef, p), batch), has_aux=True)(params)
+            return *grads, hidden_both_ways(nnx.merge(inference, trained), tokens_BT, positions_BT, segment_BT)
+
+        batch = batch_on(one, c)
+        (nll, _), grads, (whole_BTD, cached_BTD) = on_one_device(state_on(one, c).params, batch, restored.params)
+    np.testing.assert_allclose(cached_BTD, whole_BTD, atol=2e-5)
+    count = float(np.sum(batch.loss_mask_BT))
+    assert float(metrics["loss"]) == pytest.approx(float(nll) / count, rel=1e-5)
+
+    def same(path, moment, grad):
+        largest = np.abs(grad).max()
+        assert largest > 0, f"{jax.tree_util.keystr(path)} gets no gradient"
+        np.testing.assert_allclose(moment / (1 - c.optimizer.b1) * count, grad, atol=1e-4 * largest)
+
+    adam = next(s for s in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(s))
+    jax.tree.map_with_path(same, adam.mu, grads)
+
+
+def is_adam(state):
+    return hasattr(state, "mu")
