@@ -60,7 +60,16 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart by architecture, in the order of `ARCHITECTURES`."""
+    """Return the config and its counterpart by architecture, in the order of `ARCHITECTURES`.
+
+    Raises:
+        UserError: the config is of another architecture, or has no counterpart.
+    """
+    if config.model.architecture not in ARCHITECTURES:
+        raise UserError(
+            f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(ARCHITECTURES)}; "
+            "leave the suite throughput out"
+        )
     both = {c.model.architecture: c for c in (config, counterpart(config))}
     return {name: both[name] for name in ARCHITECTURES}
 

@@ -37,7 +37,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     """
     interrupt = Interrupt()
     try:
-        if run.config.model.architecture == "diff":
+        if run.config.model.architecture in ("diff", "gda"):  # These take the fused kernels.
             kernels.check_gradients(run.config.model.d_head)
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step_fn = jax.jit(make_train_step(run.config), donate_argnums=0)

@@ -7,7 +7,7 @@ import optax
 
 from difftx.config import Config
 
-NOT_DECAYED = ("scale", "lambda_query_Gd", "lambda_key_Gd")  # Norm gains and λ vectors.
+NOT_DECAYED = ("scale", "lambda_query_Gd", "lambda_key_Gd", "sink_H")  # Norm gains, λ vectors, sinks.
 
 
 def learning_rate(config: Config) -> optax.Schedule:

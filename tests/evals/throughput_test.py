@@ -6,7 +6,7 @@ from conftest import ROOT, replace
 from difftx import evals
 from difftx.config_reader import load_config
 from difftx.errors import UserError
-from difftx.evals.throughput import counterpart, rates_in_turn
+from difftx.evals.throughput import counterpart, pair, rates_in_turn
 from difftx.model.flops import count_parameters
 from difftx.training.run import Run
 from evals.loss_test import one_device, params_of
@@ -26,6 +26,8 @@ def test_a_counterpart_of_grouped_queries_and_a_kernel_of_one_kind(config):
     assert sizes[0].projections == sizes[1].projections
     with pytest.raises(UserError, match=r"model.num_heads=1: .* even"):
         counterpart(config("transformer", model__num_heads=1))
+    with pytest.raises(UserError, match=r"model.architecture='gated': Table 7 compares"):
+        pair(config("gated"))
 
 
 def test_both_models_are_timed_in_turn():

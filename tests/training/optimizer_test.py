@@ -23,7 +23,7 @@ def test_schedule_is_linear_up_and_down(config):
     assert float(learning_rate(config(optimizer__warmup_steps=0))(0)) == pytest.approx(4e-3)
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("architecture", ["diff", "transformer", "sink"])
 def test_decayed_are_the_matrices(config, mesh_of, architecture):
     with jax.set_mesh(mesh_of()):
         params = jax.eval_shape(lambda: init_state(config(architecture))).params
@@ -33,6 +33,8 @@ def test_decayed_are_the_matrices(config, mesh_of, architecture):
     expected = {"blocks/attention_norm/scale", "blocks/mlp_norm/scale", "final_norm/scale"}
     if architecture == "diff":
         expected |= {f"blocks/attention/{n}" for n in ("head_norm/scale", "lambda_query_Gd", "lambda_key_Gd")}
+    if architecture == "sink":
+        expected.add("blocks/attention/sink_H")
     assert kept == expected
 
 
