@@ -15,7 +15,7 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test test-processes test-compile chaos lint format
+.PHONY: quickstart test test-long test-compile chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -27,12 +27,12 @@ quickstart: .venv/.installed
 
 # Where a Chromium is installed, the page of eval.py --report is tested in it.
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not processes and not chaos"
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos"
 
-# Runs of several processes, sweeps, and what happens to them: killed, frozen, damaged. One test at a time:
-# they have patience of seconds with each other.
-test-processes: .venv/.installed
-	$(BIN)/python -m pytest -m processes
+# What takes long: runs of several processes and sweeps that are killed, frozen, damaged; every architecture trained. One
+# test at a time: the processes have patience of seconds with each other.
+test-long: .venv/.installed
+	$(BIN)/python -m pytest -m long
 
 chaos: .venv/.installed
 	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m chaos tests/chaos

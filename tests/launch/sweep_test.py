@@ -117,7 +117,7 @@ def attempts(out, run):
     return sorted({row["attempt"] for row in steps})
 
 
-@pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
 def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
     """Its run is preempted; it is stopped; it is killed; started again each time, it ends with six finished runs."""
@@ -174,7 +174,7 @@ def read(master):
         return b""
 
 
-@pytest.mark.processes
+@pytest.mark.long
 def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
     flags = ["--grid", "optimizer.learning_rate=1e38,1e-3", "architecture=diff", "size=s"]
     code, stdout, _ = Sweep(config_file, tmp_path, *flags, "--config.train.steps=50").end()

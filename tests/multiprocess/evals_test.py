@@ -15,7 +15,7 @@ from report.suites_test import save_run
 from difftx import evals
 from difftx.report.commands import load_params
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.long
 
 
 def test_two_processes_score_as_one(config, text_file, tmp_path):

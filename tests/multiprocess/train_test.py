@@ -22,7 +22,7 @@ from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

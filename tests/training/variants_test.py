@@ -16,6 +16,8 @@ from difftx.training.checkpoint import Checkpointer
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state, make_train_step
 
+pytestmark = pytest.mark.long
+
 EIGHT = {"fsdp": 2, "context": 2, "tensor": 2}
 FOUR_KV_HEADS = {"gda": {"model__num_heads": 12}}  # As many as devices that share heads; else SIZES has four heads.
 ROWS, TOKENS = 2, 7
