@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import sys
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,7 +158,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
             return value
         if get_origin(option) is tuple and isinstance(value, (list, tuple)):
             return tuple(_checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value))
-        if option is float and type(value) in (int, float):
+        if option is float and (type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)):
             return float(value)
         if isinstance(option, type) and type(value) is option:
             return value

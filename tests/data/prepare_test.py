@@ -113,6 +113,7 @@ def test_the_number_of_workers_does_not_matter(flags, reference, tmp_path):
     assert tree(tmp_path / "store") == tree(reference[0])
 
 
+@pytest.mark.long
 def test_killed_at_ten_moments_the_store_is_the_same(flags, reference, tmp_path):
     """A moment is a number of files that are there: the run writes 40 units, then three files and a record a shard."""
     out = tmp_path / "store"

@@ -26,6 +26,7 @@ def flat(value):
     return [value] if isinstance(value, (int, float)) else []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("packing", "rows", "axes"),
     [("concat", 8, {"fsdp": 4, "tensor": 2}), ("best_fit", 4, {"data": 2, "fsdp": 2, "context": 2})],

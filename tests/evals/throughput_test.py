@@ -38,6 +38,7 @@ def test_both_models_are_timed_in_turn():
     assert {name: len(found) for name, found in rates.items()} == {"a": 2, "b": 2}
 
 
+@pytest.mark.long
 def test_the_suite_prints_both_percentages(config, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
     changes = {

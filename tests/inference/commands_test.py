@@ -36,6 +36,7 @@ def run(devices, *flags):
     return subprocess.run(command, cwd=ROOT, env=child_environment(devices), capture_output=True, timeout=300)
 
 
+@pytest.mark.long
 def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
     flags = [
         f"--workdir={workdir}",

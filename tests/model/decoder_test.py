@@ -31,7 +31,7 @@ def batch_on(mesh, config, rows=8, seed=0):
     return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradient_agree_on_every_mesh(config, mesh_of, architecture):
     c = config(architecture)
     results = []

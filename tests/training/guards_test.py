@@ -317,6 +317,7 @@ class Killed(BaseException):
     """As SIGKILL: nothing after it runs."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["remove", "Journal.add_rewind", "Journal.resume"])
 def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
     options = {"nan": {8, 9, 10}}
@@ -340,6 +341,7 @@ def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
     assert (losses(run), windows(run)) == uninterrupted(**options)[:2]
 
 
+@pytest.mark.long
 def test_another_batch_size_continues_after_a_rewind(open_run):
     run = open_run("run", nan={9, 10, 11})
     assert train(run) == 0

@@ -137,6 +137,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     assert train_losses(workdir)[0] == train_losses(whole)[0]
 
 
+@pytest.mark.long
 def test_eight_devices_continue_what_one_began(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir = tmp_path / "moved"
@@ -267,6 +268,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir = tmp_path / "stopped"
