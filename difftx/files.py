@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from difftx.errors import UserError
 
-NAMES = {int: "a count", float: "a number", str: "text", dict: "an object", list: "a list"}
+NAMES = {int: "a count", str: "text", dict: "an object"}
 
 
 @contextlib.contextmanager

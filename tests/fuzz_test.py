@@ -27,7 +27,7 @@ from difftx.training.metrics import MetricsWriter, read_metrics
 from difftx.training.retention import metrics_of
 from difftx.training.run import read_config
 
-EXAMPLES = 400  # Inputs a test; there are twelve tests.
+EXAMPLES = 400  # Inputs a test; there are eleven tests.
 FUZZ = settings(
     max_examples=EXAMPLES,
     deadline=None,

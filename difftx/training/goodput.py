@@ -60,16 +60,15 @@ class Goodput:
         newest = kept = dict.fromkeys(SECTIONS, 0.0)
         unaccounted, last_step = 0.0, 0
         for row in read_metrics(metrics)[0] if metrics.exists() else []:
-            wanted = {"goodput": SECTIONS, "train": ("step",)}.get(row["split"], ())
-            numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in wanted}
-            if not all(isinstance(number, int | float) for number in numbers.values()):
-                continue  # A damaged line.
             if row["split"] == "goodput":
+                numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
+                if not all(isinstance(number, int | float) for number in numbers.values()):
+                    continue  # A damaged line.
                 newest, unaccounted = numbers, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
                 # Of several steps one is measured.
-                unaccounted += numbers["step"] * max(row["step"] - last_step, 0)
+                unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
             last_step = row["step"]
         lost = unaccounted + sum(newest[name] - kept[name] for name in STEPS)
         earlier = newest | {name: kept[name] for name in STEPS} | {"lost_work": newest["lost_work"] + lost}

@@ -42,7 +42,7 @@ class Harness:
         try:
             run.carry_out()
             shutil.rmtree(folder)
-        except Exception:
+        except Exception:  # Any: it goes into the report, and the other runs go on.
             error = f"run {plan.name}, kept in {folder}:\n{traceback.format_exc()}"
         wrong = "" if error is None else ", FAILED"
         print(f"{plan.name}: {run.tally.faults} faults, {time.monotonic() - began:.0f} s{wrong}", flush=True)

@@ -69,7 +69,9 @@ def check_against_full_pass(lm, one, host, limits, chunk):
     new_BN = np.concatenate(blocks, axis=1)
 
     # The same rows with what was decoded behind each prompt, in its last segment.
-    extend = lambda x, fill: np.pad(x, [(0, 0), (0, width - x.shape[1])], constant_values=fill)  # noqa: E731
+    def extend(x, fill):
+        return np.pad(x, [(0, 0), (0, width - x.shape[1])], constant_values=fill)
+
     tokens_BT, ids_BT, positions_BT = (
         extend(host.tokens_BT, 0),
         extend(host.segment_BT, EMPTY),

@@ -26,7 +26,10 @@ def brute_force(lm, mesh, items):
 
 def some_items(rng):
     """Contexts with one continuation and with several, of one token and of many, in no order."""
-    draw = lambda n: tuple(rng.integers(0, 256, n).tolist())  # noqa: E731
+
+    def draw(n):
+        return tuple(rng.integers(0, 256, n).tolist())
+
     many, one, short = draw(40), draw(33), draw(1)
     items = [Item(many, draw(n)) for n in (1, 5, 3, 9, 4, 70)]
     items += [Item(one, draw(20)), Item(short, draw(7)), Item(short, draw(2)), Item(draw(1), draw(100))]
@@ -55,7 +58,10 @@ def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, si
 def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
     lm = language_model(config, mesh_of())
     rng = np.random.default_rng(1)
-    draw = lambda n: tuple(rng.integers(0, 256, n).tolist())  # noqa: E731
+
+    def draw(n):
+        return tuple(rng.integers(0, 256, n).tolist())
+
     shared = draw(30)
     prompts = [Prompt(shared, draw(9)), Prompt(draw(7), ()), Prompt(shared, draw(25)), Prompt(shared, ())]
     # Labels of one length, so that none wins by being short, with beginnings in common.

@@ -27,7 +27,10 @@ def split(x_BS, slots, new):
 def test_equals_the_oracle(K, new, lam, dtype):
     B, S, H, D = 2, 14, 4, 8
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     q, k, v = draw(B, S, H, 2, D), draw(B, S, K, 2, D), draw(B, S, K, 2 * D)
     lam_BSH = (
         rng.normal(size=(B, S, H)).astype(np.float32) if lam == "per token" else np.full((B, S, H), 0.4, np.float32)

@@ -63,7 +63,10 @@ TWO_KERNEL_CASES = [c for c in CASES if c.t in (130, 520) or c.h != c.kv_heads o
 
 def make_inputs(case):
     rng = np.random.default_rng(case.t)
-    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731
+
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32)
+
     b, t, h, k, d = case.b, case.t, case.h, case.kv_heads, case.d
     q, key, v, dout = (
         normal(b, t, h, 2, d),
@@ -134,7 +137,9 @@ def rounding_limit(case, inputs, seen_BTT):
     s = np.einsum("bthgd,bshgd->bhgts", q, wide_k) / np.sqrt(case.d)
     p1, p2 = np.moveaxis(np.where(seen_BTT[:, None, None], np.exp(s - lse[..., None]), 0), 2, 0)
     dp = np.einsum("bthe,bshe->bhts", dout, wide_v)
-    column = lambda x_BTH: np.moveaxis(x_BTH, 1, 2)[..., None]  # noqa: E731
+
+    def column(x_BTH):
+        return np.moveaxis(x_BTH, 1, 2)[..., None]
 
     def gradients(out, out2):
         delta2 = (dout * out2).sum(axis=-1)

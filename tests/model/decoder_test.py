@@ -27,7 +27,10 @@ def batch_on(mesh, config, rows=8, seed=0):
     sharding = jax.NamedSharding(mesh, Layout().act_BT)
     tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
     mask = (rng.random(shape) < 0.7).astype(np.float32)
-    put = lambda x: jax.device_put(x, sharding)  # noqa: E731
+
+    def put(x):
+        return jax.device_put(x, sharding)
+
     return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
 
 

@@ -55,7 +55,10 @@ def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pa
     """The update of one row by layer `depth` + 1; `v2_pairs` = "halves" pairs V2's heads as it must not be."""
     w = {name: np.asarray(p[...], np.float64) for name, p in vars(module).items() if isinstance(p, nnx.Param)}
     x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, model.kv_heads, model.architecture
-    turn = lambda y_Td: turned(y_Td, model.rope_theta)  # noqa: E731
+
+    def turn(y_Td):
+        return turned(y_Td, model.rope_theta)
+
     if name in ("diff", "gda", "signed_mask"):
         return _two_keys(module, model, w, x, depth, turn)
 
@@ -68,7 +71,10 @@ def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pa
         kv = i * K // H
         if name == "diff_v2":
             first, second = (2 * i, 2 * i + 1) if v2_pairs == "neighbours" else (i, H + i)
-            of_query = lambda n: n * K // (2 * H)  # noqa: E731
+
+            def of_query(n):
+                return n * K // (2 * H)
+
             noise = head(second, of_query(second), softmax_row)
             heads.append(head(first, of_query(first), softmax_row) - sigmoid(x @ w["lambda_DH"][:, i])[:, None] * noise)
         elif name == "gated":

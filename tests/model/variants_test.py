@@ -38,7 +38,10 @@ def layer_of(name, **overrides):
     shapes = nnx.eval_shape(lambda: ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(shapes)
     rng = np.random.default_rng(0)
-    draw = lambda p: jnp.asarray(rng.normal(scale=0.4, size=p.shape), p.dtype)  # noqa: E731
+
+    def draw(p):
+        return jnp.asarray(rng.normal(scale=0.4, size=p.shape), p.dtype)
+
     module = nnx.merge(graphdef, jax.tree.map(draw, shapes))
 
     @jax.jit
@@ -46,7 +49,10 @@ def layer_of(name, **overrides):
         """Outputs `[B, T, D]`, and the gradient of each token's sum in the first row, `[T, T, D]`."""
         angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
         depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
-        attend = lambda x_BTD: nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]  # noqa: E731
+
+        def attend(x_BTD):
+            return nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]
+
         out_BTD, pullback = jax.vjp(attend, x_BTD)
         of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
         of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
@@ -120,7 +126,10 @@ def test_in_the_limit_it_is_the_transformer(name, changes):
 
 def test_where_lambda_and_sink_start(config):
     """σ(x W_λ) near 0.5, logged in float32; a sink of 0; λ = λ_init(2) in the second layer where it is fixed."""
-    of = lambda model: ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0))  # noqa: E731
+
+    def of(model):
+        return ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
+
     assert not np.any(of(config("sink").model).sink_H[...])
     v2 = config("diff_v2", model__num_heads=4).model
     lam = of(v2).statistics(jnp.asarray(X_BTD, jnp.bfloat16), None)["lambda"]

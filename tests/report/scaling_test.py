@@ -87,7 +87,10 @@ def sweep(config, folder, *, shift=0.7, **options):
             c = config(architecture, model__d_model=width, model__mlp_dim=2 * width, train__steps=9)
             law = PowerLaw(30 * factor**0.4, 0.4, 1.0)
             size = 10.0 * width**2
-            loss = lambda step, law=law, size=size: float(law(size)) + 0.3 / step  # noqa: E731
+
+            def loss(step, law=law, size=size):
+                return float(law(size)) + 0.3 / step
+
             write_run(folder / f"{architecture}-{width}", c, loss=loss, valid_every=1, **options)
     return str(folder / "*")
 

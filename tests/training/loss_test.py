@@ -47,7 +47,10 @@ def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, size
     nll, gradients = expected(x, table, targets, weight)
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(jax.jit(token_nll)(x, table, targets), nll, atol=1e-5)
-        scaled = lambda x, table, weight: 3 * weighted_nll(x, table, targets, weight)  # noqa: E731
+
+        def scaled(x, table, weight):
+            return 3 * weighted_nll(x, table, targets, weight)
+
         total, grads = jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2)))(x, table, weight)
     assert float(total) == pytest.approx(3 * np.sum(nll * np.asarray(weight)), rel=1e-6)
     for gradient, wanted, like in zip(grads, gradients, (x, table, weight), strict=True):
