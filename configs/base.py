@@ -32,7 +32,8 @@ def get_config() -> ConfigDict:
     c.model.mlp_dim = 5460
     c.model.rope_theta = 10_000.0  # Base of the rotary embedding. The paper gives only its value at 64K: 640,000.
     c.model.norm_eps = 1e-5  # Of the RMSNorms in front of each sub-layer and at the end.
-    # RMSNorm over each head's output (2d wide): "none", "rms" (Eq. 3, Hugging Face), "rms_affine" (official code).
+    # RMSNorm over each head's output (2d wide): "none", "rms" (Eq. 3, Hugging Face), "rms_affine" (official code);
+    # "scalar": one learned factor for all heads of a layer in its place.
     c.model.head_norm = "rms_affine"
     c.model.head_norm_eps = 1e-5
     c.model.lambda_init = placeholder(float)  # A constant; None: 0.8 - 0.6 exp(-0.3 (l - 1)), l = 1, 2, … (§2.1).

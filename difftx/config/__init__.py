@@ -27,7 +27,7 @@ class ModelConfig:
     mlp_dim: int
     rope_theta: float
     norm_eps: float
-    head_norm: Literal["none", "rms", "rms_affine"]
+    head_norm: Literal["none", "rms", "rms_affine", "scalar"]
     head_norm_eps: float
     lambda_init: float | None
     lambda_learned: bool

@@ -198,15 +198,15 @@ class HeadNorm(nnx.Module):
 
     def __init__(self, config: ModelConfig, width: int, layout: Layout):
         self.kind, self.eps = config.head_norm, config.head_norm_eps
-        if self.kind == "rms_affine":
-            self.scale = nnx.Param(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+        if self.kind in ("rms_affine", "scalar"):
+            shape = (width,) if self.kind == "rms_affine" else ()
+            self.scale = nnx.Param(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        """Normalise the last axis, or return the input for `head_norm = "none"`."""
-        if self.kind == "none":
-            return heads_BTHE
-        normed_BTHE = rms_normalize(heads_BTHE, self.eps)
-        return normed_BTHE * self.scale[...].astype(normed_BTHE.dtype) if self.kind == "rms_affine" else normed_BTHE
+        """Normalise the last axis and multiply by the gain, or what the config's `head_norm` leaves of that."""
+        if self.kind in ("rms", "rms_affine"):
+            heads_BTHE = rms_normalize(heads_BTHE, self.eps)
+        return heads_BTHE * self.scale[...].astype(heads_BTHE.dtype) if hasattr(self, "scale") else heads_BTHE
 
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:

@@ -45,7 +45,7 @@ def count_parameters(config: ModelConfig) -> Parameters:
     layer = query + key_and_value + H * groups * d * D + 3 * D * config.mlp_dim
     layer += {"diff_v2": D * H, "gated": D * H * d}.get(config.architecture, 0)  # λ of each token; the gate.
     vectors = (4 * d if config.has_lambda_vectors else 0) + (H if config.architecture == "sink" else 0)
-    head_norm = groups * d if config.head_norm == "rms_affine" else 0
+    head_norm = {"rms_affine": groups * d, "scalar": 1}.get(config.head_norm, 0)
     return Parameters(
         embedding=config.vocab_size * D * (1 if config.tie_embeddings else 2),
         projections=config.num_layers * layer,

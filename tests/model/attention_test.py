@@ -1,6 +1,7 @@
 """DiffAttention against the paper's equations in float64 numpy, and against the official example's numbers."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -56,19 +57,23 @@ def paper_layer(module: DiffAttention, model, x_TD: np.ndarray, layer: int) -> n
             a1 = softmax_row(k1[: t + 1] @ q1[t] / np.sqrt(model.d_head))
             a2 = softmax_row(k2[: t + 1] @ q2[t] / np.sqrt(model.d_head))
             head[t] = (a1 - lam * a2) @ v[: t + 1]
-        norm = head / np.sqrt(np.mean(head**2, axis=1, keepdims=True) + 1e-5)
-        if model.head_norm == "rms_affine":
+        norm = head
+        if model.head_norm.startswith("rms"):
+            norm = head / np.sqrt(np.mean(head**2, axis=1, keepdims=True) + 1e-5)
+        if model.head_norm in ("rms_affine", "scalar"):
             norm = norm * np.asarray(module.head_norm.scale[...], np.float64)
         heads.append((1 - lambda_init) * norm)
     return np.concatenate(heads, axis=1) @ weight["output_HED"].reshape(-1, model.d_model)
 
 
-@pytest.mark.parametrize("kv_heads", ["none", "2", "1"])
-@pytest.mark.parametrize("head_norm", ["rms", "rms_affine"])
-def test_layer_equals_the_paper(config, kv_heads, head_norm):
+@pytest.mark.parametrize(
+    ("head_norm", "kv_heads"),
+    [*itertools.product(("rms", "rms_affine"), ("none", "2", "1")), ("none", "2"), ("scalar", "2")],
+)
+def test_layer_equals_the_paper(config, head_norm, kv_heads):
     model = config(model__num_heads=4, model__num_kv_heads=kv_heads, model__head_norm=head_norm).model
     module = build(model)
-    if head_norm == "rms_affine":
+    if head_norm in ("rms_affine", "scalar"):
         module.head_norm.scale[...] = jax.random.normal(jax.random.key(1), module.head_norm.scale.shape)
     x_BTD = some_input(model)
     for layer in (0, 1):

@@ -93,7 +93,7 @@ def test_table_9_counts_to_3_48_billion():
     [
         {"model__num_kv_heads": 1},
         {"model__tie_embeddings": "false"},
-        {"model__head_norm": "none"},
+        {"model__head_norm": "scalar"},
         {"model__lambda_learned": "false"},
     ],
 )
