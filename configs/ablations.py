@@ -2,7 +2,7 @@
 
 Command:  python train.py --config=configs/ablations.py:diff-no_norm --workdir=runs/ablations/diff-no_norm \
               --config.data.path=stores/corpus --config.eval.bigrams_path=bigrams
-          python -m difftx sweep --config=configs/ablations.py --grid arm=transformer,diff,diff-no_norm --out=runs/ablations
+          python -m difftx sweep --config=configs/ablations.py --grid arm=transformer,diff --out=runs/ablations
 Protocol: that of configs/scaling.py: 24 layers of 2,048, 40,000 steps of 0.25M tokens.
 Expected: validation loss, and that of AR-Hit and of the others (suites loss and recall):
 

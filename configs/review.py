@@ -12,7 +12,7 @@ Command:  python train.py --config=configs/review.py:nc2-retrieval --workdir=run
 Protocol: 12 layers of 1,024, the Transformer with 16 heads of 64 and the others as large (configs/architectures.py).
           text: 10,000 steps of 0.25M tokens, 2,048 a row. retrieval: one of 64 keys is asked for, among distractors
           (difftx/data/synthetic.py), 10,000 steps of 64K tokens, 1,024 a row; the loss counts the answer alone.
-Compute:  4e18 FLOPs an arm on text, 6e17 on retrieval: 3 hours and 25 minutes of an H200 at 400 TFLOP/s.
+Compute:  5e18 FLOPs an arm on text, 7e17 on retrieval: 3 hours and 30 minutes of an H200 at 400 TFLOP/s.
 """
 
 from collections.abc import Mapping

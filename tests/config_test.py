@@ -4,6 +4,7 @@ import json
 import pytest
 from conftest import ROOT
 
+from configs import ablations, review
 from difftx.config_reader import config_from_dict, load_config, override, split_overrides
 from difftx.errors import UserError
 
@@ -19,8 +20,13 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         "quickstart.py:transformer",
         "diff_3b.py:diff",
         "diff_3b.py:transformer",
-    ]
-    + [f"scaling.py:{a}-{s}" for a in ("diff", "transformer") for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")],
+        "long_context.py:transformer",
+        "math.py:diff-stage1",
+        "math.py:transformer-stage2",
+        *(f"scaling.py:{a}-{s}" for a in ("diff", "transformer") for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")),
+        *(f"ablations.py:{arm}" for arm in ablations.ARMS),
+        *(f"review.py:{arm}-{data}" for arm in review.ARMS for data in ("text", "retrieval")),
+    ],
 )
 def test_every_config_is_valid_and_survives_json(spec):
     config = load_config(str(ROOT / "configs" / spec), {})

@@ -83,6 +83,7 @@ def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source])
             "sha256_of_names_sizes_and_times": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
             "text_field": job.fields.text,
             "id_field": job.fields.id,
+            "prompt_field": job.fields.prompt,
             "valid_fraction": job.valid_fraction,
             "shard_tokens": job.shard_tokens,
         },

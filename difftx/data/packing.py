@@ -5,7 +5,6 @@ Everything a row needs follows from its number, so that shuffling, mixing and re
 #   T = tokens of a row
 
 import dataclasses
-import functools
 import hashlib
 import json
 from pathlib import Path
@@ -61,7 +60,7 @@ class PackedRows:
     `document_mask`, which tells padding apart, it is filled up. "best_fit" keeps documents whole where T allows.
 
     A target counts where the model has been given its document: always within a piece; across two documents only under
-    "concat" without `document_mask`, where attention crosses too.
+    "concat" without `document_mask`, where attention crosses too. A token of a prompt is never a target that counts.
     """
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
@@ -69,6 +68,8 @@ class PackedRows:
         self.store, self.fingerprint = store, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self._offsets = store.offsets.view(np.int64)  # Signed: uint64 and Python's integers meet as floats.
+        # Where each document's prompt ends.
+        self._responses = None if store.prompts is None else self._offsets[:-1] + store.prompts.view(np.int64)
         self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class PackedRows:
         stop = min(start + self.sequence_length, len(self.store))
         if not self._document_mask:
             tokens = self.store.slice(start, stop + 1).astype(np.int32)
-            return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": _ones(self.sequence_length)}
+            return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": self._counted(start + 1, stop + 1)}
         first, last = np.searchsorted(self._offsets, [start + 1, stop])
         row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
@@ -121,7 +122,14 @@ class PackedRows:
         tokens = self.store.slice(start, stop + goes_on)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
-        row["loss_mask"][at : at + len(tokens) - 1] = 1
+        row["loss_mask"][at : at + len(tokens) - 1] = self._counted(start + 1, start + len(tokens))
+
+    def _counted(self, start: int, stop: int) -> np.ndarray:
+        """Return 1 for each of the store's tokens start … stop - 1 that is no part of a prompt, 0 for the others."""
+        if self._responses is None:
+            return np.ones(stop - start, np.float32)
+        places = np.arange(start, stop)
+        return (places >= self._responses[self._offsets.searchsorted(places, side="right") - 1]).astype(np.float32)
 
 
 def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -230,10 +238,3 @@ def _read(path: Path) -> PackIndex:
     rows = int(array[0])
     first, pieces = array[1 : rows + 2], array[rows + 2 :]
     return PackIndex(first, pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :])
-
-
-@functools.cache
-def _ones(row_tokens: int) -> np.ndarray:
-    ones = np.ones(row_tokens, np.float32)
-    ones.setflags(write=False)
-    return ones

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     job = Job(
         out=options.out,
         tokenizer=options.tokenizer,
-        fields=Fields(options.text_field, options.id_field),
+        fields=Fields(options.text_field, options.id_field, options.prompt_field),
         valid_fraction=options.valid_fraction,
         shard_tokens=options.shard_tokens,
         skip=options.on_error == "skip",
@@ -70,6 +70,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--valid_input", help="validation text of its own; then none is held out")
     parser.add_argument("--valid_fraction", type=float, default=0.01, help="share of documents held out (%(default)s)")
     parser.add_argument("--text_field", default="text", help="of JSON lines and tables (%(default)s)")
+    parser.add_argument("--prompt_field", help="put in front of each text, and never a target of the loss")
     parser.add_argument("--id_field", help="kept beside the tokens, for `difftx data show`")
     parser.add_argument("--workers", type=int, default=processors, help="processes (%(default)s)")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens a shard (%(default)s)")

@@ -37,15 +37,22 @@ class Fields:
 
     text: str
     id: str | None
+    prompt: str | None = None  # What stands in front of the text, and is not learned.
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are read."""
+        return [name for name in (self.text, self.id, self.prompt) if name is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text, the same as UTF-8 and, where ids are asked for, what names it."""
+    """A text, it and its prompt as UTF-8, what names it, where ids are asked for, and the prompt in front of it."""
 
     text: str
     utf8: bytes
     id: str | None
+    prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +107,9 @@ class Texts:
         for file, data in self.files:
             if isinstance(data, UserError):
                 yield data
+                continue
+            if fields.prompt is not None:
+                yield UserError(f"{file}: a text file has no field {fields.prompt!r}; --prompt_field is for JSON lines")
                 continue
             try:
                 yield Document(data.decode(), data, fields.id and str(file))
@@ -267,7 +277,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Pie
     pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
     try:
         table = parquet.ParquetFile(source.files[0])
-        wanted = [name for name in (fields.text, fields.id) if name in table.schema_arrow.names]
+        wanted = [name for name in fields.names if name in table.schema_arrow.names]
         counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
         groups, start = list(range(len(counts))), 0
         while groups and start + counts[groups[0]] <= position:
@@ -286,7 +296,7 @@ def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
 
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
     data = load_hugging_face(str(source.files[0]))
-    data = data.select_columns([name for name in (fields.text, fields.id) if name in data.column_names])
+    data = data.select_columns([name for name in fields.names if name in data.column_names])
     yield from _read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
 
 
@@ -327,18 +337,24 @@ def why_broken(file: Path, error: BaseException) -> str:
 
 
 def _document_of(record: dict[str, Any], fields: Fields, at: Callable[[], str]) -> Document | UserError:
-    if fields.text not in record:
-        names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
-        return UserError(f"{at()}: no field {fields.text!r}; its fields: {names}; choose with --text_field")
-    text, name = record[fields.text], None
-    if not isinstance(text, str):
-        return UserError(f"{at()}: field {fields.text!r} is not text but {type(text).__name__}")
+    texts = []
+    for field, flag in ((fields.text, "--text_field"), (fields.prompt, "--prompt_field")):
+        if field is None:
+            continue
+        if field not in record:
+            names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
+            return UserError(f"{at()}: no field {field!r}; its fields: {names}; choose with {flag}")
+        if not isinstance(record[field], str):
+            return UserError(f"{at()}: field {field!r} is not text but {type(record[field]).__name__}")
+        texts.append(record[field])
+    name = None
     if fields.id is not None:
         if fields.id not in record:
             return UserError(f"{at()}: no field {fields.id!r}; choose with --id_field")
         name = str(record[fields.id])
+    text, prompt = texts[0], "".join(texts[1:])
     try:
-        return Document(text, text.encode(), name)
+        return Document(text, (prompt + text).encode(), name, prompt)
     except UnicodeEncodeError as error:
         return UserError(f"{at()}: character {error.start} is half of a surrogate pair, which is not UTF-8")
 

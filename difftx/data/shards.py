@@ -93,7 +93,8 @@ def write_shard(job: Job, shard: Shard) -> None:
     """Put a shard together from its units, and keep its entry of meta.json as the record that it is finished."""
     if _record_file(job, shard).exists():
         return
-    kinds = ("tokens", "offsets", "ids") if job.fields.id else ("tokens", "offsets")
+    fields = {"ids": job.fields.id, "prompts": job.fields.prompt}
+    kinds = ["tokens", "offsets", *(kind for kind, field in fields.items() if field is not None)]
     hashes = {kind: hashlib.sha256() for kind in kinds}
     documents, tokens, text_bytes = 0, 0, 0
     with contextlib.ExitStack() as stack:
@@ -113,6 +114,8 @@ def write_shard(job: Job, shard: Shard) -> None:
                 if "ids" in kinds:
                     lines = archive["ids"].tobytes().splitlines(keepends=True)
                     write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
+                if "prompts" in kinds:
+                    write("prompts", archive["prompts"][mask].astype("<u8"))
                 documents += int(mask.sum())
                 tokens += int(length[mask].sum())
                 text_bytes += int(archive["sizes"][mask].sum())

@@ -1,8 +1,8 @@
 """Token stores: tokenised documents end to end, in memory or in the memory-mapped shards of `difftx prepare`.
 
 A shard is `NNNNN.tokens` (little-endian uint16 or uint32), `NNNNN.offsets` (uint64: where each document starts in the
-shard, and the end) and, where the input has them, `NNNNN.ids` (a JSON string a line). `meta.json` is written last: a
-folder without it is not a store.
+shard, and the end) and, where the input has them, `NNNNN.ids` (a JSON string a line) and `NNNNN.prompts` (uint64: how
+many tokens of each document are its prompt). `meta.json` is written last: a folder without it is not a store.
 """
 
 import bisect
@@ -36,17 +36,18 @@ SHAPE = {
 class TokenStore:
     """Documents end to end, each followed by the end-of-text token."""
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray):
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None):
         """Hold a store in memory.
 
         Args:
             tokens: uint16 or uint32.
             offsets: uint64 `[documents + 1]`, where each document starts, and the end.
+            prompts: uint64 `[documents]`, how many tokens of each are its prompt, which no loss counts; None: none.
         """
         self.dtype = tokens.dtype
         self.fingerprint = hashlib.sha256(tokens).hexdigest()  # Of what the tokens are.
         self._starts = [0, len(tokens)]  # Where each piece starts among all tokens, and the end.
-        self._tokens, self._offsets = tokens, offsets
+        self._tokens, self._offsets, self._prompts = tokens, offsets, prompts
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -55,6 +56,11 @@ class TokenStore:
     def offsets(self) -> np.ndarray:
         """Where each document starts among all tokens, and the end: uint64 `[documents + 1]`."""
         return self._offsets
+
+    @property
+    def prompts(self) -> np.ndarray | None:
+        """How many tokens of each document are its prompt, which no loss counts: uint64 `[documents]`; None: none."""
+        return self._prompts
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start … stop - 1."""
@@ -76,11 +82,13 @@ class ShardedStore(TokenStore):
         """Hold the shards that `meta` lists; nothing is read yet."""
         shards = meta["splits"][split]["shards"]
         self.dtype = np.dtype(meta["dtype"])
-        content = [self.dtype.name, [[shard["sha256"]["tokens"], shard["sha256"]["offsets"]] for shard in shards]]
+        kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
+        content = [self.dtype.name, [[shard["sha256"][kind] for kind in kinds] for shard in shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))
         self._files = [shard_file(folder, split, i, "tokens") for i in range(len(shards))]
         self._hashes = [shard["sha256"]["tokens"] for shard in shards]
+        self._has_prompts = "prompts" in kinds
 
     @property
     def offsets(self) -> np.ndarray:
@@ -91,11 +99,18 @@ class ShardedStore(TokenStore):
             self._offsets = np.concatenate([*moved, np.array([len(self)], np.uint64)])
         return self._offsets
 
+    @property
+    def prompts(self) -> np.ndarray | None:
+        """How many tokens of each document are its prompt; read when first asked for."""
+        if self._has_prompts and "_prompts" not in self.__dict__:
+            self._prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
+        return self._prompts if self._has_prompts else None
+
     def _piece(self, index: int) -> np.ndarray:
         return _map(self._files[index], self.dtype, self._hashes[index])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_offsets"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_offsets", "_prompts")}
 
 
 def open_store(folder: Path, split: str, *, verify: bool = False) -> TokenStore:
@@ -157,8 +172,10 @@ def _strange_value(meta: dict[str, Any]) -> str | None:
     for split in SPLITS:
         for shard in meta["splits"][split]["shards"]:
             # A kind becomes part of a file's name.
-            if not shard["documents"] or not shard["sha256"].keys() <= {"tokens", "offsets", "ids"}:
+            if not shard["documents"] or not shard["sha256"].keys() <= {"tokens", "offsets", "ids", "prompts"}:
                 return f"splits.{split}: a shard without documents, or with other files than a shard has"
+            if ("prompts" in shard["sha256"]) != ("prompts" in meta["splits"][split]["shards"][0]["sha256"]):
+                return f"splits.{split}: some shards have prompts, and some have none"
     return None
 
 
@@ -169,7 +186,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
-    """Return the path of a shard's "tokens", "offsets" or "ids"."""
+    """Return the path of a shard's "tokens", "offsets", "ids" or "prompts"."""
     return Path(folder) / split / f"{index:05d}.{kind}"
 
 
@@ -177,7 +194,8 @@ def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> 
     """Yield what is wrong with a split's files: their sizes, and with `content` their SHA-256."""
     itemsize = np.dtype(meta["dtype"]).itemsize
     for index, shard in enumerate(meta["splits"][split]["shards"]):
-        sizes = {"tokens": shard["tokens"] * itemsize, "offsets": (shard["documents"] + 1) * 8}
+        documents = shard["documents"]
+        sizes = {"tokens": shard["tokens"] * itemsize, "offsets": (documents + 1) * 8, "prompts": documents * 8}
         for kind, expected in shard["sha256"].items():
             file = shard_file(folder, split, index, kind)
             if not file.is_file():

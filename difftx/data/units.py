@@ -35,13 +35,14 @@ def encode_unit(job: Job, unit: Unit) -> Done:
     """Tokenise a unit and write its file: a function of the unit's bytes alone.
 
     The file is a numpy archive (its parts carry CRCs): the tokens, with one end-of-text token after each document; of
-    each document the number of tokens, the bytes and the first 128 bits of the SHA-256; and where the source goes on.
+    each document the number of tokens, how many of them are the prompt, the bytes and the first 128 bits of the
+    SHA-256; and where the source goes on.
 
     Raises:
         UserError: a document that cannot be read, unless they are to be skipped.
     """
     end = np.array([job.encoding.eot_token], np.uint32)
-    parts: list[np.ndarray] = []
+    parts: list[np.ndarray] = []  # Of each document three: prompt, text, end.
     documents: list[Document] = []
     problems: list[str] = []
     empty = 0
@@ -53,8 +54,9 @@ def encode_unit(job: Job, unit: Unit) -> Done:
         elif not document.text:
             empty += 1
         else:
-            # Text that spells a special token is text.
-            parts += [job.encoding.encode_to_numpy(document.text, disallowed_special=()), end]
+            # Text that spells a special token is text. No token spans prompt and text: generation too begins after one.
+            texts = (document.prompt, document.text)
+            parts += [*(job.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts), end]
             documents.append(document)
     tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
     sizes = np.array([len(document.utf8) for document in documents], np.int64)
@@ -65,7 +67,8 @@ def encode_unit(job: Job, unit: Unit) -> Done:
         np.savez(
             file,
             tokens=tokens,
-            lengths=np.array([len(a) + len(b) for a, b in itertools.batched(parts, 2)], np.int64),
+            lengths=np.array([sum(map(len, each)) for each in itertools.batched(parts, 3)], np.int64),
+            prompts=np.array([len(prompt) for prompt in parts[::3]], np.int64),
             sizes=sizes,
             hashes=np.frombuffer(b"".join(hashlib.sha256(d.utf8).digest()[:16] for d in documents), ">u8"),
             ids=np.frombuffer(ids.encode(), np.uint8),

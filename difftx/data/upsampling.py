@@ -35,6 +35,7 @@ class UpsampledStore(TokenStore):
             uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
         documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
         self.dtype, self._store, self._sources = store.dtype, store, offsets[documents]
+        self._prompts = None if store.prompts is None else store.prompts[documents]
         self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
         content = json.dumps([store.fingerprint, longer_than_tokens, share])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
@@ -52,6 +53,11 @@ class UpsampledStore(TokenStore):
     def offsets(self) -> np.ndarray:
         """Where each document starts among all tokens, and the end: uint64 `[documents + 1]`."""
         return self._ends.view(np.uint64)
+
+    @property
+    def prompts(self) -> np.ndarray | None:
+        """How many tokens of each document are its prompt."""
+        return self._prompts
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start … stop - 1."""

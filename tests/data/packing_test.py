@@ -90,6 +90,26 @@ def test_concat_without_a_mask_is_windows_of_the_store(cache, lengths, row_token
         rows[len(rows)]
 
 
+@pytest.mark.parametrize("policy", ["concat", "best_fit"])
+@pytest.mark.parametrize("document_mask", [True, False])
+@settings(max_examples=30, deadline=None, database=None)
+@given(
+    documents=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=2, max_size=9), row_tokens=ROW_TOKENS
+)
+def test_tokens_of_prompts_are_no_targets_and_nothing_else_differs(cache, policy, document_mask, documents, row_tokens):
+    plain = store_of([prompt + response for prompt, response in documents])
+    prompts = np.array([prompt for prompt, _ in documents], np.uint64)
+    store = TokenStore(plain.slice(0, len(plain)), plain.offsets, prompts)
+    in_prompt = {int(start) + 1 + i for start, n in zip(plain.offsets, prompts, strict=False) for i in range(int(n))}
+    with_prompts, without = (rows_of(each, row_tokens, policy, cache, document_mask) for each in (store, plain))
+    assert len(with_prompts) == len(without)
+    for index in range(len(without)):
+        row, expected = with_prompts[index], dict(without[index])
+        expected["loss_mask"] = expected["loss_mask"] * [target not in in_prompt for target in expected["targets"]]
+        for name, array in expected.items():
+            np.testing.assert_array_equal(row[name], array)
+
+
 @settings(max_examples=60, deadline=None, database=None)
 @given(lengths=LENGTHS, row_tokens=ROW_TOKENS)
 def test_best_fit_without_a_mask_differs_in_nothing_else(cache, lengths, row_tokens):

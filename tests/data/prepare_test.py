@@ -108,6 +108,24 @@ def test_every_different_document_is_in_one_split_in_the_order_of_the_input(corp
     assert ids == [first[text] for text in found["train"]]
 
 
+def test_prompts_are_kept_apart_from_what_is_to_be_learned(tmp_path):
+    pairs = {f"What is {i} + {i}? ": f"It is {2 * i}." for i in range(200)}
+    lines = [json.dumps({"question": q, "answer": a, "id": i}) for i, (q, a) in enumerate(pairs.items())]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    flags = ["--text_field=answer", "--prompt_field=question", "--id_field=id", "--shard_tokens=1000"]
+    prepared(tmp_path / "store", f"--input={tmp_path / 'pairs.jsonl'}", *flags, "--valid_fraction=0.2")
+    found = {}
+    for split in ("train", "valid"):
+        store = open_store(tmp_path / "store", split, verify=True)
+        texts = texts_of(store)
+        found |= {text[:prompt]: text[prompt:] for text, prompt in zip(texts, store.prompts.tolist(), strict=True)}
+    assert found == pairs
+    assert len(read_meta(tmp_path / "store")["splits"]["train"]["shards"]) > 2
+    (tmp_path / "plain.txt").write_text("no fields")
+    line = refused(tmp_path / "other", f"--input={tmp_path / 'plain.txt'}", "--prompt_field=question")
+    assert "plain.txt: a text file has no field 'question'; --prompt_field is for JSON lines" in line
+
+
 def test_the_number_of_workers_does_not_matter(flags, reference, tmp_path):
     prepared(tmp_path / "store", *flags, "--workers=3")
     assert tree(tmp_path / "store") == tree(reference[0])

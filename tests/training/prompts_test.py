@@ -1,0 +1,97 @@
+"""Prompts and responses: what a model learns from is the responses alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT, TINY
+from flax import nnx
+
+from difftx.data.loader import ordered_batches
+from difftx.data.packing import PackedRows
+from difftx.data.store import TokenStore
+from difftx.parallel.layout import Layout
+from difftx.training.loss import batch_nll
+from difftx.training.metrics import read_metrics
+from difftx.training.state import graph, init_state
+
+LENGTHS = [(5, 7), (9, 2), (1, 20), (12, 4), (3, 1)]  # Tokens of prompt and response.
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_the_gradient_is_that_of_the_responses_by_hand(config, mesh_of, packing, tmp_path):
+    """Against optax on whole logits, a piece of a document a row: packing and masks play no part in the oracle."""
+    c, mesh, rng = config(data__document_mask="true"), mesh_of(), np.random.default_rng(0)
+    documents = [rng.integers(1, 257, sum(lengths)).astype(np.uint16) for lengths in LENGTHS]
+    prompts = [prompt for prompt, _ in LENGTHS]
+    offsets = np.cumsum([0, *map(len, documents)]).astype(np.uint64)
+    # Where rows cut a document, its second part has not seen the first.
+    pieces = [(d, 0, len(document)) for d, document in enumerate(documents)]
+    if packing == "concat":
+        pieces = [
+            (d, max(0, start - int(offsets[d])), min(start + 32, int(offsets[d + 1])) - int(offsets[d]))
+            for start in range(0, int(offsets[-1]), 32)
+            for d in range(len(documents))
+            if offsets[d] < start + 32 and offsets[d + 1] > start
+        ]
+    store = TokenStore(np.concatenate(documents), offsets, np.array(prompts, np.uint64))
+    rows = PackedRows(store, sequence_length=32, packing=packing, document_mask=True, cache_path=str(tmp_path))
+    sharding = jax.NamedSharding(mesh, Layout().act_BT)
+    with jax.set_mesh(mesh):
+        params = jax.jit(lambda: init_state(c))().params
+        [batch] = ordered_batches(rows, rows=len(rows), limit_tokens=10_000, sharding=sharding)
+
+        def packed(params, batch):
+            return batch_nll(nnx.merge(graph(c), params), batch)[0]
+
+        def by_hand(params):
+            """Each piece of a document in a row of its own, from its first place on."""
+            tokens, targets, counts = (np.zeros((len(pieces), 32), np.int32) for _ in range(3))
+            for i, (d, first, last) in enumerate(pieces):
+                tokens[i, : last - first] = documents[d][first:last]
+                for place in range(max(first, prompts[d] - 1), min(last, len(documents[d]) - 1)):
+                    targets[i, place - first], counts[i, place - first] = documents[d][place + 1], 1
+            logits = jax.sharding.reshard(nnx.merge(graph(c), params)(jnp.asarray(tokens))[0], jax.P())
+            return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets) * counts)
+
+        gradient = jax.jit(jax.grad(packed))(params, batch)
+        expected = jax.jit(jax.grad(by_hand))(params)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.long
+def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
+    """prepare, pre-train on other text, go on from its weights with pairs: as a user does it."""
+    pairs = [{"prompt": f"{i:03d} reversed is ", "text": f"{i:03d}"[::-1] + ".\n"} for i in range(1000)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "plain.txt").write_text("\n".join(f"{i} squared is {i * i}." for i in range(8000)))
+
+    def run(*command):
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        result = subprocess.run(
+            [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
+
+    def train(name, *flags):
+        shared = [f"--config.{field}={value}" for field, value in (TINY | {"train.steps": "60"}).items()]
+        common = ["--config.eval.every_steps=20", "--config.optimizer.learning_rate=1e-2"]
+        run("train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / name}", *shared, *common, *flags)
+        rows = read_metrics(tmp_path / name / "metrics.jsonl")[0]
+        return [row["loss"] for row in rows if row["split"] == "valid" and row["suite"] == "loss"]
+
+    store = tmp_path / "store"
+    flags = ["--tokenizer=bytes", "--prompt_field=prompt", "--valid_fraction=0.1"]
+    run("-m", "difftx", "prepare", f"--input={tmp_path / 'pairs.jsonl'}", f"--out={store}", *flags)
+    train("base", f"--config.data.path={tmp_path / 'plain.txt'}")
+    packing = ["--config.data.packing=best_fit", "--config.data.document_mask=true"]
+    weights = f"--config.checkpoint.init_from={tmp_path / 'base'}"
+    losses = train("tuned", f"--config.data.path={store}", weights, *packing)
+    assert losses[-1] < 0.7 * losses[0], losses
