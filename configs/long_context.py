@@ -2,7 +2,7 @@
 
 Command:  python train.py --config=configs/long_context.py:diff --workdir=runs/diff-64k \
               --config.checkpoint.init_from=runs/diff-3b --config.data.path=stores/corpus
-          python eval.py --workdir=runs/diff-64k --suite=position,needle --eval.needle.lengths='[8192, 65536]'
+          python eval.py --workdir=runs/diff-64k --suite=position,needle --eval.needle.lengths=8192,65536
 Protocol: 1.5B tokens, learning rate 8e-5, RoPE base 640,000, long documents more often. The paper says no more: batch
           and the rest are Table 9's, the decay is linear to zero after a short warm-up, and the up-sampling is that of
           the work it cites (arXiv 2402.10171): within each source, documents longer than 4,096 tokens to 70 %.

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_type_hints
 
@@ -81,8 +81,7 @@ def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping
 
 
 def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid: Mapping[str, Sequence[str]]) -> None:
-    groups = get_type_hints(Config)
-    fields = [f"{group}.{field}" for group, cls in groups.items() for field in get_type_hints(cls)]
+    fields = list(_fields(Config))
     for name in grid:
         if name not in (*slots, "seed", *fields):
             raise UserError(f"--grid {name}=…: no such name.{did_you_mean(name, [*slots, 'seed', *fields])}")
@@ -92,6 +91,15 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
             raise UserError(f"--config={path}:{argument}: the grid fills in {form!r}; leave :{argument} out")
         if missing:
             raise UserError(f"--grid: {path} is called with {form!r}; give {missing[0]}=… too")
+
+
+def _fields(group: type, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a group's fields, and of those of the groups in it."""
+    for name, kind in get_type_hints(group).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
