@@ -32,6 +32,13 @@ from difftx.training.run import Run
 from difftx.training.state import graph
 
 MOST_BINS = 256  # Columns of the map that is drawn; a longer prompt's tokens are summed.
+# Of what `row_statistics` measures: what is compared and drawn over the steps. Details and charts have the rest.
+NAMES = """
+answer others noise question first answer_signed noise_signed first_signed first_a1 first_a2 gini entropy l0 lambda
+cosine_answer cosine_noise kl_answer kl_noise
+cosine_answer_with_first cosine_noise_with_first kl_answer_with_first kl_noise_with_first
+"""
+NUMBERS = tuple(NAMES.split())
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -58,7 +65,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     example = _example(evaluation, prompts, layers)
     return Result(
-        numbers={name: float(np.mean(by_layer[name][layers])) for name in names},
+        numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in names},
         details={
             "prompts_a_depth": settings.samples,
             "needles": settings.needles,

@@ -82,7 +82,7 @@ def over_layers(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[Lin
     of_maps = _map_names(is_pair)
     suffixes = {name: "" if name == "map" else f"_{name}" for name in of_maps}
 
-    def chart(name: str, title: str, y_label: str, lines: Mapping[str, str]) -> LineChart:
+    def chart(name: str, title: str, y_label: str, lines: Mapping[str, str], over_steps: bool = False) -> LineChart:
         layers = [float(layer + 1) for layer in range(len(by_layer["gini"]))]
         return LineChart(
             name=f"attention_{name}",
@@ -90,6 +90,7 @@ def over_layers(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[Lin
             x_label="layer",
             y_label=y_label,
             series=[Series(name=line, x=layers, y=by_layer[key].tolist()) for line, key in lines.items()],
+            over_steps=over_steps,
         )
 
     def each_map(measure: str) -> dict[str, str]:
@@ -106,9 +107,11 @@ def over_layers(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[Lin
         return charts
     parts = [part for part in PARTS if f"cosine_{part}" in by_layer]
     for measure, title, unit in (("cosine", "Cosine of A1 and A2", "cosine"), ("kl", "KL(A1 ‖ A2)", "nats")):
+        title += ", each restricted to a part and normalised to 1"
         lines = {NAMES[part]: f"{measure}_{part}" for part in parts}
-        lines |= {f"{NAMES[part]}, with position 0": f"{measure}_{part}_with_first" for part in parts}
-        charts.append(chart(measure, f"{title}, each restricted to a part and normalised to 1", unit, lines))
+        with_first = {line: f"{key}_with_first" for line, key in lines.items()}
+        charts.append(chart(measure, title, unit, lines, over_steps=True))
+        charts.append(chart(f"{measure}_with_first", f"{title}, with position 0", unit, with_first))
     return [*charts, chart("lambda", "λ by layer", "λ", {"λ": "lambda"})]
 
 

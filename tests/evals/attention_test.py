@@ -1,6 +1,8 @@
 """Suite attention: each measure by hand, and a whole evaluation of models whose maps are known."""
 
+import dataclasses
 import itertools
+import json
 import math
 
 import jax
@@ -12,8 +14,10 @@ from model.oracle import softmax_row
 
 from difftx import evals
 from difftx.config_reader import load_config, override
+from difftx.errors import UserError
 from difftx.evals import attention
 from difftx.evals.map_statistics import PARTS, UNSEEN, row_pictures, row_statistics
+from difftx.evals.needle_prompts import NeedlePrompts
 from difftx.kernels.rows import MapRows
 from difftx.training.run import Run
 from difftx.training.state import init_state
@@ -164,13 +168,15 @@ def test_a_model_whose_attention_is_known(tmp_path, architecture):
     result = evals.evaluate(run, planted(config, run.mesh), 3, ["attention"])["attention"]
     expected = expected_of(run, architecture)
     names, depths = {name for *_, name in expected}, sorted({depth for depth, *_ in expected})
-    assert result.numbers.keys() == names
+    assert result.numbers.keys() == names & set(attention.NUMBERS)
+    assert len(result.numbers) == (22 if architecture == "diff" else 11)
     assert ("lambda" in names) == (architecture == "diff")
     by_depth, by_layer = result.details["by_depth"], result.details["by_layer"]
     for name in names:
         of_layer = [np.mean([expected[d, layer, name] for d in depths]) for layer in (0, 1)]
         assert by_layer[name] == pytest.approx(of_layer, rel=1e-4, abs=1e-6), name
-        assert result.numbers[name] == pytest.approx(np.mean(of_layer), rel=1e-4, abs=1e-6), name
+        if name in result.numbers:
+            assert result.numbers[name] == pytest.approx(np.mean(of_layer), rel=1e-4, abs=1e-6), name
         for depth in depths:
             value = np.mean([expected[depth, layer, name] for layer in (0, 1)])
             assert by_depth[f"{depth:g}"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, depth)
@@ -182,14 +188,15 @@ def test_a_model_whose_attention_is_known(tmp_path, architecture):
     other = Run.open(override(config, flags), tmp_path / "run")
     assert evals.stored_result(other, "attention", 3) is None
     first = evals.evaluate(other, planted(config, other.mesh), 3, ["attention"])["attention"]
-    assert first.numbers == pytest.approx({name: by_layer[name][0] for name in names}, rel=1e-5, abs=1e-6)
+    assert first.numbers.keys() == result.numbers.keys()
+    assert first.numbers == pytest.approx({name: by_layer[name][0] for name in first.numbers}, rel=1e-5, abs=1e-6)
     assert first.details["by_layer"]["gini"] == pytest.approx(by_layer["gini"], rel=1e-5)
 
 
 def check_charts(result, expected, depths, architecture):
     charts = {chart.name.removeprefix("attention_"): chart for chart in result.charts}
     is_diff = architecture == "diff"
-    pair = {"a1", "a2", "cosine", "kl", "lambda"} if is_diff else set()
+    pair = {"a1", "a2", "cosine", "kl", "cosine_with_first", "kl_with_first", "lambda"} if is_diff else set()
     assert charts.keys() == {"parts", "context", "map", "layers", "position_0", "gini", "entropy", "l0"} | pair
     parts = charts["parts"]
     assert (parts.x, parts.y[:2]) == (["0 %", "25 %", "50 %", "75 %", "100 %", "mean"], ["answer", "other needles"])
@@ -212,3 +219,35 @@ def check_charts(result, expected, depths, architecture):
     assert picture.y[-1] == "479 'e'"  # "… are".
     digits = [any(c.isdigit() for c in name.split("'", 1)[1]) for name in picture.x]
     assert np.min(np.array(picture.values)[-1, digits]) > np.max(np.array(picture.values)[-1, ~np.array(digits)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "3"}, r"eval.attention.layers=\(3,\): the model has 2 layers; use 1 … 2"),
+        ({"layers": "0"}, "different layers, from 1 on"),
+        ({"layers": "1,1"}, "different layers, from 1 on"),
+        ({"queries": 5}, "eval.attention.queries=5 must lie in 1 … needles=4"),
+        ({"length": 600}, "eval.attention.length: 600 tokens are more than the model's context"),
+        ({"length": 100}, "eval.attention.length: 100 tokens do not hold 4 needles.*or other eval.attention.needles"),
+        ({"needles": 200}, "eval.attention.needles: needles=200, and there are 76 cities"),
+        ({"samples": 0}, "eval.attention.samples=0 must be positive"),
+        ({"l0_share": 1.5}, "eval.attention.l0_share=1.5 must lie in 0 … 1"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, changes, message):
+    run = Run.open(config_of(tmp_path, "diff"), tmp_path / "run")
+
+    def check():
+        changed = override(run.config, {f"eval.attention.{name}": str(value) for name, value in changes.items()})
+        evals.check_run(dataclasses.replace(run, config=changed), ["attention"])
+
+    with pytest.raises(UserError, match=message):
+        check()
+
+
+def test_prompts_are_those_of_the_suite_needle(tmp_path):
+    cases = json.dumps([{"needles": 4, "queries": 2}])
+    config = config_of(tmp_path, "diff", **{"eval.needle.cases": cases, "eval.needle.samples": 3})
+    run = Run.open(config, tmp_path / "run")
+    assert list(attention.prompts_of(run)) == list(NeedlePrompts(run))
