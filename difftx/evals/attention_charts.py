@@ -27,7 +27,7 @@ def table_3(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heat
     """Return the shares of each part, over depths."""
     return Heatmap(
         name="attention_parts",
-        title="Attention of the last token, |A| normalised to 1",
+        title="Attention of the last token by depth (Table 3), |A| normalised to 1",
         x_label="depth of the answer",
         y_label="part of the prompt",
         x=[*(f"{100 * depth:g} %" for depth in depths), "mean"],
@@ -97,7 +97,9 @@ def over_layers(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[Lin
         return {label: measure + suffixes[name] for name, label in of_maps.items()}
 
     charts = [
-        chart("layers", "Attention of the last token, |A| normalised to 1", "share", {NAMES[p]: p for p in PARTS}),
+        chart(
+            "layers", "Attention of the last token by layer, |A| normalised to 1", "share", {NAMES[p]: p for p in PARTS}
+        ),
         chart("position_0", "Attention to position 0, |A| normalised to 1", "share", each_map(FIRST)),
         chart("gini", "Gini coefficient of |A|: 0 even, 1 a single entry", "Gini coefficient", each_map("gini")),
         chart("entropy", "Entropy of |A| normalised to 1", "nats", each_map("entropy")),
@@ -107,11 +109,11 @@ def over_layers(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[Lin
         return charts
     parts = [part for part in PARTS if f"cosine_{part}" in by_layer]
     for measure, title, unit in (("cosine", "Cosine of A1 and A2", "cosine"), ("kl", "KL(A1 ‖ A2)", "nats")):
-        title += ", each restricted to a part and normalised to 1"
+        title += " within each part of the prompt"
         lines = {NAMES[part]: f"{measure}_{part}" for part in parts}
         with_first = {line: f"{key}_with_first" for line, key in lines.items()}
         charts.append(chart(measure, title, unit, lines, over_steps=True))
-        charts.append(chart(f"{measure}_with_first", f"{title}, with position 0", unit, with_first))
+        charts.append(chart(f"{measure}_with_first", f"{title}, position 0 included", unit, with_first))
     return [*charts, chart("lambda", "λ by layer", "λ", {"λ": "lambda"})]
 
 

@@ -161,7 +161,7 @@ def expected_of(run, architecture):
     return {key: np.mean(values) for key, values in found.items()}
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_a_model_whose_attention_is_known(tmp_path, architecture):
     config = config_of(tmp_path, architecture)
     run = Run.open(config, tmp_path / "run")
@@ -170,7 +170,6 @@ def test_a_model_whose_attention_is_known(tmp_path, architecture):
     names, depths = {name for *_, name in expected}, sorted({depth for depth, *_ in expected})
     assert result.numbers.keys() == names & set(attention.NUMBERS)
     assert len(result.numbers) == (22 if architecture == "diff" else 11)
-    assert ("lambda" in names) == (architecture == "diff")
     by_depth, by_layer = result.details["by_depth"], result.details["by_layer"]
     for name in names:
         of_layer = [np.mean([expected[d, layer, name] for d in depths]) for layer in (0, 1)]
@@ -181,14 +180,20 @@ def test_a_model_whose_attention_is_known(tmp_path, architecture):
             value = np.mean([expected[depth, layer, name] for layer in (0, 1)])
             assert by_depth[f"{depth:g}"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, depth)
     check_charts(result, expected, depths, architecture)
-    (tmp_path / "run" / "evals" / "attention" / "3.json").read_text()
 
-    # Only the first layer; on other devices; the journal and the result of the other settings are not taken.
-    flags = {"eval.attention.layers": "1", "mesh.fsdp": "2", "mesh.tensor": "2", "mesh.context": "1", "mesh.data": "2"}
+
+@pytest.mark.long
+def test_layers_that_are_chosen_on_another_mesh(tmp_path):
+    config = config_of(tmp_path, "diff")
+    run = Run.open(config, tmp_path / "run")
+    every = evals.evaluate(run, planted(config, run.mesh), 3, ["attention"])["attention"]
+    flags = {"eval.attention.layers": "1", "mesh.fsdp": "2", "mesh.tensor": "2", "mesh.data": "2"}
     other = Run.open(override(config, flags), tmp_path / "run")
+    assert evals.stored_result(run, "attention", 3) is not None
     assert evals.stored_result(other, "attention", 3) is None
     first = evals.evaluate(other, planted(config, other.mesh), 3, ["attention"])["attention"]
-    assert first.numbers.keys() == result.numbers.keys()
+    by_layer = every.details["by_layer"]
+    assert first.numbers.keys() == every.numbers.keys()
     assert first.numbers == pytest.approx({name: by_layer[name][0] for name in first.numbers}, rel=1e-5, abs=1e-6)
     assert first.details["by_layer"]["gini"] == pytest.approx(by_layer["gini"], rel=1e-5)
 
