@@ -185,6 +185,18 @@ def get_config() -> ConfigDict:
     c.eval.icl.orders = ("random", "alternating")  # Of demonstrations: shuffled, or one of each class in turn.
     c.eval.icl.permutations = 10  # Of the same demonstrations, in each of the orders.
     c.eval.icl.seed = 0  # Of demonstrations, questions and permutations; below 2**32.
+    # Suite attention: what the last token of a needle prompt attends to (Table 3, Figure 1). Depths, haystack,
+    # new_tokens and seed are those of eval.needle.
+    c.eval.attention = ConfigDict()
+    c.eval.attention.needles = 2  # Hidden in a prompt.
+    c.eval.attention.queries = 1  # Of these asked for: the answer.
+    c.eval.attention.length = placeholder(int)  # Tokens of prompt and answer; None: data.sequence_length.
+    c.eval.attention.samples = 20  # Prompts of each depth.
+    c.eval.attention.layers = ()  # That numbers, table and drawn maps are means over, from 1; (): all.
+    c.eval.attention.l0_share = (
+        1e-3  # An entry counts as not zero above this share of its row's sum of absolute values.
+    )
+    c.eval.attention.shown_queries = 8  # Rows of the map that is drawn: the last tokens of one prompt.
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

@@ -89,6 +89,31 @@ class IclConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Group `eval.attention`."""
+
+    needles: int
+    queries: int
+    length: int | None
+    samples: int
+    layers: tuple[int, ...]
+    l0_share: float
+    shown_queries: int
+
+    def __post_init__(self):
+        for name in ("samples", "shown_queries"):
+            require_positive("eval.attention", name, getattr(self, name))
+        if self.length is not None:
+            require_positive("eval.attention", "length", self.length)
+        if not 1 <= self.queries <= self.needles:
+            raise UserError(f"eval.attention.queries={self.queries} must lie in 1 … needles={self.needles}")
+        if len(set(self.layers)) < len(self.layers) or any(layer < 1 for layer in self.layers):
+            raise UserError(f"eval.attention.layers={self.layers}: different layers, from 1 on; (): all")
+        if not 0 <= self.l0_share < 1:
+            raise UserError(f"eval.attention.l0_share={self.l0_share} must lie in 0 … 1, a share of a row's mass")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Group `eval`."""
 
@@ -104,6 +129,7 @@ class EvalConfig:
     sample_temperature: float
     needle: NeedleConfig
     icl: IclConfig
+    attention: AttentionConfig
 
     def __post_init__(self):
         for name in (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from difftx.config.eval import NeedleCaseConfig
+from difftx.config.eval import NeedleCaseConfig, NeedleConfig
 from difftx.errors import UserError
 from difftx.evals.haystack import load_haystack
 from difftx.training.run import Run
@@ -72,20 +72,34 @@ class NeedlePrompts:
     The samples of a case and length have the same haystack, cities, numbers and other needles at every depth.
     """
 
-    def __init__(self, run: Run):
+    def __init__(
+        self,
+        run: Run,
+        settings: NeedleConfig | None = None,
+        *,
+        length_field: str = "eval.needle.lengths",
+        case_field: str = "eval.needle.cases",
+    ):
         """Read the haystack.
+
+        Args:
+            run: whose tokenizer, context and, perhaps, validation text are used.
+            settings: None: its `eval.needle`.
+            length_field: what the user set the lengths by, for messages.
+            case_field: and the cases.
 
         Raises:
             UserError: a length is longer than the context, or does not hold a case; or there is no haystack.
         """
-        self._settings, self._tokenizer = run.config.eval.needle, run.tokenizer
+        self._settings, self._tokenizer = settings or run.config.eval.needle, run.tokenizer
+        self._length_field, self._case_field = length_field, case_field
         window = run.config.data.sequence_length
         self.cases, self.depths = self._settings.cases, self._settings.depths
         self.lengths = sorted(self._settings.lengths) or [window]
         for length in self.lengths:
             if length > window:
                 raise UserError(
-                    f"eval.needle.lengths: {length} tokens are more than the model's context "
+                    f"{length_field}: {length} tokens are more than the model's context "
                     f"data.sequence_length={window}; use at most that"
                 )
         for case in self.cases:
@@ -143,7 +157,9 @@ class NeedlePrompts:
 
     def _check_room(self, case: NeedleCaseConfig) -> None:
         if case.needles > len(CITIES):
-            raise UserError(f"eval.needle.cases: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
+            raise UserError(
+                f"{self._case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer"
+            )
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
         # No number takes more tokens than digits.
         digits = len(str(NUMBERS[0]))
@@ -151,9 +167,9 @@ class NeedlePrompts:
         needed = sum(map(len, parts)) + case.needles * digits + self._settings.new_tokens + SMALLEST_HAYSTACK
         if self.lengths[0] < needed:
             raise UserError(
-                f"eval.needle.lengths: {self.lengths[0]} tokens do not hold {case.needles} needles, a "
+                f"{self._length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a "
                 f"question and eval.needle.new_tokens={self._settings.new_tokens}; use at least {needed}, or other "
-                "eval.needle.cases"
+                f"{self._case_field}"
             )
 
 

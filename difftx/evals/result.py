@@ -26,6 +26,7 @@ class LineChart:
     series: list[Series]
     log_x: bool = False
     log_y: bool = False
+    over_steps: bool = False  # Where several steps were evaluated, the report also draws a line for each x over these.
     kind: Literal["line"] = "line"
 
 

@@ -2,8 +2,8 @@
 
 All architectures have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they
 return the residual update and per-layer statistics. `project` gives queries and what is cached of a token; `extend` is
-the call for tokens that follow cached ones, and returns what is to be cached in place of statistics. The others are in
-`variants.py`.
+the call for tokens that follow cached ones, and returns what is to be cached in place of statistics; `look` is the call
+with rows of the maps in their place. The others are in `variants.py`.
 """
 #   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
@@ -17,8 +17,9 @@ from jax.sharding import reshard
 
 from difftx import kernels
 from difftx.config import ModelConfig
-from difftx.kernels import cached
+from difftx.kernels import cached, maps
 from difftx.kernels.cached import Ids, Past
+from difftx.kernels.rows import MapRows, map_rows
 from difftx.model.layers import projection, rms_normalize, rotate
 from difftx.parallel.layout import Layout
 
@@ -63,6 +64,22 @@ class SelfAttention(nnx.Module):
         heads_BTHE = self.attend_cached(*self._whole_rows(q, k, v), depth, past, ids)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), (k, v)
 
+    def look(
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        depth: Depth,
+        segment_ids_BT: jax.Array | None,
+        queries_BC: jax.Array,
+    ) -> tuple[jax.Array, MapRows]:
+        """Return the residual update, and the rows of the layer's maps that belong to some of its tokens."""
+        q, k, v = self._whole_rows(*self.project(x_BTD, angles))
+        heads_BTHE = self.attend(q, k, v, depth, segment_ids_BT)
+        map_of, per_query = self.map(x_BTD, depth)
+        options = {"per_query": per_query, "segment_ids_BT": segment_ids_BT}
+        rows = map_rows(map_of, *self.map_operands(q, k), queries_BC, **options)
+        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), rows
+
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
         raise NotImplementedError
@@ -76,6 +93,14 @@ class SelfAttention(nnx.Module):
     def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
         """Return the heads `[B, T, H, E]` of tokens that follow cached ones."""
         raise NotImplementedError
+
+    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+        """Return how logits become the map that multiplies V, and what it takes besides: see `kernels.rows`."""
+        raise NotImplementedError
+
+    def map_operands(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys by the heads that have a map: those of `project`, if each has one."""
+        return q, k
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Return the residual update `[B, T, D]`."""
@@ -143,6 +168,10 @@ class DiffAttention(SelfAttention):
         """(A1 - λ A2) V over cached and new tokens."""
         return cached.diff_attention(q, k, v, self.lam(depth.lambda_init), past, ids)
 
+    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+        """A1 - λ A2."""
+        return maps.difference, self.lam(depth.lambda_init)
+
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Normalise and scale each head, and merge them."""
         heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
@@ -187,6 +216,10 @@ class Attention(SelfAttention):
     def attend_cached(self, q, k, v, depth, past, ids):
         """A V over cached and new tokens."""
         return cached.attention(q, k, v, past, ids)
+
+    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+        """A."""
+        return maps.softmax, None
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Merge the heads; `depth` is for differential attention."""

@@ -10,6 +10,7 @@ from flax import nnx
 
 from difftx.config import ModelConfig
 from difftx.kernels.cached import Ids, Past
+from difftx.kernels.rows import MapRows
 from difftx.model.attention import Angles, Attention, Depth, DiffAttention, SelfAttention, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
 from difftx.model.variants import VARIANTS
@@ -45,6 +46,19 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the layer's output for tokens that follow cached ones, and what is to be cached of them."""
         return self._residual(x_BTD, lambda h_BTD: self.attention.extend(h_BTD, angles, depth, past, ids))
+
+    def look(
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        depth: Depth,
+        segment_ids_BT: jax.Array | None,
+        queries_BC: jax.Array,
+    ) -> tuple[jax.Array, MapRows]:
+        """Return the layer's output, and rows of its maps."""
+        return self._residual(
+            x_BTD, lambda h_BTD: self.attention.look(h_BTD, angles, depth, segment_ids_BT, queries_BC)
+        )
 
     def _residual(self, x_BTD: jax.Array, attention: Callable[[jax.Array], tuple[jax.Array, Any]]):
         with jax.named_scope("attention"):
@@ -94,9 +108,7 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics."""
-        config = self.config
-        positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
-        angles = rotary_angles(positions, config.d_head, config.rope_theta)
+        config, angles = self.config, self._angles(tokens_BT, positions_BT)
         x_BTD = self._embed(tokens_BT)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -132,6 +144,36 @@ class Decoder(nnx.Module):
         x_BTD, entries = jax.lax.scan(layer, self._embed(tokens_BT), inputs)
         return self.final_norm(x_BTD), entries
 
+    def look[Found](
+        self,
+        tokens_BT: jax.Array,
+        queries_BC: jax.Array,
+        of_layer: Callable[[MapRows], Found],
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Found]:
+        """Return `hidden`'s output, and what `of_layer` finds in rows of each layer's maps, arrays `[L, …]`.
+
+        One layer's rows exist at a time, `[B, C, H, G, T]` of logits and as much of maps, float32: stack few of them.
+
+        Args:
+            tokens_BT: int32 token ids.
+            queries_BC: int32: the tokens of each row whose maps to look at.
+            of_layer: a pure function to arrays.
+            positions_BT: as in `__call__`, and so are segments.
+            segment_ids_BT: see there.
+        """
+        angles = self._angles(tokens_BT, positions_BT)
+
+        def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, Found]:
+            block, depth = block_and_depth
+            x_BTD, rows = block.look(x_BTD, angles, depth, segment_ids_BT, queries_BC)
+            return x_BTD, of_layer(rows)
+
+        x_BTD, found = jax.lax.scan(layer, self._embed(tokens_BT), (self.blocks, depth_schedule(self.config)))
+        return self.final_norm(x_BTD), found
+
     def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return shapes and dtypes of what `extend` has cached of one token in each of so many rows."""
         config = self.config
@@ -160,6 +202,10 @@ class Decoder(nnx.Module):
     def unembedding(self) -> jax.Array:
         """Return the float32 table `[V, D]` that turns hidden states into logits."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
+
+    def _angles(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> Angles:
+        positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
+        return rotary_angles(positions, self.config.d_head, self.config.rope_theta)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
         # In float32: the gradient of a common token is a sum of thousands of terms.

@@ -38,6 +38,16 @@ class DiffAttentionV2(Attention):
         kind = {"preferred_element_type": jnp.float32, "out_sharding": sharding}
         return jax.nn.sigmoid(jnp.einsum("BTD,DH->BTH", x_BTD, weight_DH, **kind))
 
+    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+        """A_2i - λ_i A_2i+1."""
+        return maps.difference, self.lam(x_BTD)
+
+    def map_operands(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries in pairs, `[B, T, H, 2, d]`, and the keys that both of a pair have."""
+        B, T, H, d = q.shape
+        q_BTHGd = jax.lax.reshape(q, (B, T, H // 2, 2, d), out_sharding=self.layout.attend_BTHGd)
+        return q_BTHGd, jnp.stack([k, k], axis=3)
+
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Subtract each pair's second head, and merge."""
         B, T, H, E = heads_BTHE.shape
@@ -86,6 +96,10 @@ class SignedMaskAttention(DiffAttention):
         """(A1 ∘ tanh) V over cached and new tokens."""
         return cached.mapped_attention(maps.signed_softmax, q, k, v, past, ids)
 
+    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+        """A1 ∘ tanh."""
+        return maps.signed_softmax, None
+
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
         """Return nothing: there is no λ."""
         return {}
@@ -125,6 +139,10 @@ class MappedAttention(Attention):
     def attend_cached(self, q, k, v, depth, past, ids):
         """A V over cached and new tokens."""
         return cached.mapped_attention(self.map_of(), q, k, v, past, ids, per_query=self.per_query())
+
+    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+        """A, and what it takes."""
+        return self.map_of(), self.per_query()
 
 
 class OffByOneAttention(MappedAttention):

@@ -17,6 +17,7 @@ from difftx.files import new_file
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 MOST_CELLS_WITH_NUMBERS = 100  # Of a heatmap; more would overlap.
 MOST_TICKS = 16
+MOST_CHARACTERS = 64  # Below a heatmap, of all ticks; more stand upright.
 
 
 def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -49,7 +50,9 @@ def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
         shown = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
-        set_ticks(list(shown), [_tick(names[i]) for i in shown], parse_math=False)
+        texts = [_tick(names[i]) for i in shown]
+        is_wide = set_ticks == axes.set_xticks and sum(map(len, texts)) > MOST_CHARACTERS
+        set_ticks(list(shown), texts, parse_math=False, rotation=90 if is_wide else 0)
     if values.size <= MOST_CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):

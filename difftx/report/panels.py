@@ -89,7 +89,7 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
 
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
-    """Draw the charts of each suite's newest results, and its numbers over the steps where there are several."""
+    """Draw the charts of each suite's newest results; over the steps, if there are several, numbers and some lines."""
     results = {run.name: read_results(run.workdir) for run in runs}
     panels = []
     for suite in dict.fromkeys(suite for found in results.values() for suite in found):
@@ -97,6 +97,7 @@ def evaluations(runs: Sequence[RunRecord]) -> Section:
         panels += _over_steps(suite, of_suite)
         newest = {run: list(steps.values())[-1].get("charts", []) for run, steps in of_suite.items()}
         panels += [_chart_panel(suite, chart) for chart in _merged(newest)]
+        panels += [panel for run, steps in of_suite.items() for panel in _lines_over_steps(suite, run, steps)]
     return Section(id="evaluations", title="Evaluations", panels=panels)
 
 
@@ -235,6 +236,25 @@ def _over_steps(suite: str, of_suite: Mapping[str, Mapping[int, Any]]) -> list[P
         if max(len(line["x"]) for line in series) > 1 and not is_constant:
             chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": name}
             panels.append(_panel(f"{suite}-{name}-steps", f"{suite}: {name} over the steps", chart))
+    return panels
+
+
+def _lines_over_steps(suite: str, run: str, steps: Mapping[int, Any]) -> list[Panel]:
+    """Return a panel for each line of the charts that say `over_steps`: its value at each x, such as a layer."""
+    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # Title and name of a line → x → step → value.
+    for step, result in steps.items():
+        for chart in result.get("charts", []):
+            for line in chart["series"] if chart.get("over_steps") else []:
+                values = found.setdefault((f"{chart['title']}: {line['name']}", chart["x_label"]), {})
+                for x, y in zip(line["x"], line["y"], strict=True):
+                    values.setdefault(x, {})[step] = y
+    panels = []
+    for (title, x_label), values in found.items():
+        if max(map(len, values.values()), default=0) < 2:
+            continue
+        series = [{"name": f"{x_label} {x:g}", "x": list(of_x), "y": list(of_x.values())} for x, of_x in values.items()]
+        chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": title}
+        panels.append(_panel(f"{suite}-{run}-{title}-steps", f"{suite}: {title}, over the steps: {run}", chart))
     return panels
 
 

@@ -79,6 +79,8 @@ def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pa
             heads.append(head(first, of_query(first), softmax_row) - sigmoid(x @ w["lambda_DH"][:, i])[:, None] * noise)
         elif name == "gated":
             heads.append(sigmoid(x @ w["gate_DHd"][:, i]) * head(i, kv, softmax_row))
+        elif name == "transformer":
+            heads.append(head(i, kv, softmax_row))
         elif name == "top_k":
             heads.append(head(i, kv, lambda logits: top_k_row(logits, model.top_k)))
         else:

@@ -1,0 +1,98 @@
+"""What suite `attention` measures in a row of a layer's maps: on the device, so that no row leaves it.
+
+A row is the weights a_s of one query for the tokens s that it sees; w = |a| / Σ|a|, since those of A1 - λ A2 have both
+signs and sum to 1 - λ. Position 0, where attention sinks stand, is a part of its own.
+"""
+#   B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of them
+
+import jax
+import jax.numpy as jnp
+
+from difftx.kernels.rows import MapRows
+
+# Parts of a prompt, by the ids of `part_BS`; the first is without position 0, which is FIRST.
+PARTS = ("answer", "others", "noise", "question")
+FIRST = "first"
+UNSEEN = -1  # Of a token that the query does not see.
+MAPS = ("map", "a1", "a2")  # What multiplies V, and the two it is the difference of.
+
+
+def row_statistics(rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]) -> dict:
+    """Return name → the mean over heads, float32 `[B]`, of what is measured in one query's row.
+
+    `answer` and its like: Σ w over the part; `answer_signed`: Σ a. `gini`, `entropy` (nats) and `l0`, the share of
+    entries with w > `l0_share`: of the map, and with `_a1` and `_a2` of A1 and A2. `cosine_answer` and `kl_answer`
+    (nats): of A1 and A2, both restricted to the part and normalised to 1; `_with_first`: with position 0, if it lies
+    there. `lambda`.
+
+    Args:
+        rows: of one query for each prompt, C = 1.
+        part_BS: int32: places in `PARTS`, or UNSEEN.
+        l0_share: what an entry has at least of the row's mass to count.
+        compared: of `PARTS`: where A1 and A2 are compared; not empty in any prompt.
+    """
+    is_first_S = jnp.arange(part_BS.shape[1]) == 0
+    in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
+    seen_BS = part_BS != UNSEEN
+    row_BHS = rows.map_BCHS[:, 0]
+    found = {}
+    for suffix, x_BHS in (("", _share(row_BHS)), ("_signed", row_BHS)):
+        for name, inside_BS in in_part.items():
+            found[name + suffix] = _sum(x_BHS, inside_BS & ~is_first_S)
+        found[FIRST + suffix] = x_BHS[..., 0]
+    found |= _sparsity(_share(row_BHS), seen_BS, l0_share)
+    if rows.lam_BCH is not None:
+        found["lambda"] = rows.lam_BCH[:, 0]
+        logits_BHGS = rows.logits_BCHGS[:, 0]
+        for group, name in enumerate(MAPS[1:]):
+            softmax_BHS = jax.nn.softmax(logits_BHGS[:, :, group], axis=-1)
+            of_group = {FIRST: softmax_BHS[..., 0], **_sparsity(softmax_BHS, seen_BS, l0_share)}
+            found |= {f"{measure}_{name}": value for measure, value in of_group.items()}
+        for name in compared:
+            for suffix, inside_BS in (("", in_part[name] & ~is_first_S), ("_with_first", in_part[name])):
+                found[f"cosine_{name}{suffix}"], found[f"kl_{name}{suffix}"] = _similarity(logits_BHGS, inside_BS)
+    return {name: jnp.mean(value_BH, axis=1) for name, value_BH in found.items()}
+
+
+def row_pictures(rows: MapRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
+    """Return means over heads, summed over bins of tokens, float32 `[B, C, N]`: `share`, w of the map, and `MAPS`."""
+    found = {"share": _share(rows.map_BCHS), "map": rows.map_BCHS}
+    if rows.lam_BCH is not None:
+        softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)
+        found |= {name: softmax_BCHGS[:, :, :, group] for group, name in enumerate(MAPS[1:])}
+
+    def binned(x_BCHS: jax.Array) -> jax.Array:
+        x_BCS = jnp.mean(x_BCHS, axis=2)
+        B, C, S = x_BCS.shape
+        padded = jnp.pad(x_BCS, [(0, 0), (0, 0), (0, -S % tokens_a_bin)])
+        return jnp.sum(padded.reshape(B, C, -1, tokens_a_bin), axis=-1)
+
+    return {name: binned(x_BCHS) for name, x_BCHS in found.items()}
+
+
+def _share(row_BHS: jax.Array) -> jax.Array:
+    size_BHS = jnp.abs(row_BHS)
+    return size_BHS / jnp.sum(size_BHS, axis=-1, keepdims=True)
+
+
+def _sum(x_BHS: jax.Array, where_BS: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(where_BS[:, None], x_BHS, 0), axis=-1)
+
+
+def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str, jax.Array]:
+    """Return Gini coefficient, entropy and share of large entries, over the tokens that are seen, each `[B, H]`."""
+    n_B1 = jnp.sum(seen_BS, axis=1, dtype=jnp.float32)[:, None]
+    # Gini: Σ_i (2 i - n - 1) w_(i) / n, w ascending, i from 1. What is not seen is zero and comes first, for nothing.
+    rank_BS = jnp.arange(1, w_BHS.shape[-1] + 1) - (w_BHS.shape[-1] - n_B1)
+    gini_BH = jnp.sum((2 * rank_BS - n_B1 - 1)[:, None] * jnp.sort(w_BHS, axis=-1), axis=-1) / n_B1
+    entropy_BH = -jnp.sum(jax.scipy.special.xlogy(w_BHS, w_BHS), axis=-1)
+    return {"gini": gini_BH, "entropy": entropy_BH, "l0": _sum(w_BHS > l0_share, seen_BS) / n_B1}
+
+
+def _similarity(logits_BHGS: jax.Array, inside_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cosine of A1 and A2 inside, and KL(A1 ‖ A2), `[B, H]`: from logits, as weights may be zero."""
+    log_p_BHGS = jax.nn.log_softmax(jnp.where(inside_BS[:, None, None], logits_BHGS, -jnp.inf), axis=-1)
+    p1_BHS, p2_BHS = jnp.exp(log_p_BHGS[:, :, 0]), jnp.exp(log_p_BHGS[:, :, 1])
+    norms_BH = jnp.sqrt(jnp.sum(p1_BHS**2, axis=-1) * jnp.sum(p2_BHS**2, axis=-1))
+    kl_BHS = p1_BHS * (log_p_BHGS[:, :, 0] - log_p_BHGS[:, :, 1])
+    return jnp.sum(p1_BHS * p2_BHS, axis=-1) / norms_BH, _sum(kl_BHS, inside_BS)

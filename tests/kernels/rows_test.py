@@ -1,0 +1,70 @@
+"""Rows of maps against Eq. 1 and its like in float64, and against the whole maps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model.oracle import sink_row, top_k_row
+
+from difftx.kernels import maps
+from difftx.kernels.rows import map_rows
+from kernels.oracle import softmax_row
+
+B, T, H, K, D = 2, 23, 4, 2, 8
+QUERIES = np.array([[0, 22, 9], [5, 4, 21]], np.int32)
+# Name: (map, groups, what it takes besides, its row in numpy).
+MAPS = {
+    "softmax": (maps.softmax, 1, None, softmax_row),
+    "difference": (maps.difference, 2, (B, T, H), lambda z1, z2, lam: softmax_row(z1) - lam * softmax_row(z2)),
+    "one lambda": (maps.difference, 2, (), lambda z1, z2, lam: softmax_row(z1) - lam * softmax_row(z2)),
+    "sink": (maps.softmax_with_sink, 1, (H,), sink_row),
+    "top_k": (functools.partial(maps.top_k_softmax, k=4), 1, None, lambda z: top_k_row(z, 4)),
+    "signed": (maps.signed_softmax, 2, None, lambda z1, z2: softmax_row(z1) * np.tanh(z2)),
+}
+
+
+def inputs(groups, extra, rng):
+    q, k = (rng.normal(size=(B, T, heads, groups, D)).astype(np.float32) for heads in (H, K))
+    number = None if extra is None else rng.random(extra).astype(np.float32)
+    return q, k, number, np.sort(rng.integers(0, 3, (B, T))).astype(np.int32)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_rows_equal_the_formula(name, segments):
+    map_of, groups, extra, row = MAPS[name]
+    q, k, number, ids = inputs(groups, extra, np.random.default_rng(0))
+    if groups == 1:
+        q, k = q[:, :, :, 0], k[:, :, :, 0]
+    arrays = {"per_query": number, "segment_ids_BT": ids if segments else None}
+    found = map_rows(map_of, q, k, QUERIES, **{n: None if x is None else jnp.asarray(x) for n, x in arrays.items()})
+    q, k = (np.asarray(x, np.float64).reshape(B, T, -1, groups, D) for x in (q, k))
+    numbers = None if number is None else np.broadcast_to(np.float64(number), (B, T, H))
+    assert found.map_BCHS.shape == (B, 3, H, T)
+    assert found.map_BCHS.dtype == jnp.float32
+    for b, c, h in np.ndindex(B, 3, H):
+        t = QUERIES[b, c]
+        keys = [s for s in range(t + 1) if not segments or ids[b, s] == ids[b, t]]
+        logits = [k[b, keys, h // (H // K), g] @ q[b, t, h, g] / np.sqrt(D) for g in range(groups)]
+        expected = np.zeros(T)
+        expected[keys] = row(*logits, *([] if numbers is None else [numbers[b, t, h]]))
+        np.testing.assert_allclose(found.map_BCHS[b, c, h], expected, rtol=0, atol=1e-6)
+        whole = np.full((groups, T), -np.inf)
+        whole[:, keys] = logits
+        np.testing.assert_allclose(found.logits_BCHGS[b, c, h], whole, atol=1e-5)
+        if map_of is maps.difference:
+            lam = numbers[b, t, h]
+            assert float(found.lam_BCH[b, c, h]) == pytest.approx(lam, abs=1e-7)
+            assert float(found.map_BCHS[b, c, h].sum()) == pytest.approx(1 - lam, abs=1e-6)
+    assert (found.lam_BCH is None) == (map_of is not maps.difference)
+
+
+def test_no_array_is_as_large_as_a_map():
+    """Of 4,096 tokens no value of the program has 4,096² elements: rows of one query cost what one query costs."""
+    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 2, D), jnp.bfloat16) for heads in (H, K))
+    queries = jax.ShapeDtypeStruct((1, 3), jnp.int32)
+    call = jax.jit(functools.partial(map_rows, maps.difference))
+    memory = call.lower(q, k, queries, per_query=jax.ShapeDtypeStruct((), jnp.float32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 4096 * 4096
