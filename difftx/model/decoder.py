@@ -94,9 +94,7 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics."""
-        config = self.config
-        positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
-        angles = rotary_angles(positions, config.d_head, config.rope_theta)
+        config, angles = self.config, self._angles(tokens_BT, positions_BT)
         x_BTD = self._embed(tokens_BT)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -107,6 +105,34 @@ class Decoder(nnx.Module):
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
         return self.final_norm(x_BTD), stats
+
+    def fold[State](
+        self,
+        visit: Callable[[State, jax.Array, jax.Array, jax.Array], State],
+        state: State,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> State:
+        """Return what becomes of a state that goes through all layers, for what measures these and keeps none.
+
+        Args:
+            visit: of a state, a layer's queries and keys as in `SelfAttention.attend`, and its output `[B, T, D]`;
+                returns the next state, of the same shapes.
+            state: arrays, of any structure.
+            tokens_BT, positions_BT, segment_ids_BT: as in `__call__`.
+        """
+        angles = self._angles(tokens_BT, positions_BT)
+
+        def layer(carry: tuple[jax.Array, State], block_and_depth: tuple[Block, Depth]):
+            (x_BTD, state), (block, depth) = carry, block_and_depth
+            q, k = block.attention.queries_and_keys(block.attention_norm(x_BTD), angles)
+            x_BTD, _ = block(x_BTD, angles, depth, segment_ids_BT)
+            return (x_BTD, visit(state, q, k, x_BTD)), None
+
+        carry = (self._embed(tokens_BT), state)
+        return jax.lax.scan(layer, carry, (self.blocks, depth_schedule(self.config)))[0][1]
 
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: Past, ids: Ids
@@ -160,6 +186,10 @@ class Decoder(nnx.Module):
     def unembedding(self) -> jax.Array:
         """Return the float32 table `[V, D]` that turns hidden states into logits."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
+
+    def _angles(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> Angles:
+        positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
+        return rotary_angles(positions, self.config.d_head, self.config.rope_theta)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
         # In float32: the gradient of a common token is a sum of thousands of terms.
