@@ -85,7 +85,7 @@ def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
     """Return a device's counts with some values more: the magnitudes of those that are `counted`, fewer than 2**32."""
     slots = counts_P2V.shape[0]
-    bits = jax.lax.bitcast_convert_type(jnp.abs(values.astype(jnp.float32)), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Without the sign.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
     place = jnp.where(counted, slot * V + ((bits >> digit.shift) & (V - 1)), slots * V)
     new_PV = jnp.zeros(slots * V, jnp.uint32).at[place.reshape(-1)].add(jnp.uint32(1), mode="drop").reshape(slots, V)

@@ -78,16 +78,16 @@ def _add_batch(
     real_BT = row_BT < rows
     if ids_BT is not None:
         real_BT &= ids_BT != 0
-    own_HG = _is_own(model.config)
-    per_device = P(tuple(jax.sharding.get_abstract_mesh().axis_names))
-    heads = layout.attend_BTHE[2]
-    by_row = jax.sharding.reshard((real_BT, ids_BT), P(layout.attend_BTHE[0]))
+    per_device = P(jax.sharding.get_abstract_mesh().axis_names)
+    over_rows, _, over_heads, _ = layout.attend_BTHE
+    own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
+    by_row = jax.sharding.reshard((real_BT, ids_BT), P(over_rows))
 
     def visit(counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, out_BTD: jax.Array) -> dict[str, Counts]:
         spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
         count_logits = jax.shard_map(
             _add_logits,
-            in_specs=(per_device, spec, spec, P(heads), P(layout.attend_BTHE[0]), P()),
+            in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()),
             out_specs=per_device,
             check_vma=False,
         )
