@@ -37,14 +37,14 @@ def loss(layers, embedding_VD, final_scale, tokens, targets, *, scale, norm):
         logits = turn(h @ w_q) @ turn(h @ w_k).T / np.sqrt(w_q.shape[1])
         return jax.nn.softmax(jnp.where(np.tri(len(h)) > 0, logits, -jnp.inf))
 
-    def attention(w, h, l):
+    def attention(w, h, depth):
         if "query_DHd" in w:
             heads = [
                 softmax_map(h, w["query_DHd"][:, n], w["key_DKd"][:, n]) @ (h @ w["value_DKd"][:, n])
                 for n in range(w["query_DHd"].shape[1])
             ]
             return sum(head @ w["output_HdD"][n] for n, head in enumerate(heads))
-        lambda_init = 0.8 - 0.6 * np.exp(-0.3 * l)
+        lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
         exponents = jnp.sum(w["lambda_query_Gd"] * w["lambda_key_Gd"], axis=1)
         lam = jnp.exp(exponents[0]) - jnp.exp(exponents[1]) + lambda_init
         out = 0.0
@@ -57,14 +57,14 @@ def loss(layers, embedding_VD, final_scale, tokens, targets, *, scale, norm):
 
     def row(tokens_T, targets_T):
         x = embedding_VD[tokens_T]
-        for l, layer in enumerate(layers):
-            x = x + attention(layer["attention"], rms(x, layer["attention_norm"]["scale"]), l)
+        for depth, layer in enumerate(layers):
+            x = x + attention(layer["attention"], rms(x, layer["attention_norm"]["scale"]), depth)
             h, mlp = rms(x, layer["mlp_norm"]["scale"]), layer["mlp"]
             x = x + (jax.nn.silu(h @ mlp["gate_DF"]) * (h @ mlp["up_DF"])) @ mlp["down_FD"]
         logits = rms(x, final_scale) @ embedding_VD.T
         return -jax.nn.log_softmax(logits)[jnp.arange(len(targets_T)), targets_T]
 
-    return jnp.mean(jnp.stack([row(*pair) for pair in zip(tokens, targets, strict=True)]))
+    return jnp.mean(jax.vmap(row)(tokens, targets))
 
 
 def gradient_by_hand(run, params, **parts):
@@ -73,9 +73,8 @@ def gradient_by_hand(run, params, **parts):
     layers = [jax.tree.map(lambda a, depth=depth: a[depth], params["blocks"]) for depth in range(2)]
     rows = [run.data.valid["valid"][i] for i in range(ROWS)]
     data = [np.stack([row[name] for row in rows]) for name in ("tokens", "targets")]
-    call = jax.jit(
-        jax.value_and_grad(lambda w: loss(w, params["embedding_VD"], params["final_norm"]["scale"], *data, **parts))
-    )
+    embedding_VD = jnp.asarray(params["embedding_VD"])
+    call = jax.jit(jax.value_and_grad(lambda w: loss(w, embedding_VD, params["final_norm"]["scale"], *data, **parts)))
     value, gradient = call(layers)
     return float(value), [jax.tree.map(np.asarray, layer) for layer in gradient]
 
@@ -142,15 +141,16 @@ def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, monkeypa
 
 @pytest.mark.long
 def test_where_training_starts_from(config, text_file, tmp_path, monkeypatch):
-    """Of a run whose output matrices start at zero: every arm by hand, from the parameters of the same seed."""
-    run = open_run(config, text_file, tmp_path, monkeypatch, 1, model__zero_init_output="true")
+    """Of a run whose output matrices start at zero: by hand, from the parameters of the same seed."""
+    arms = {"no_scale": (False, True), "no_norm": (True, False), "counterpart": (True, True)}
+    changes = {"eval__gradients__at_initialization": ",".join(arms), "model__zero_init_output": "true"}
+    run = open_run(config, text_file, tmp_path, monkeypatch, 1, **changes)
     result = evals.evaluate(run, drawn(run), 0, ["gradients"])["gradients"]
-    arms = {"as_configured": (True, True), "no_scale": (False, True), "no_norm": (True, False)}
-    arms |= {"no_scale_no_norm": (False, False), "counterpart": (True, True)}
     assert result.details["by_layer"].keys() == {"checkpoint", *arms}
     for arm, (scale, norm) in arms.items():
+        start = starts(run.config)[arm]
         with jax.set_mesh(run.mesh):
-            params = jax.jit(lambda c=starts(run.config)[arm]: init_state(c).params)()
+            params = jax.jit(lambda start=start: init_state(start).params)()
         assert np.any(params["blocks"]["mlp"]["down_FD"])
         value, gradient = gradient_by_hand(run, params, scale=scale, norm=norm)
         check(result.details["by_layer"][arm], result.numbers, arm, value, gradient)

@@ -77,9 +77,9 @@ def test_the_gradient_is_that_of_the_map_at_the_rounded_logits():
     logits = [x[1] for x in logits]
     number = np.full((3, 5, 1), 0.7, np.float32)
     quantized = functools.partial(maps.quantized, map_of=maps.difference, groups=2, bits=4, granularity="query")
-    out, pullback = jax.vjp(quantized, *logits, number)
+    out, pullback = jax.vjp(jax.jit(quantized), *logits, number)
     at = rounded([x[None] for x in logits], 4, "query")
-    expected, expected_pullback = jax.vjp(maps.difference, *(jnp.asarray(x[0]) for x in at), number)
+    expected, expected_pullback = jax.vjp(jax.jit(maps.difference), *(jnp.asarray(x[0]) for x in at), number)
     weights = np.random.default_rng(2).normal(size=out.shape).astype(np.float32)
     np.testing.assert_array_equal(out, expected)
     for a, e in zip(pullback(weights), expected_pullback(weights), strict=True):
@@ -112,17 +112,25 @@ def test_in_chunks_over_a_cache_and_by_hand(granularity, monkeypatch):
     segment_BT, lam = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32), jnp.float32(0.7)
     quantized = functools.partial(maps.quantized, map_of=maps.difference, groups=2, bits=4, granularity=granularity)
     monkeypatch.setattr(xla, "CHUNK_MAP_ELEMENTS", 60)
-    for window in (None, 9):
+    windows, backends = (None, 9), ("xla", "reference")
+
+    @jax.jit
+    def of_each(q, k, v):
+        options = {"per_query": lam, "segment_ids_BT": jnp.asarray(segment_BT)}
+        calls = [{"window": window, "implementation": backend} for window in windows for backend in backends]
+        return [kernels.mapped_attention(quantized, q, k, v, **options, **call) for call in calls]
+
+    actual = of_each(q, k, v)
+    for window, pair in zip(windows, (actual[:2], actual[2:]), strict=True):
         expected = by_hand(q, k, v, 0.7, segment_BT, window, 4, granularity)
-        for backend in ("xla", "reference"):
-            options = {"segment_ids_BT": jnp.asarray(segment_BT), "window": window, "implementation": backend}
-            actual = kernels.mapped_attention(quantized, q, k, v, per_query=lam, **options)
-            assert relative_error(actual, expected) < 2e-6
+        for out in pair:
+            assert relative_error(out, expected) < 2e-6
 
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
     slots_BS = np.full((B, 24), EMPTY, np.int32)
     slots_BS[:, 2 : 2 + T - new] = segment_BT[:, :-new]
     ids = Ids(jnp.asarray(segment_BT[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
-    actual = cached.mapped_attention(quantized, q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
+    attend = jax.jit(functools.partial(cached.mapped_attention, quantized))
+    actual = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
     expected = by_hand(q, k, v, 0.7, segment_BT, None, 4, granularity)[:, -new:]
     assert relative_error(actual, expected) < 2e-6
