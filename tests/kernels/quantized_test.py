@@ -81,9 +81,9 @@ def test_the_gradient_is_that_of_the_map_at_the_rounded_logits():
     at = rounded([x[None] for x in logits], 4, "query")
     expected, expected_pullback = jax.vjp(jax.jit(maps.difference), *(jnp.asarray(x[0]) for x in at), number)
     weights = np.random.default_rng(2).normal(size=out.shape).astype(np.float32)
-    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
     for a, e in zip(pullback(weights), expected_pullback(weights), strict=True):
-        np.testing.assert_array_equal(a, e)
+        np.testing.assert_allclose(a, e, atol=1e-6)
         assert np.abs(a).max() > 0.01
 
 
