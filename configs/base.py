@@ -56,6 +56,11 @@ def get_config() -> ConfigDict:
     # signed_mask; "pallas_tpu", "pallas_gpu" or "cudnn_wide" for diff and gda; "splash" (TPU) for transformer, diff_v2
     # and gated. See difftx/kernels/__init__.py.
     c.model.attention_implementation = "auto"
+    # Attention logits rounded to so many bits (2 to 15) and back, by absmax: what the suite quantize sets. With "auto",
+    # "reference" or "xla" above. None: as they are.
+    c.model.attention_logit_bits = placeholder(int)
+    # What shares a scale: "query": the logits of a query in one head and group; "token": in all heads and groups.
+    c.model.attention_logit_granularity = "query"
 
     c.data = ConfigDict()
     # A store of `difftx prepare`; text: "stdlib" (the running Python's library), a text file, or a glob of them; or
@@ -193,10 +198,21 @@ def get_config() -> ConfigDict:
     c.eval.attention.length = placeholder(int)  # Tokens of prompt and answer; None: data.sequence_length.
     c.eval.attention.samples = 20  # Prompts of each depth.
     c.eval.attention.layers = ()  # That numbers, table and drawn maps are means over, from 1; (): all.
-    c.eval.attention.l0_share = (
-        1e-3  # An entry counts as not zero above this share of its row's sum of absolute values.
-    )
+    c.eval.attention.l0_share = 1e-3  # An entry counts as not zero above this share of its row's Σ|a|.
     c.eval.attention.shown_queries = 8  # Rows of the map that is drawn: the last tokens of one prompt.
+    c.eval.outliers = ConfigDict()  # Suite outliers: magnitudes of attention logits and hidden states (Table 5).
+    c.eval.outliers.tokens = 400_000  # At most, of each validation set; two passes.
+    c.eval.outliers.ranks = (1, 2, 3, 10, 100)  # Among all magnitudes: 1 is the largest.
+    c.eval.quantize = ConfigDict()  # Suite quantize: other suites with quantised attention logits (Figure 8).
+    c.eval.quantize.bits = (16, 8, 6, 4)  # 2 to 16; 16: not quantised, as in the figure.
+    c.eval.quantize.granularity = "query"  # As model.attention_logit_granularity, whose place it takes.
+    c.eval.quantize.suites = ("loss",)  # Which; their own fields hold.
+    c.eval.gradients = ConfigDict()  # Suite gradients: norms by matrix and layer (Appendix F).
+    c.eval.gradients.tokens = 65_536  # At most, of each validation set; of one model's gradient.
+    # Also gradients where training starts from, of the same seed: "as_configured"; "no_scale" without the factor
+    # 1 - λ_init, "no_norm" without the head norm, "no_scale_no_norm" (of what has these); "counterpart": the
+    # Transformer of a diff model, and the other way round. All with model.zero_init_output = False.
+    c.eval.gradients.at_initialization = ("as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart")
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Literal
 
-from difftx.config.architectures import TWO_GROUPS, Architecture, Implementation, check_architecture
+from difftx.config.architectures import TWO_GROUPS, Architecture, Granularity, Implementation, check_architecture
 from difftx.config.checks import divisor_below, require_positive
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.config.eval import EvalConfig
@@ -41,6 +41,8 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"]
     remat: Literal["none", "dots", "full"]
     attention_implementation: Implementation
+    attention_logit_bits: int | None
+    attention_logit_granularity: Granularity
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):

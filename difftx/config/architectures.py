@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 Architecture = Literal["diff", "transformer", "diff_v2", "gda", "gated", "off_by_one", "sink", "top_k", "signed_mask"]
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
+Granularity = Literal["query", "token"]
 
 TWO_GROUPS = ("diff", "gda", "signed_mask")  # Two keys a key/value head, and one value as wide as both.
 MAPPED = ("off_by_one", "sink", "top_k", "signed_mask")  # Maps that no library kernel computes.
@@ -34,17 +35,21 @@ def check_architecture(model: "ModelConfig") -> None:
         )
     if name == "diff_v2" and model.head_norm != "none":
         raise UserError(f"model.head_norm={model.head_norm!r}: Differential Transformer V2 has none; use 'none'")
-    fitting = implementations(name)
+    bits = model.attention_logit_bits
+    if bits is not None and not 2 <= bits < 16:
+        raise UserError(f"model.attention_logit_bits={bits} must lie in 2 … 15; None: not quantised, as 16 in Figure 8")
+    fitting = implementations(name, quantized=bits is not None)
     if model.attention_implementation not in fitting:
+        served = f"architecture {name!r}" if bits is None else "quantised attention logits"
         raise UserError(
-            f"model.attention_implementation={model.attention_implementation!r} does not serve architecture {name!r}; "
+            f"model.attention_implementation={model.attention_implementation!r} does not serve {served}; "
             f"use one of {', '.join(fitting)}"
         )
 
 
-def implementations(architecture: Architecture) -> tuple[Implementation, ...]:
+def implementations(architecture: Architecture, *, quantized: bool) -> tuple[Implementation, ...]:
     """Return the backends of `difftx.kernels` that an architecture may name."""
-    if architecture in MAPPED:
+    if quantized or architecture in MAPPED:
         return ("auto", "reference", "xla")
     if architecture in TWO_GROUPS:
         return tuple(name for name in get_args(Implementation) if name != "splash")

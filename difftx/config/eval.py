@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from difftx.config.architectures import Granularity
 from difftx.config.checks import require_positive, require_seed
 from difftx.errors import UserError
 
@@ -114,6 +115,52 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OutliersConfig:
+    """Group `eval.outliers`."""
+
+    tokens: int
+    ranks: tuple[int, ...]
+
+    def __post_init__(self):
+        require_positive("eval.outliers", "tokens", self.tokens)
+        if not self.ranks or len(set(self.ranks)) < len(self.ranks):
+            raise UserError(f"eval.outliers.ranks={self.ranks}: give one at least, and each once")
+        for rank in self.ranks:
+            require_positive("eval.outliers", "ranks", rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """Group `eval.quantize`."""
+
+    bits: tuple[int, ...]
+    granularity: Granularity
+    suites: tuple[str, ...]
+
+    def __post_init__(self):
+        for name in ("bits", "suites"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise UserError(f"eval.quantize.{name}={values}: give one at least, and each once")
+        for bits in self.bits:
+            if not 2 <= bits <= 16:
+                raise UserError(f"eval.quantize.bits={self.bits}: {bits} must lie in 2 … 16; 16 is not quantised")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientsConfig:
+    """Group `eval.gradients`."""
+
+    tokens: int
+    at_initialization: tuple[Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"], ...]
+
+    def __post_init__(self):
+        require_positive("eval.gradients", "tokens", self.tokens)
+        if len(set(self.at_initialization)) < len(self.at_initialization):
+            raise UserError(f"eval.gradients.at_initialization={self.at_initialization}: give each once")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Group `eval`."""
 
@@ -130,6 +177,9 @@ class EvalConfig:
     needle: NeedleConfig
     icl: IclConfig
     attention: AttentionConfig
+    outliers: OutliersConfig
+    quantize: QuantizeConfig
+    gradients: GradientsConfig
 
     def __post_init__(self):
         for name in (

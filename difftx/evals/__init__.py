@@ -12,7 +12,20 @@ import jax
 from difftx.config import Config
 from difftx.data.progress import Work
 from difftx.errors import UserError, did_you_mean
-from difftx.evals import attention, exact_match, icl, loss, needle, position, recall, sample, throughput
+from difftx.evals import (
+    attention,
+    exact_match,
+    gradients,
+    icl,
+    loss,
+    needle,
+    outliers,
+    position,
+    quantize,
+    recall,
+    sample,
+    throughput,
+)
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.journal import Journal
 from difftx.evals.needle_prompts import NeedlePrompts
@@ -20,6 +33,12 @@ from difftx.evals.result import Result
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_lead
 from difftx.training.run import Run
+
+
+def _quantize(evaluation: Evaluation) -> Result:
+    """Run other suites under quantised attention logits: number by bits."""
+    return quantize.evaluate(evaluation, SUITES)
+
 
 SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "loss": loss.evaluate,
@@ -31,6 +50,9 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "attention": attention.evaluate,
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
+    "outliers": outliers.evaluate,
+    "quantize": _quantize,
+    "gradients": gradients.evaluate,
 }
 # What each needs of a run: called before it, and before training, these raise a UserError where it is missing.
 NEEDS: dict[str, Callable[[Run], Any]] = {
@@ -42,6 +64,8 @@ NEEDS: dict[str, Callable[[Run], Any]] = {
     "icl": icl.tasks_of,
     "attention": attention.prompts_of,
     "throughput": lambda run: throughput.pair(run.config),
+    "quantize": lambda run: check_run(run, quantize.inner_suites(run.config, SUITES)),
+    "gradients": lambda run: gradients.starts(run.config),
 }
 # What each reads of the config's group `eval`: with another value, a result that is there is out of date.
 FIELDS = {
@@ -54,6 +78,9 @@ FIELDS = {
     "attention": ("attention", "needle"),
     "sample": ("sample_tokens", "sample_temperature"),
     "throughput": ("throughput_rounds", "throughput_steps"),
+    "outliers": ("outliers",),
+    "quantize": ("quantize",),  # And those of the suites that it names: `fields_of`.
+    "gradients": ("gradients",),
 }
 # The files that each reads beside the run's own data, by its config.
 FILES: dict[str, Callable[[Config], Iterable[Path]]] = {
@@ -124,18 +151,29 @@ def settings(run: Run, suite: str) -> str:
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
-        "eval": {field: dataclasses.asdict(config.eval)[field] for field in FIELDS[suite]},
+        "eval": {field: dataclasses.asdict(config.eval)[field] for field in fields_of(config, suite)},
         "model": dataclasses.asdict(config.model),
         "data": run.data.signature,
         "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
         "seed": config.train.seed,
     }
-    if suite in FILES:
-        depends["files"] = [_sha256(path) for path in FILES[suite](config)]
+    files = [path for name in with_inner(config, suite) if name in FILES for path in FILES[name](config)]
+    if files:
+        depends["files"] = [_sha256(path) for path in files]
     if suite in MEASURES_DEVICES:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
     return json_sha256(depends)
+
+
+def fields_of(config: Config, suite: str) -> tuple[str, ...]:
+    """Return the fields of `eval` that a suite reads under a config."""
+    return tuple(field for name in with_inner(config, suite) for field in FIELDS[name])
+
+
+def with_inner(config: Config, suite: str) -> tuple[str, ...]:
+    """Return a suite and those that it runs itself."""
+    return (suite, *quantize.inner_suites(config, SUITES)) if suite == "quantize" else (suite,)
 
 
 def _sha256(path: Path) -> str | None:

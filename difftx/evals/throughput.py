@@ -86,7 +86,7 @@ def counterpart(config: Config) -> Config:
         if other == "diff" and (getattr(model, field) or 0) % 2:
             raise UserError(
                 f"model.{field}={getattr(model, field)}: a differential model has half the heads, which takes an even "
-                "number; leave the suite throughput out"
+                "number; leave out the suite throughput, and of eval.gradients.at_initialization the counterpart"
             )
 
     def heads(count: int) -> int:

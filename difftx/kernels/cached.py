@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused, maps, target
+from difftx.kernels import fused, target
 from difftx.kernels.maps import Map
 
 EMPTY = -1  # Segment of a slot, or of a filler token, that no token shall see.
@@ -33,22 +33,6 @@ class Ids(NamedTuple):
     cached_segment_BS: jax.Array
 
 
-def diff_attention(
-    q_BTHGD: jax.Array, k_BTKGD: jax.Array, v_BTKE: jax.Array, lam: jax.Array, past: Past, ids: Ids
-) -> jax.Array:
-    """Eq. 1 of arXiv 2410.05258 over cached and new tokens: P = P1 - λ P2 in float32, then one product with V.
-
-    Returns:
-        `[B, T, H, E]` in the values' dtype.
-    """
-    return mapped_attention(maps.difference, q_BTHGD, k_BTKGD, v_BTKE, past, ids, per_query=lam)
-
-
-def attention(q_BTHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, past: Past, ids: Ids) -> jax.Array:
-    """Softmax attention over cached and new tokens: `[B, T, H, D]` in the values' dtype."""
-    return mapped_attention(maps.softmax, q_BTHD, k_BTKD, v_BTKD, past, ids)
-
-
 def mapped_attention(
     map_of: Map,
     q: jax.Array,
@@ -59,7 +43,10 @@ def mapped_attention(
     *,
     per_query: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention by a map of `difftx.kernels.maps` over cached and new tokens; see `difftx.kernels.mapped_attention`."""
+    """Attention by a map of `difftx.kernels.maps` over cached and new tokens; see `difftx.kernels.mapped_attention`.
+
+    The maps of groups are joined in float32, P1 - λ P2 say; then there is one product with V.
+    """
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
     operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, fused.Saved(by_head=past))

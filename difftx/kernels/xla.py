@@ -123,10 +123,13 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
 
 
-def chunks(segment_ids_BT: jax.Array | None, **arrays_BT: jax.Array) -> dict[str, Any]:
-    """Cut per-query arrays `[B, T, …]` into `[N, B, C, …]`, the last chunk filled up with zeros."""
+def chunks(segment_ids_BT: jax.Array | None, maps: int = 1, /, **arrays_BT: jax.Array) -> dict[str, Any]:
+    """Cut per-query arrays `[B, T, …]` into `[N, B, C, …]`, the last chunk filled up with zeros.
+
+    So many `maps` have `CHUNK_MAP_ELEMENTS` in a chunk together.
+    """
     T = arrays_BT["q"].shape[1]
-    size = min(T, max(1, CHUNK_MAP_ELEMENTS // T))
+    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (T * maps)))
     count = -(-T // size)
 
     def cut(x_BT: jax.Array) -> jax.Array:

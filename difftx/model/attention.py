@@ -8,6 +8,7 @@ with rows of the maps in their place. The others are in `variants.py`.
 #   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -80,6 +81,10 @@ class SelfAttention(nnx.Module):
         rows = map_rows(map_of, *self.map_operands(q, k), queries_BC, **options)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), rows
 
+    def queries_and_keys(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
+        """Return what the logits are products of; each device has whole rows of a share of the heads."""
+        return self._whole_rows(*self.project(x_BTD, angles))[:2]
+
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
         raise NotImplementedError
@@ -88,15 +93,24 @@ class SelfAttention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
         """Return the heads `[B, T, H, E]`; each device has whole rows of a share of them."""
-        raise NotImplementedError
+        options = {"segment_ids_BT": segment_ids_BT, "implementation": self.config.attention_implementation}
+        return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
 
     def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
         """Return the heads `[B, T, H, E]` of tokens that follow cached ones."""
+        return cached.mapped_attention(self._map(), q, k, v, past, ids, per_query=self.per_query(depth))
+
+    def map_of(self) -> maps.Map:
+        """Return how logits become what multiplies V."""
         raise NotImplementedError
+
+    def per_query(self, depth: Depth) -> jax.Array | None:
+        """Return what the map takes besides: float32, a scalar or one for each head."""
+        return None
 
     def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
         """Return how logits become the map that multiplies V, and what it takes besides: see `kernels.rows`."""
-        raise NotImplementedError
+        return self.map_of(), self.per_query(depth)
 
     def map_operands(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return queries and keys by the heads that have a map: those of `project`, if each has one."""
@@ -109,6 +123,19 @@ class SelfAttention(nnx.Module):
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
         """Return what is worth logging of a layer, a float32 scalar each."""
         return {}
+
+    def _map(self) -> maps.Map:
+        config = self.config
+        if config.attention_logit_bits is None:
+            return self.map_of()
+        return functools.partial(
+            maps.quantized,
+            map_of=self.map_of(),
+            groups=config.groups,
+            bits=config.attention_logit_bits,
+            granularity=config.attention_logit_granularity,
+            mesh_axes=self.layout.attend_BTHE[2],
+        )
 
     def _whole_rows(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         specs = {4: self.layout.attend_BTHE, 5: self.layout.attend_BTHGd}
@@ -155,6 +182,8 @@ class DiffAttention(SelfAttention):
 
     def attend(self, q, k, v, depth, segment_ids_BT):
         """(A1 - λ A2) V."""
+        if self.config.attention_logit_bits is not None:
+            return super().attend(q, k, v, depth, segment_ids_BT)
         return kernels.diff_attention(
             q,
             k,
@@ -164,13 +193,13 @@ class DiffAttention(SelfAttention):
             implementation=self.config.attention_implementation,
         )
 
-    def attend_cached(self, q, k, v, depth, past, ids):
-        """(A1 - λ A2) V over cached and new tokens."""
-        return cached.diff_attention(q, k, v, self.lam(depth.lambda_init), past, ids)
-
-    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+    def map_of(self) -> maps.Map:
         """A1 - λ A2."""
-        return maps.difference, self.lam(depth.lambda_init)
+        return maps.difference
+
+    def per_query(self, depth: Depth) -> jax.Array | None:
+        """λ."""
+        return self.lam(depth.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Normalise and scale each head, and merge them."""
@@ -209,17 +238,15 @@ class Attention(SelfAttention):
 
     def attend(self, q, k, v, depth, segment_ids_BT):
         """A V."""
+        if self.config.attention_logit_bits is not None:
+            return super().attend(q, k, v, depth, segment_ids_BT)
         return kernels.attention(
             q, k, v, segment_ids_BT=segment_ids_BT, implementation=self.config.attention_implementation
         )
 
-    def attend_cached(self, q, k, v, depth, past, ids):
-        """A V over cached and new tokens."""
-        return cached.attention(q, k, v, past, ids)
-
-    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+    def map_of(self) -> maps.Map:
         """A."""
-        return maps.softmax, None
+        return maps.softmax
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Merge the heads; `depth` is for differential attention."""

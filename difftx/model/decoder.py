@@ -120,6 +120,34 @@ class Decoder(nnx.Module):
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
         return self.final_norm(x_BTD), stats
 
+    def fold[State](
+        self,
+        visit: Callable[[State, jax.Array, jax.Array, jax.Array], State],
+        state: State,
+        tokens_BT: jax.Array,
+        *,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> State:
+        """Return what becomes of a state that goes through all layers, for what measures these and keeps none.
+
+        Args:
+            visit: of a state, a layer's queries and keys as in `SelfAttention.attend`, and its output `[B, T, D]`;
+                returns the next state, of the same shapes.
+            state: arrays, of any structure.
+            tokens_BT, positions_BT, segment_ids_BT: as in `__call__`.
+        """
+        angles = self._angles(tokens_BT, positions_BT)
+
+        def layer(carry: tuple[jax.Array, State], block_and_depth: tuple[Block, Depth]):
+            (x_BTD, state), (block, depth) = carry, block_and_depth
+            q, k = block.attention.queries_and_keys(block.attention_norm(x_BTD), angles)
+            x_BTD, _ = block(x_BTD, angles, depth, segment_ids_BT)
+            return (x_BTD, visit(state, q, k, x_BTD)), None
+
+        carry = (self._embed(tokens_BT), state)
+        return jax.lax.scan(layer, carry, (self.blocks, depth_schedule(self.config)))[0][1]
+
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: Past, ids: Ids
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:

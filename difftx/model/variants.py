@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from difftx import kernels
 from difftx.config import ModelConfig
-from difftx.kernels import cached, maps
-from difftx.model.attention import Angles, Attention, Depth, DiffAttention, merge_heads
+from difftx.kernels import maps
+from difftx.model.attention import Angles, Attention, Depth, DiffAttention, SelfAttention, merge_heads
 from difftx.model.layers import projection
 from difftx.parallel.layout import Layout
 
@@ -87,18 +86,15 @@ class SignedMaskAttention(DiffAttention):
     DiffAttention's: its projections, the head norm, and the factor 1 - λ_init (or `post_scale`).
     """
 
-    def attend(self, q, k, v, depth, segment_ids_BT):
-        """(A1 ∘ tanh) V."""
-        options = {"segment_ids_BT": segment_ids_BT, "implementation": self.config.attention_implementation}
-        return kernels.mapped_attention(maps.signed_softmax, q, k, v, **options)
+    attend = SelfAttention.attend  # By the map: no fused kernel computes it.
 
-    def attend_cached(self, q, k, v, depth, past, ids):
-        """(A1 ∘ tanh) V over cached and new tokens."""
-        return cached.mapped_attention(maps.signed_softmax, q, k, v, past, ids)
-
-    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
+    def map_of(self) -> maps.Map:
         """A1 ∘ tanh."""
-        return maps.signed_softmax, None
+        return maps.signed_softmax
+
+    def per_query(self, depth: Depth) -> None:
+        """There is no λ."""
+        return None
 
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
         """Return nothing: there is no λ."""
@@ -123,26 +119,7 @@ class GatedAttention(Attention):
 class MappedAttention(Attention):
     """Softmax attention with another map in place of softmax."""
 
-    def map_of(self) -> maps.Map:
-        """Return how logits become the map."""
-        raise NotImplementedError
-
-    def per_query(self) -> jax.Array | None:
-        """Return what the map takes besides: float32, a scalar or one for each head."""
-        return None
-
-    def attend(self, q, k, v, depth, segment_ids_BT):
-        """A V, A the map."""
-        options = {"segment_ids_BT": segment_ids_BT, "implementation": self.config.attention_implementation}
-        return kernels.mapped_attention(self.map_of(), q, k, v, per_query=self.per_query(), **options)
-
-    def attend_cached(self, q, k, v, depth, past, ids):
-        """A V over cached and new tokens."""
-        return cached.mapped_attention(self.map_of(), q, k, v, past, ids, per_query=self.per_query())
-
-    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
-        """A, and what it takes."""
-        return self.map_of(), self.per_query()
+    attend = SelfAttention.attend  # By the map: no fused kernel computes it.
 
 
 class OffByOneAttention(MappedAttention):
@@ -152,7 +129,7 @@ class OffByOneAttention(MappedAttention):
         """Softmax with a sink."""
         return maps.softmax_with_sink
 
-    def per_query(self) -> jax.Array:
+    def per_query(self, depth: Depth) -> jax.Array:
         """The sink's logit, 0."""
         return jnp.float32(0)
 
@@ -171,7 +148,7 @@ class SinkAttention(MappedAttention):
         """Softmax with a sink."""
         return maps.softmax_with_sink
 
-    def per_query(self) -> jax.Array:
+    def per_query(self, depth: Depth) -> jax.Array:
         """The sink's logit, s_h."""
         return self.sink_H[...]
 

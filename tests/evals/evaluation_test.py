@@ -72,17 +72,22 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
     monkeypatch.setattr("difftx.evals.throughput.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
     completion = Completion(tokens=[], text="", ended_by="limit")
     monkeypatch.setattr("difftx.evals.sample.generate", lambda lm, requests, *_: [completion] * len(requests))
+    monkeypatch.setattr("difftx.evals.outliers._add_batch", lambda *arguments: arguments[-1])
+    monkeypatch.setattr("difftx.evals.gradients.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
+    monkeypatch.setattr("difftx.evals.gradients._sum_and_gradient", lambda *_: jnp.zeros(()))
+    monkeypatch.setattr("difftx.evals.gradients._measure", lambda *_: (1.0, 1.0, {}, {}))
     run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
     assert set(evals.FIELDS) == set(evals.SUITES)
     for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
         read = set()
         watched = dataclasses.replace(run, config=copy.copy(run.config))
         object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
-        # These refuse a run with so short a context and without files, once they have read what they read.
-        refused = pytest.raises(UserError) if suite in ("needle", "icl", "attention") else contextlib.nullcontext()
+        # Some refuse so short a context, no files, and no values, once they have read what they read.
+        refuses = suite in ("needle", "icl", "attention", "outliers")
+        refused = pytest.raises(UserError) if refuses else contextlib.nullcontext()
         with jax.set_mesh(run.mesh), refused:
             evals.SUITES[suite](evals.Evaluation(watched, None, evals.Work(enabled=False)))
-        assert read - {"__class__"} == set(evals.FIELDS[suite])
+        assert read - {"__class__"} == set(evals.fields_of(run.config, suite))
 
 
 def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path):

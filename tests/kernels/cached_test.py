@@ -1,11 +1,13 @@
 """Attention to cached and new tokens against the last rows of the oracle over all of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from difftx.kernels import cached
+from difftx.kernels import cached, maps
 from difftx.kernels.cached import EMPTY, Ids
 from kernels import oracle
 
@@ -43,7 +45,8 @@ def test_equals_the_oracle(K, new, lam, dtype):
     slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
     ids = Ids(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
     lam = jnp.asarray(lam_BSH[:, -new:]) if lam == "per token" else jnp.float32(0.4)
-    actual = jax.jit(cached.diff_attention)(q[:, -new:], k_new, v_new, lam, (keys, values), ids)
+    attend = jax.jit(functools.partial(cached.mapped_attention, maps.difference))
+    actual = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
     assert actual.dtype == dtype
     error = np.abs(np.asarray(actual, np.float64) - expected).max() / np.abs(expected).max()
     assert error < TOLERANCE[dtype]

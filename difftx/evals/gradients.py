@@ -1,0 +1,184 @@
+"""Suite `gradients`: norms of the loss's gradient by matrix and layer (arXiv 2410.05258, Appendix F)."""
+#   L = layers, D = model width, H = heads, G = 2 groups (A1 and A2), d = width of a query/key (sub-)head
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import P
+
+from difftx.config import Config, ModelConfig
+from difftx.data.loader import Batch, ordered_batches, ordered_rows
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.result import Heatmap, LineChart, Result, Series
+from difftx.evals.throughput import ARCHITECTURES, counterpart
+from difftx.parallel.layout import Layout
+from difftx.training.loss import batch_nll
+from difftx.training.optimizer import NOT_DECAYED
+from difftx.training.state import graph, init_state
+
+CHECKPOINT = "checkpoint"
+PAIRS = ("query", "key")  # Matrices of two groups: W_Q1 and W_Q2, W_K1 and W_K2.
+TITLES = {
+    CHECKPOINT: "of the checkpoint",
+    "as_configured": "at initialisation",
+    "no_scale": "at initialisation, without the factor 1 - λ_init",
+    "no_norm": "at initialisation, without the head norm",
+    "no_scale_no_norm": "at initialisation, without head norm and factor",
+    "counterpart": "of the counterpart at initialisation",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What is kept of one."""
+
+    loss: float  # Nats a token.
+    norms: dict[str, np.ndarray]  # Of each matrix, `[L]`.
+    cosines: dict[str, np.ndarray]  # Of each pair of matrices, `[L]`.
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Measure the gradient of the mean loss of validation tokens, at the checkpoint and where training starts from.
+
+    A matrix's norm is Frobenius's, of all layers in the numbers. The cosine is between the gradients by W_Q1 and W_Q2,
+    and by W_K1 and W_K2, averaged over layers: by the maps themselves it is -1 whatever the model does, since
+    dL/dA2 = -λ dL/dA1.
+    """
+    gradients = {CHECKPOINT: _gradient(evaluation, evaluation.run.config, evaluation.params)}
+    for name, config in starts(evaluation.run.config).items():
+        params = jax.jit(lambda config=config: init_state(config).params)()
+        gradients[name] = _gradient(evaluation, config, params)
+    numbers, details = {}, {}
+    for name, found in gradients.items():
+        numbers[f"{name}_loss"] = found.loss
+        numbers |= {f"{name}_{matrix}_norm": _norm(norm_L) for matrix, norm_L in found.norms.items()}
+        numbers |= {f"{name}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in found.cosines.items()}
+        by_layer = {"norms": found.norms, "cosines": found.cosines}
+        details[name] = {kind: {key: x_L.tolist() for key, x_L in of.items()} for kind, of in by_layer.items()}
+    charts: list[LineChart | Heatmap] = [_norm_chart(name, found) for name, found in gradients.items()]
+    cosines = {
+        f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L
+        for name, found in gradients.items()
+        if name in (CHECKPOINT, "as_configured")
+        for pair, cosine_L in found.cosines.items()
+    }
+    if cosines:
+        title = "Cosine of the gradients by both groups' matrices"
+        charts.append(_chart("gradients_cosine", title, "cosine", cosines, log_y=False))
+    return Result(numbers=numbers, details={"by_layer": details}, charts=charts)
+
+
+def starts(config: Config) -> dict[str, Config]:
+    """Return the models of `eval.gradients.at_initialization` that there are, by its names.
+
+    With `model.zero_init_output` W_O is zero at first, and so is every gradient behind it: here it never is.
+
+    Raises:
+        UserError: the counterpart is asked for, and there is none.
+    """
+    model = dataclasses.replace(config.model, zero_init_output=False)
+    has_scale, has_norm = model.groups == 2, model.head_norm != "none"
+    changes: dict[str, dict[str, Any]] = {"as_configured": {}}
+    if has_scale:
+        changes["no_scale"] = {"post_scale": 1.0}
+    if has_norm:
+        changes["no_norm"] = {"head_norm": "none"}
+    if has_scale and has_norm:
+        changes["no_scale_no_norm"] = {"post_scale": 1.0, "head_norm": "none"}
+    found = {
+        name: dataclasses.replace(config, model=dataclasses.replace(model, **change))
+        for name, change in changes.items()
+    }
+    asked = config.eval.gradients.at_initialization
+    if "counterpart" in asked and model.architecture in ARCHITECTURES:
+        found["counterpart"] = counterpart(found["as_configured"])
+    return {name: found[name] for name in asked if name in found}
+
+
+def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
+    """Return the matrices of all layers in a tree of blocks' parameters, `[L, …]` each, those of two groups as two."""
+    layout, found = Layout(), {}
+    for path, leaf in jax.tree.leaves_with_path(blocks):
+        part, name = path[0].key, path[-1].key.split("_")[0]
+        if path[-1].key in NOT_DECAYED:  # Vectors.
+            continue
+        if model.architecture == "diff_v2" and name == "query":
+            L, D, heads, d = leaf.shape
+            sharding = P(None, *layout.query_DHGd)
+            leaf = jax.lax.reshape(leaf, (L, D, heads // 2, 2, d), out_sharding=sharding)
+        if leaf.ndim == 5:  # In grouped differential attention a group's last query is the noise head's.
+            found |= {f"{name}_1": leaf[..., :-1, :], f"{name}_2": leaf[..., -1:, :]}
+        else:
+            found[f"mlp_{name}" if part == "mlp" else name] = leaf
+    return found
+
+
+def _gradient(evaluation: Evaluation, config: Config, params: Any) -> Gradient:
+    run, graphdef = evaluation.run, graph(config)
+    limit, total = config.eval.gradients.tokens, None
+    for name, source in run.data.valid.items():
+        rows = ordered_rows(source, limit)
+        batches = ordered_batches(source, rows=run.microbatch_rows, limit_tokens=limit, sharding=run.batch_sharding)
+        for batch in evaluation.work.track(batches, f"gradient of {name}", -(-rows // run.microbatch_rows)):
+            new = _sum_and_gradient(graphdef, params, batch)
+            total = new if total is None else _add(total, new)
+    nll, tokens, squares, dots = jax.device_get(_measure(config.model, total))
+    norms = {name: np.sqrt(square_L) / tokens for name, square_L in squares.items()}
+    cosines = {pair: dot_L / np.sqrt(squares[f"{pair}_1"] * squares[f"{pair}_2"]) for pair, dot_L in dots.items()}
+    return Gradient(float(nll / tokens), norms, cosines)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the summed nll of the counted tokens, their number, and the sum's gradient by the layers' parameters."""
+
+    def nll(blocks: Any) -> jax.Array:
+        return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
+
+    value, gradient = jax.value_and_grad(nll)(params["blocks"])
+    return value, jnp.sum(batch.loss_mask_BT), gradient
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(total: Any, new: Any) -> Any:
+    return jax.tree.map(jnp.add, total, new)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
+    """Return both sums, and of the gradient each matrix's sum of squares and each pair's dot product, `[L]`."""
+    nll, tokens, gradient = total
+    found = matrices(model, gradient)
+
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(jnp.sum(a * b, axis=tuple(range(1, a.ndim))), P())
+
+    squares = {name: dot(matrix, matrix) for name, matrix in found.items()}
+    pairs = {pair: (found[f"{pair}_1"], found[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in found}
+    # Several signal heads to a noise head: nothing to compare entry by entry.
+    dots = {pair: dot(a, b) for pair, (a, b) in pairs.items() if a.shape == b.shape}
+    return nll, tokens, squares, dots
+
+
+def _norm(norm_L: np.ndarray) -> float:
+    return math.sqrt(float(np.sum(norm_L.astype(np.float64) ** 2)))
+
+
+def _norm_chart(name: str, found: Gradient) -> LineChart:
+    return _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", found.norms, log_y=True)
+
+
+def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:
+    """Return a chart by layer of what it can show: what is finite, and on a log axis positive."""
+    series = [
+        Series(name=line, x=[float(layer) for layer in range(1, len(y_L) + 1)], y=[float(y) for y in y_L])
+        for line, y_L in lines.items()
+        if np.isfinite(y_L).all() and (not log_y or (y_L > 0).all())
+    ]
+    return LineChart(name=name, title=title, x_label="layer", y_label=y_label, series=series, log_y=log_y)

@@ -1,0 +1,198 @@
+"""Gradient norms against JAX's gradient of a model written out by hand."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from difftx import evals
+from difftx.errors import UserError
+from difftx.evals.gradients import starts
+from difftx.parallel.mesh import make_mesh
+from difftx.training.run import Run
+from difftx.training.state import init_state
+from evals.outliers_test import drawn
+
+ROWS = 3  # Of 32 tokens; a batch has eight, so that there is filler.
+
+
+def loss(layers, embedding_VD, final_scale, tokens, targets, *, scale, norm):
+    """Nats a token of rows of tokens: Eq. 1 to 5, or with "query_DHd" a Transformer's, for one row at a time."""
+
+    def rms(x, gain):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain
+
+    def turn(x_Td):
+        half = x_Td.shape[1] // 2
+        angle = jnp.arange(len(x_Td))[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+        a, b = x_Td[:, :half], x_Td[:, half:]
+        return jnp.concatenate(
+            [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=1
+        )
+
+    def softmax_map(h, w_q, w_k):
+        logits = turn(h @ w_q) @ turn(h @ w_k).T / np.sqrt(w_q.shape[1])
+        return jax.nn.softmax(jnp.where(np.tri(len(h)) > 0, logits, -jnp.inf))
+
+    def attention(w, h, depth):
+        if "query_DHd" in w:
+            heads = [
+                softmax_map(h, w["query_DHd"][:, n], w["key_DKd"][:, n]) @ (h @ w["value_DKd"][:, n])
+                for n in range(w["query_DHd"].shape[1])
+            ]
+            return sum(head @ w["output_HdD"][n] for n, head in enumerate(heads))
+        lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
+        exponents = jnp.sum(w["lambda_query_Gd"] * w["lambda_key_Gd"], axis=1)
+        lam = jnp.exp(exponents[0]) - jnp.exp(exponents[1]) + lambda_init
+        out = 0.0
+        for n in range(w["query_DHGd"].shape[1]):
+            map1, map2 = (softmax_map(h, w["query_DHGd"][:, n, g], w["key_DKGd"][:, n, g]) for g in (0, 1))
+            head = (map1 - lam * map2) @ (h @ w["value_DKE"][:, n])
+            head = rms(head, w["head_norm"]["scale"]) if norm else head
+            out += (head * (1 - lambda_init) if scale else head) @ w["output_HED"][n]
+        return out
+
+    def row(tokens_T, targets_T):
+        x = embedding_VD[tokens_T]
+        for depth, layer in enumerate(layers):
+            x = x + attention(layer["attention"], rms(x, layer["attention_norm"]["scale"]), depth)
+            h, mlp = rms(x, layer["mlp_norm"]["scale"]), layer["mlp"]
+            x = x + (jax.nn.silu(h @ mlp["gate_DF"]) * (h @ mlp["up_DF"])) @ mlp["down_FD"]
+        logits = rms(x, final_scale) @ embedding_VD.T
+        return -jax.nn.log_softmax(logits)[jnp.arange(len(targets_T)), targets_T]
+
+    return jnp.mean(jax.vmap(row)(tokens, targets))
+
+
+def gradient_by_hand(run, params, **parts):
+    """Loss, and norms `[L]` by the suite's names, of the first rows."""
+    params = jax.tree.map(np.asarray, jax.device_get(params))
+    layers = [jax.tree.map(lambda a, depth=depth: a[depth], params["blocks"]) for depth in range(2)]
+    rows = [run.data.valid["valid"][i] for i in range(ROWS)]
+    data = [np.stack([row[name] for row in rows]) for name in ("tokens", "targets")]
+    embedding_VD = jnp.asarray(params["embedding_VD"])
+    call = jax.jit(jax.value_and_grad(lambda w: loss(w, embedding_VD, params["final_norm"]["scale"], *data, **parts)))
+    value, gradient = call(layers)
+    return float(value), [jax.tree.map(np.asarray, layer) for layer in gradient]
+
+
+def expected_norms(gradient):
+    found = {}
+    for layer in gradient:
+        matrices = {f"mlp_{name}": layer["mlp"][f"{name}_{axes}"] for name, axes in MLP.items()}
+        for name, w in layer["attention"].items():
+            short = name.split("_")[0]
+            if name.endswith("Gd") and short != "lambda":
+                matrices |= {f"{short}_1": w[:, :, 0], f"{short}_2": w[:, :, 1]}
+            elif short in ("query", "key", "value", "output"):
+                matrices[short] = w
+        for name, w in matrices.items():
+            found.setdefault(name, []).append(np.sqrt(np.sum(np.float64(w) ** 2)))
+    return found
+
+
+MLP = {"gate": "DF", "up": "DF", "down": "FD"}
+
+
+def open_run(config, text_file, tmp_path, monkeypatch, devices, *args, **changes):
+    monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
+    made = config(*args, data__path=text_file, eval__gradients__tokens=ROWS * 32, model__num_heads=2, **changes)
+    return Run.open(made, tmp_path)
+
+
+def check(found, numbers, arm, value, gradient):
+    expected = expected_norms(gradient)
+    assert found["norms"].keys() == expected.keys()
+    for name, norms in expected.items():
+        np.testing.assert_allclose(found["norms"][name], norms, rtol=2e-4, err_msg=name)
+        assert numbers[f"{arm}_{name}_norm"] == pytest.approx(np.linalg.norm(norms), rel=2e-4)
+    assert numbers[f"{arm}_loss"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("diff", {"fsdp": 2, "tensor": 2}), pytest.param("transformer", {}, marks=pytest.mark.long)]
+)
+def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, monkeypatch, name, axes):
+    changes = {f"mesh__{axis}": size for axis, size in axes.items()}
+    devices = int(np.prod(list(axes.values())))
+    changes["eval__gradients__at_initialization"] = ""
+    run = open_run(config, text_file, tmp_path, monkeypatch, devices, name, **changes)
+    params = drawn(run)
+    result = evals.evaluate(run, params, 0, ["gradients"])["gradients"]
+    value, gradient = gradient_by_hand(run, params, scale=True, norm=True)
+    found = result.details["by_layer"]["checkpoint"]
+    check(found, result.numbers, "checkpoint", value, gradient)
+    cosines = {}
+    for layer in gradient if name == "diff" else []:
+        for pair, weight in (("query", "query_DHGd"), ("key", "key_DKGd")):
+            a, b = (layer["attention"][weight][:, :, g].ravel().astype(np.float64) for g in (0, 1))
+            cosines.setdefault(pair, []).append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+    assert found["cosines"].keys() == cosines.keys()
+    for pair, of_layers in cosines.items():
+        np.testing.assert_allclose(found["cosines"][pair], of_layers, atol=1e-4)
+        assert result.numbers[f"checkpoint_{pair}_cosine"] == pytest.approx(np.mean(of_layers), abs=1e-4)
+    chart = result.charts[0]
+    assert (chart.name, chart.log_y, chart.series[0].x) == ("gradients_checkpoint", True, [1.0, 2.0])
+    assert {line.name for line in chart.series} == found["norms"].keys()
+
+
+@pytest.mark.long
+def test_where_training_starts_from(config, text_file, tmp_path, monkeypatch):
+    """Of a run whose output matrices start at zero: by hand, from the parameters of the same seed."""
+    arms = {"no_scale": (False, True), "no_norm": (True, False), "counterpart": (True, True)}
+    changes = {"eval__gradients__at_initialization": ",".join(arms), "model__zero_init_output": "true"}
+    run = open_run(config, text_file, tmp_path, monkeypatch, 1, **changes)
+    result = evals.evaluate(run, drawn(run), 0, ["gradients"])["gradients"]
+    assert result.details["by_layer"].keys() == {"checkpoint", *arms}
+    for arm, (scale, norm) in arms.items():
+        start = starts(run.config)[arm]
+        with jax.set_mesh(run.mesh):
+            params = jax.jit(lambda start=start: init_state(start).params)()
+        assert np.any(params["blocks"]["mlp"]["down_FD"])
+        value, gradient = gradient_by_hand(run, params, scale=scale, norm=norm)
+        check(result.details["by_layer"][arm], result.numbers, arm, value, gradient)
+    assert "query_1" not in result.details["by_layer"]["counterpart"]["norms"]
+
+
+def test_which_starts_there_are(config):
+    def arms(name, **changes):
+        return list(starts(config(name, **changes)))
+
+    assert arms("transformer") == ["as_configured", "counterpart"]
+    assert arms("diff", model__head_norm="none") == ["as_configured", "no_scale", "counterpart"]
+    assert arms("gated") == ["as_configured"]
+    assert arms("signed_mask") == ["as_configured", "no_scale", "no_norm", "no_scale_no_norm"]
+    odd = config("transformer", model__num_heads=1)
+    with pytest.raises(UserError, match=r"model\.num_heads=1: .*eval\.gradients\.at_initialization"):
+        starts(odd)
+    without = dataclasses.replace(odd.eval.gradients, at_initialization=("as_configured",))
+    assert list(starts(dataclasses.replace(odd, eval=dataclasses.replace(odd.eval, gradients=without))))
+
+
+def test_which_matrices_variants_have(config, mesh_of):
+    """Neighbours of V2's query heads are a pair; the last query of a group is the noise head's."""
+    from difftx.evals.gradients import matrices
+
+    with jax.set_mesh(mesh_of(fsdp=2, tensor=2)):
+        shapes = {
+            name: jax.eval_shape(lambda c=c: matrices(c.model, init_state(c).params["blocks"]))
+            for name, c in {
+                "diff_v2": config("diff_v2", model__num_heads=4),
+                "gda": config("gda", model__num_heads=6, model__signal_heads=3),
+                "sink": config("sink"),
+            }.items()
+        }
+    mlp = {"mlp_gate", "mlp_up", "mlp_down"}
+    assert shapes["diff_v2"].keys() == mlp | {"query_1", "query_2", "key", "value", "output", "lambda"}
+    assert shapes["gda"]["query_1"].shape == (2, 32, 2, 3, 4)
+    assert shapes["gda"]["query_2"].shape == (2, 32, 2, 1, 4)
+    assert shapes["sink"].keys() == mlp | {"query", "key", "value", "output"}
+    heads = jnp.arange(8.0)[None, None, :, None]
+    model = types.SimpleNamespace(architecture="diff_v2")
+    with jax.set_mesh(mesh_of()):
+        found = matrices(model, {"attention": {"query_DHd": heads}})
+    assert found["query_1"].ravel().tolist() == [0, 2, 4, 6]
+    assert found["query_2"].ravel().tolist() == [1, 3, 5, 7]

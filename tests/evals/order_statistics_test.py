@@ -1,0 +1,114 @@
+"""Ranks and medians against a sort of all values."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax import P
+
+from difftx.errors import RunError, UserError
+from difftx.evals import order_statistics as under_test
+from difftx.evals.order_statistics import add_counts, no_counts, order_statistics, slots_for, summed
+
+RANKS = (1, 2, 3, 10, 100)
+
+
+def mixed(count):
+    """Magnitudes as activations have them: a bulk, a heavy tail, zeros, equal ones, subnormal and huge ones."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=count) * np.exp(rng.normal(size=count) * 3)
+    x[: count // 10] = 0
+    x[count // 10 : count // 5] = -1.5
+    x[-5:] = [1e-42, -3e38, 3e38, 1e-38, -7]
+    return rng.permutation(x.astype(np.float32))
+
+
+@functools.cache
+def adder(mesh):
+    def on_device(counts_1P2V, values, counted, digit):
+        return add_counts(counts_1P2V[0], values, counted, digit)[None]
+
+    axes = P(mesh.axis_names)
+    in_specs = (axes, axes, axes, P())
+    return jax.jit(jax.shard_map(on_device, in_specs=in_specs, out_specs=axes, check_vma=False), donate_argnums=0)
+
+
+def put(mesh, x):
+    return jax.device_put(x, jax.NamedSharding(mesh, P(mesh.axis_names)))
+
+
+def counter(mesh, pieces, slots):
+    """Return what makes a pass over `pieces`: by name, arrays of values and of which count."""
+
+    def count(digits):
+        found = {}
+        for name, arrays in pieces.items():
+            counts = no_counts(mesh, slots)
+            for values, counted in arrays:
+                counts = adder(mesh)(counts, put(mesh, values), put(mesh, counted), digits[name])
+            found[name] = summed(counts)
+        return found
+
+    return count
+
+
+def test_exact_on_ten_million_values(mesh_of):
+    """In two arrays of five million; the memory beside them is what the compiled pass says it takes."""
+    mesh = mesh_of()
+    values = mixed(10_000_000)
+    counted = np.ones(len(values) // 2, bool)
+    with jax.set_mesh(mesh):
+        pieces = {"values": [(half, counted) for half in np.split(values, 2)]}
+        found = order_statistics(counter(mesh, pieces, slots_for(RANKS)), ["values"], RANKS, field="ranks")["values"]
+        digit = under_test.Digit(np.zeros(under_test.V, np.uint32), np.uint32(0))
+        whole = (no_counts(mesh, slots_for(RANKS)), put(mesh, values), put(mesh, np.ones(len(values), bool)), digit)
+        memory = adder(mesh).lower(*whole).compile().memory_analysis()
+    expected = np.sort(np.abs(values))
+    assert found.count == len(values)
+    assert found.top == {rank: float(expected[-rank]) for rank in RANKS}
+    assert found.median == expected[4_999_999:5_000_001].astype(np.float64).mean()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 200e6
+
+
+@pytest.mark.parametrize("count", [8, 9, 4096, 50_001])
+def test_over_eight_devices_and_of_some_values(mesh_of, count):
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    rng = np.random.default_rng(count)
+    padded = -(-count // 8) * 8
+    sets = {name: mixed(padded) for name in ("a", "b")}
+    masks = {name: rng.permutation(np.arange(padded) < kept) for name, kept in (("a", count), ("b", count - 1))}
+    with jax.set_mesh(mesh):
+        pieces = {name: [(sets[name], masks[name])] for name in sets}
+        ranks = (1, 7, 3)
+        found = order_statistics(counter(mesh, pieces, slots_for(ranks)), list(sets), ranks, field="ranks")
+    for name, of_set in found.items():
+        expected = np.sort(np.abs(sets[name][masks[name]]))
+        assert of_set.count == len(expected)
+        assert of_set.top == {rank: float(expected[-rank]) for rank in ranks}
+        assert of_set.median == np.median(expected.astype(np.float64))
+
+
+def test_counts_beyond_a_word(mesh_of):
+    """A bin that has 2**32 - 1 already on each of eight devices gets 3 more."""
+    mesh = mesh_of(fsdp=8)
+    with jax.set_mesh(mesh):
+        counts = np.zeros(no_counts(mesh, 1).shape, np.uint32)
+        counts[:, 0, 0, 7] = 2**32 - 1
+        value = np.uint32(7 << 16).view(np.float32)
+        digit = under_test.Digit(np.zeros(under_test.V, np.uint32), np.uint32(16))
+        counts = adder(mesh)(*(put(mesh, x) for x in (counts, np.full(24, value), np.ones(24, bool))), digit)
+        counts_PV = summed(counts)
+    assert counts_PV[0, 7] == counts_PV.sum() == 8 * (2**32 + 2)
+
+
+def test_passes_that_differ_and_ranks_that_are_not_there(mesh_of):
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        count = counter(mesh, {"values": [(np.float32([1, 2, 3]), np.ones(3, bool))]}, slots_for([1]))
+        with pytest.raises(UserError, match=r"eval\.outliers\.ranks: rank 4 of 3 values; use at most that"):
+            order_statistics(count, ["values"], [4], field="eval.outliers.ranks")
+        other = counter(mesh, {"values": [(np.float32([1, 2, 5]), np.ones(3, bool))]}, slots_for([1]))
+        passes = iter([count, other])
+        with pytest.raises(RunError, match=r"1 values began with 0x4040 in the first pass and 0 in the second"):
+            order_statistics(lambda digits: next(passes)(digits), ["values"], [1], field="ranks")

@@ -1,0 +1,124 @@
+"""Table 5's statistics against a float64 model in numpy that holds and sorts everything."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from model import oracle
+
+from difftx import evals
+from difftx.parallel.mesh import make_mesh
+from difftx.training.run import Run
+from difftx.training.state import graph, init_state
+
+ROWS = 5  # Of 32 tokens; batches have eight rows, so that there is filler.
+RANKS = (1, 2, 3, 10, 100)
+TOLERANCE = 1e-4  # Relative, of float32 against float64 through two layers.
+
+
+def drawn(run):
+    """Random parameters from numpy: compiling an initialisation takes longer than a test."""
+    rng = np.random.default_rng(0)
+    with jax.set_mesh(run.mesh):
+        shapes = jax.eval_shape(lambda: init_state(run.config).params)
+
+    def draw(path, leaf):
+        mean, scale = (1.0, 0.1) if "scale" in str(path) else (0.0, 0.3)
+        value = (mean + scale * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+        return jax.device_put(value, jax.NamedSharding(run.mesh, leaf.sharding.spec))
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
+def everything(run, params):
+    """Return |logits| and |layer outputs| of the first rows, document by document, and how many tokens they have."""
+    config = run.config.model
+    params = jax.device_get(params)
+    with jax.set_mesh(run.mesh):
+        graphdef, weights = nnx.split(nnx.merge(graph(run.config), params).blocks)
+    logits, hidden, tokens = [], [], 0
+    embedding_VD = np.asarray(params["embedding_VD"], np.float64)
+    for i in range(ROWS):
+        row = run.data.valid["valid"][i]
+        pieces = row.get("segment_ids", np.ones(32, int))
+        for piece in set(pieces) - {0}:
+            x_TD = embedding_VD[row["tokens"][pieces == piece]]
+            tokens += len(x_TD)
+            for depth in range(config.num_layers):
+                block = nnx.merge(graphdef, jax.tree.map(lambda a, depth=depth: a[depth], weights))
+                h_TD = rms(x_TD, block.attention_norm)
+                logits += logits_of(block.attention, config, h_TD)
+                x_TD = x_TD + oracle.layer(block.attention, config, h_TD, depth)
+                x_TD = x_TD + mlp(block.mlp, rms(x_TD, block.mlp_norm))
+                hidden.append(np.abs(x_TD).ravel())
+    return np.sort(np.concatenate(logits)), np.sort(np.concatenate(hidden)), tokens
+
+
+def weight(parameter):
+    return np.asarray(parameter[...], np.float64)
+
+
+def rms(x_TD, norm):
+    return x_TD / np.sqrt(np.mean(x_TD**2, axis=1, keepdims=True) + 1e-5) * weight(norm.scale)
+
+
+def mlp(module, h_TD):
+    gate_TF = h_TD @ weight(module.gate_DF)
+    return (gate_TF * oracle.sigmoid(gate_TF) * (h_TD @ weight(module.up_DF))) @ weight(module.down_FD)
+
+
+def logits_of(attention, config, h_TD):
+    """Of every map once, |q·k / √d| for keys up to the query."""
+    grouped = hasattr(attention, "query_DHGd")
+    q, k = (
+        weight(attention.query_DHGd if grouped else attention.query_DHd),
+        weight(attention.key_DKGd if grouped else attention.key_DKd),
+    )
+    pairs = []
+    if grouped:
+        for n, i in np.ndindex(q.shape[1], q.shape[2]):
+            kv = n * k.shape[1] // q.shape[1]
+            pairs.append((q[:, n, i], k[:, kv, int(i == q.shape[2] - 1)]))
+    else:
+        pairs = [(q[:, n], k[:, n * k.shape[1] // q.shape[1]]) for n in range(q.shape[1])]
+    found, theta = [], config.rope_theta
+    for query_Dd, key_Dd in pairs:
+        q_Td, k_Td = oracle.turned(h_TD @ query_Dd, theta), oracle.turned(h_TD @ key_Dd, theta)
+        found.append(np.abs(q_Td @ k_Td.T / np.sqrt(q_Td.shape[1]))[np.tril_indices(len(h_TD))])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "packing", "axes"),
+    [
+        ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}),
+        pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
+        pytest.param("diff_v2", "best_fit", {}, marks=pytest.mark.long),
+        pytest.param("off_by_one", "concat", {"tensor": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, monkeypatch, name, packing, axes):
+    made = config(
+        name,
+        data__path=text_file,
+        data__packing=packing,
+        data__document_mask=packing == "best_fit",
+        data__cache_path=tmp_path / "cache",
+        eval__outliers__tokens=ROWS * 32 + 31,
+        **oracle.SIZES.get(name, {}),
+        **{f"mesh__{axis}": size for axis, size in axes.items()},
+    )
+    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, the last one not full.
+    monkeypatch.setattr("difftx.evals.outliers.PIECE_VALUES", 200)
+    devices = np.prod(list(axes.values()), dtype=int)
+    monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
+    run = Run.open(made, tmp_path)
+    params = drawn(run)
+    result = evals.evaluate(run, params, 0, ["outliers"])["outliers"]
+    logits, hidden, tokens = everything(run, params)
+    assert result.details["values"] == {"logits": len(logits), "hidden": len(hidden)}
+    assert result.numbers["tokens"] == tokens
+    for kind, values in (("logits", logits), ("hidden", hidden)):
+        expected = {f"{kind}_top_{rank}": values[-rank] for rank in RANKS} | {f"{kind}_median": np.median(values)}
+        found = {key: result.numbers[key] for key in expected}
+        assert found == pytest.approx(expected, rel=TOLERANCE)

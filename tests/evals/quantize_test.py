@@ -1,0 +1,101 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import replace
+from inference.cache_test import TENSOR, full_logits, language_model, prompts_of
+
+from difftx import evals
+from difftx.config_reader import override
+from difftx.errors import UserError
+from difftx.evals.quantize import quantized
+from difftx.training.run import Run
+from evals.loss_test import one_device
+from evals.outliers_test import drawn
+
+
+def open_run(config, text_file, tmp_path, monkeypatch, **changes):
+    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+    return Run.open(config(data__path=text_file, eval__loss_tokens=256, **changes), tmp_path)
+
+
+def test_numbers_by_bits(config, text_file, tmp_path, monkeypatch):
+    """At 16 bits what the suites give by themselves, to the last bit; at few, what a model of the oracle gives."""
+    changes = {"eval__quantize__bits": "16,2", "eval__quantize__suites": "loss,recall"}
+    run = open_run(config, text_file, tmp_path, monkeypatch, **changes)
+    params = drawn(run)
+    plain = evals.evaluate(run, params, 0, ["loss", "recall"])
+    result = evals.evaluate(run, params, 0, ["quantize"])["quantize"]
+    for suite, of_suite in plain.items():
+        for name, value in of_suite.numbers.items():
+            assert result.numbers[f"{suite}_{name}_16_bits"] == value
+    model = {"model.attention_logit_bits": "2", "model.attention_implementation": "reference"}
+    by_oracle = dataclasses.replace(run, config=override(run.config, model))
+    expected = evals.evaluate(by_oracle, params, 0, ["loss"])["loss"].numbers["loss"]
+    assert result.numbers["loss_loss_2_bits"] == pytest.approx(expected, rel=1e-5)
+    assert abs(expected / plain["loss"].numbers["loss"] - 1) > 1e-3
+    chart = next(chart for chart in result.charts if chart.name == "quantize_loss_loss")
+    assert (chart.series[0].x, chart.series[0].y[1]) == ([2.0, 16.0], plain["loss"].numbers["loss"])
+    assert len(result.charts) == sum(len(of_suite.numbers) for of_suite in plain.values())
+
+
+def test_which_kernel_and_which_fields(config):
+    named = replace(config(), "model", attention_implementation="cudnn")
+    for bits, implementation in ((16, "cudnn"), (4, "auto")):
+        model = quantized(named, bits).model
+        assert model.attention_implementation == implementation
+        assert model.attention_logit_bits == (None if bits == 16 else 4)
+    both = config(eval__quantize__suites="loss,recall")
+    assert set(evals.fields_of(both, "quantize")) == {
+        "quantize",
+        "loss_tokens",
+        "recall_max_bigram_count",
+        "bigrams_path",
+    }
+    with pytest.raises(UserError, match=r"attention_implementation='cudnn' does not serve quantised .*; use one of"):
+        replace(named, "model", attention_logit_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval__quantize__suites": "los"}, r"eval\.quantize\.suites: 'los' is no suite to .* Did you mean 'loss'"),
+        ({"eval__quantize__suites": "quantize"}, r"eval\.quantize\.suites: 'quantize' is no suite to quantise"),
+        ({"eval__quantize__suites": "exact_match"}, "suite 'exact_match': no data path is a synthetic task"),
+        ({"eval__quantize__suites": ""}, r"eval\.quantize\.suites=\(\): give one at least"),
+        ({"eval__quantize__bits": "16,1"}, r"eval\.quantize\.bits=\(16, 1\): 1 must lie in 2 … 16"),
+        ({"eval__quantize__granularity": "head"}, r"eval\.quantize\.granularity.*'query'.*'token'"),
+        ({"model__attention_logit_bits": "16"}, r"model\.attention_logit_bits=16 must lie in 2 … 15"),
+        ({"eval__outliers__ranks": "1,0"}, r"eval\.outliers\.ranks=0 must be positive"),
+        ({"eval__outliers__ranks": "1,1"}, r"eval\.outliers\.ranks=\(1, 1\): .* each once"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_fix(config, text_file, tmp_path, monkeypatch, changes, message):
+    with pytest.raises(UserError, match=message):
+        evals.check_run(open_run(config, text_file, tmp_path, monkeypatch, **changes), ["quantize"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "granularity"),
+    [("diff", "token"), pytest.param("transformer", "query", marks=pytest.mark.long)],
+)
+def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, granularity):
+    """Prefill over eight devices that have a head each, against one pass on one device."""
+    from difftx.inference import decode
+
+    changes = {"model__num_heads": 4, "model__attention_logit_granularity": granularity}
+    lm = language_model(config, mesh_of(**TENSOR), architecture, model__attention_logit_bits=4, **changes)
+    host = prompts_of([40, 33, 64, 90, 1, 7, 12, 50], 8, 32, packed=False)
+    with jax.set_mesh(lm.mesh):
+        rows = decode.prefill(lm, host, chunk=32, seed_B=np.zeros(8), limit_B=np.zeros(8))
+        hidden_BD = np.asarray(rows.x_BD)
+    actual_BV = hidden_BD @ np.asarray(lm.params["embedding_VD"]).T
+    last_B = np.sum(host.segment_BT >= 0, axis=1) - 1
+    expected_BV = full_logits(lm, mesh_of(), host, host.tokens_BT)[np.arange(8), last_B]
+    unquantized = dataclasses.replace(lm, config=replace(lm.config, "model", attention_logit_bits=None))
+    other_BV = full_logits(unquantized, mesh_of(), host, host.tokens_BT)[np.arange(8), last_B]
+    # A logit that lies on the edge of two levels may fall either way: most rows must agree.
+    errors_B = np.abs(actual_BV - expected_BV).max(axis=1)
+    assert np.median(errors_B) < 1e-5
+    assert np.median(np.abs(other_BV - expected_BV).max(axis=1)) > 1e-2
