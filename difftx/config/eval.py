@@ -119,10 +119,11 @@ class HallucinationConfig:
     def __post_init__(self):
         for name in ("samples", "support_words"):
             require_positive("eval.hallucination", name, getattr(self, name))
-        # Means over the sets of a kind have the kind's name.
-        _require_names("eval.hallucination.sets", "sets", [*(one.name for one in self.sets), *KINDS])
+        _require_names("eval.hallucination.sets", "sets", [one.name for one in self.sets])
         for one in self.sets:
             where = f"eval.hallucination.sets, {one.name}"
+            if one.name in KINDS:
+                raise UserError(f"{where}: means over the sets of a kind have this name; give the set another")
             require_positive(where, "new_tokens", one.new_tokens)
             if (one.question is None) == (one.kind == "question_answering"):
                 raise UserError(

@@ -34,7 +34,7 @@ class AttemptError(Exception):
 
 
 class StoppedError(Exception):
-    """Another thread has failed, and no more is to be asked."""
+    """No more is to be asked."""
 
 
 class ChatEndpoint:
@@ -56,8 +56,23 @@ class ChatEndpoint:
         Raises:
             UserError: the endpoint refuses the key, or the request.
             RunError: all attempts failed.
-            StoppedError: after `stop`.
+            StoppedError: after one of these in another thread, or after `stop`.
         """
+        try:
+            return self._ask(body, read)
+        except (UserError, RunError):
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Let no thread ask anything any more, nor wait."""
+        self._pace.stop()
+
+    def public(self, text: str) -> str:
+        """Return a text without the key, whoever wrote it there."""
+        return text if self._key is None else text.replace(self._key, "(key)")
+
+    def _ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
         longest, reason = self._config.longest_wait_seconds, ""
         for attempt in range(self._config.attempts):
             self._pace.turn()
@@ -73,14 +88,6 @@ class ChatEndpoint:
             f"{self.url}: eval.judge.attempts={self._config.attempts} failed, the last: {reason}; what it answered "
             "before is kept, and the same command goes on"
         )
-
-    def stop(self) -> None:
-        """Let no thread ask anything any more, nor wait."""
-        self._pace.stop()
-
-    def public(self, text: str) -> str:
-        """Return a text without the key, whoever wrote it there."""
-        return text if self._key is None else text.replace(self._key, "(key)")
 
     def _hold(self, seconds: float, reason: str) -> None:
         """Let all threads wait: the endpoint said so to one of them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
 from difftx.data.progress import Work
-from difftx.evals.chat import ChatEndpoint, AttemptError, Reply
+from difftx.evals.chat import AttemptError, ChatEndpoint, Reply, StoppedError
 from difftx.evals.judge import Case, Verdict
 from difftx.evals.verdicts import VerdictFile
 from difftx.files import json_sha256
@@ -23,8 +23,8 @@ LONGEST_WHY = 300  # Characters of a judge's reason that are kept with a result;
 QUESTIONS = {
     "summarisation": """\
 Judge whether a proposed summary of a document is accurate. It is accurate if all that it says follows from the
-document. It need not resemble the reference summary, and may leave things out. It is not accurate if it says anything that the
-document contradicts or does not support, if it is no summary of the document, or if it says nothing.
+document. It need not resemble the reference summary, and may leave things out. It is not accurate if it says anything
+that the document contradicts or does not support, if it is no summary of the document, or if it says nothing.
 
 # Document
 {document}
@@ -37,8 +37,8 @@ document contradicts or does not support, if it is no summary of the document, o
 """,
     "question_answering": """\
 Judge whether a proposed answer to a question about a document is accurate. It is accurate if it means the same as one
-of the reference answers, in whatever words, and adds nothing that the document contradicts or does not support. An answer
-that declines to answer is accurate only if a reference answer does so too.
+of the reference answers, in whatever words, and adds nothing that the document contradicts or does not support. An
+answer that declines to answer is accurate only if a reference answer does so too.
 
 # Document
 {document}
@@ -124,8 +124,9 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    found[futures[future]] = future.result()
-                    advance(1)
+                    if not isinstance(future.exception(), StoppedError):  # What stopped it comes too, and is raised.
+                        found[futures[future]] = future.result()
+                        advance(1)
             except BaseException:  # Ctrl-C too. What is under way is waited for, and noted: it will be charged.
                 self._endpoint.stop()
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,7 @@ ABSTAINING = re.compile(  # Of words without articles; "don't" is two.
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
     r"(know|say|answer|tell|determine|find|be (known|answered|determined|inferred|found)))\b"
 )
-ABSTENTIONS = {"unknown", "unclear", "none", "n a", "not applicable"}  # As a whole answer.
+ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # As a whole answer; "n" is left of N/A.
 
 
 def words(text: str) -> list[str]:

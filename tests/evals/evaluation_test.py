@@ -78,8 +78,9 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
         read = set()
         watched = dataclasses.replace(run, config=copy.copy(run.config))
         object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
-        # Two refuse a run with so short a context and without files, once they have read what they read.
-        refused = pytest.raises(UserError) if suite in ("needle", "icl") else contextlib.nullcontext()
+        # These refuse a run with so short a context and without files, once they have read what they read.
+        refuse = suite in ("needle", "icl", "hallucination")
+        refused = pytest.raises(UserError) if refuse else contextlib.nullcontext()
         with jax.set_mesh(run.mesh), refused:
             evals.SUITES[suite](evals.Evaluation(watched, None, evals.Work(enabled=False)))
         assert read - {"__class__"} == set(evals.FIELDS[suite])
@@ -92,9 +93,13 @@ def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path)
     evals.check_run(text, ["loss", "recall", "position", "sample"])
     evals.check_run(task, ["loss", "exact_match", "throughput"])
     reasons = (
-        r"no data path is a synthetic|num_heads=1|no validation set is text|eval.needle.lengths|eval.icl.tasks is empty"
+        r"no data path is a synthetic|num_heads=1|no validation set is text|eval.needle.lengths|eval.icl.tasks is empty|"
+        r"eval.hallucination.sets is empty"
     )
-    unfit = ((text, ["exact_match", "throughput", "needle", "icl"]), (task, ["recall", "position", "sample", "needle"]))
+    unfit = (
+        (text, ["exact_match", "throughput", "needle", "icl", "hallucination"]),
+        (task, ["recall", "position", "sample", "needle"]),
+    )
     for run, suites in unfit:
         for suite in suites:
             with pytest.raises(UserError, match=reasons):
