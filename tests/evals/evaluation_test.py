@@ -93,8 +93,8 @@ def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path)
     evals.check_run(text, ["loss", "recall", "position", "sample"])
     evals.check_run(task, ["loss", "exact_match", "throughput"])
     reasons = (
-        r"no data path is a synthetic|num_heads=1|no validation set is text|eval.needle.lengths|eval.icl.tasks is empty|"
-        r"eval.hallucination.sets is empty"
+        r"no data path is a synthetic|num_heads=1|no validation set is text|eval.needle.lengths|"
+        r"eval.icl.tasks is empty|eval.hallucination.sets is empty"
     )
     unfit = (
         (text, ["exact_match", "throughput", "needle", "icl", "hallucination"]),

@@ -304,7 +304,7 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path, monkeypatch):
         ("sets", sets(new_tokens=0), "qa.new_tokens=0 must be positive"),
         ("samples", "0", "eval.hallucination.samples=0 must be positive"),
         ("support_threshold", "50", "support_threshold=50.0 must lie in 0 … 1"),
-        ("long_documents", "cut", "Did you mean 'cut_middle'"),
+        ("long_documents", "cut", "expected one of 'cut_middle', 'refuse'"),
     ]:
         with pytest.raises(UserError, match=message):
             override(config, {f"eval.hallucination.{name}": value})
@@ -336,10 +336,16 @@ def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
         return [sys.executable, *map(str, arguments)]
 
     flags = [f"--config.{name}={value}" for name, value in TINY.items()]
-    flags += ["--config.data.sequence_length=256", "--config.train.steps=2", f"--config.data.path={folder}/text.txt"]
+    flags += [
+        "--config.data.sequence_length=256",
+        "--config.train.steps=2",
+        "--config.train.global_batch_tokens=2048",
+        f"--config.data.path={folder}/text.txt",
+    ]
     flags += ["--config.eval.loss_tokens=512", "--config.optimizer.warmup_steps=1"]
     train = command("train.py", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path}/run", *flags)
-    subprocess.run(train, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
+    done = subprocess.run(train, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
     def behave(number, prompt):
         return {"hang": True} if number == 5 else {"reply": completion(verdict_on(prompt))}
