@@ -51,7 +51,7 @@ class ChatEndpoint:
         self._pace = _Pace(config.requests_per_minute)
 
     def ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
-        """Return what `read` makes of the reply to a request; where it raises a `AttemptError`, ask again.
+        """Return what `read` makes of the reply to a request; where it raises an `AttemptError`, ask again.
 
         Raises:
             UserError: the endpoint refuses the key, or the request.
@@ -79,7 +79,7 @@ class ChatEndpoint:
             try:
                 return read(self._post(body))
             except AttemptError as error:
-                reason = self.public(str(error))
+                reason = str(error)
                 if error.wait_seconds is not None:
                     self._hold(error.wait_seconds, reason)
                 if attempt + 1 < self._config.attempts:
@@ -108,11 +108,11 @@ class ChatEndpoint:
         except requests.exceptions.Timeout as error:
             raise AttemptError(f"no answer within {self._config.timeout_seconds:g} s") from error
         except requests.exceptions.RequestException as error:
-            raise AttemptError(f"{type(error).__name__}: {str(error)[:LONGEST_REASON]}") from error
+            raise AttemptError(f"{type(error).__name__}: {self._brief(str(error))}") from error
         if response.status_code == 200:
-            return _reply(response)
+            return self._reply(response)
         self._refuse(response)
-        raise AttemptError(_reason(response), _retry_after(response))
+        raise AttemptError(self._reason(response), _retry_after(response))
 
     def _refuse(self, response: requests.Response) -> None:
         """Raise for an answer that would be the same again."""
@@ -123,9 +123,36 @@ class ChatEndpoint:
             raise UserError(f"{self.url} refuses {wanted} (HTTP {status})")
         if status < 500 and status not in WORTH_ANOTHER_ATTEMPT:
             raise UserError(
-                f"{self.url} refuses the request: {self.public(_reason(response))}; see eval.judge.base_url and "
+                f"{self.url} refuses the request: {self._reason(response)}; see eval.judge.base_url and "
                 "eval.hallucination.judge_model"
             )
+
+    def _reply(self, response: requests.Response) -> Reply:
+        try:
+            content = response.json()
+        except (ValueError, RecursionError) as error:
+            raise AttemptError("the reply is not JSON") from error
+        wrong = misfit(content, {"choices": [{"message": {"content": str}}]})
+        if wrong is None and not content["choices"]:
+            wrong = "choices: empty"
+        if wrong is not None:  # Some put their errors here.
+            raise AttemptError(f"the reply is no chat completion, {wrong}: {self._reason(response)}")
+        usage = content.get("usage")
+        if misfit(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
+            usage = {"prompt_tokens": None, "completion_tokens": None}
+        return Reply(content["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
+
+    def _reason(self, response: requests.Response) -> str:
+        """Return the status, and what the endpoint says of it."""
+        try:
+            text = str(response.json()["error"]["message"])
+        except (ValueError, RecursionError, TypeError, KeyError):
+            text = response.text
+        return f"HTTP {response.status_code}: {self._brief(text) or 'it says no more'}"
+
+    def _brief(self, text: str) -> str:
+        """Return the beginning of a text; without the key first, since a part of it would be there to read too."""
+        return " ".join(self.public(text).split())[:LONGEST_REASON]
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         """Add the key. In place of a header: there, an entry of ~/.netrc would replace it."""
@@ -181,32 +208,6 @@ def _key(variable: str | None) -> str | None:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise UserError(f"eval.judge.key_variable={variable!r}: what this environment variable holds is not a key")
     return key
-
-
-def _reply(response: requests.Response) -> Reply:
-    try:
-        content = response.json()
-    except (ValueError, RecursionError) as error:
-        raise AttemptError("the reply is not JSON") from error
-    wrong = misfit(content, {"choices": [{"message": {"content": str}}]})
-    if wrong is None and not content["choices"]:
-        wrong = "choices: empty"
-    if wrong is not None:
-        raise AttemptError(f"the reply is no chat completion ({wrong})")
-    usage = content.get("usage")
-    if misfit(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
-        usage = {"prompt_tokens": None, "completion_tokens": None}
-    return Reply(content["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
-
-
-def _reason(response: requests.Response) -> str:
-    """Return the status, and what the endpoint says of it."""
-    try:
-        text = str(response.json()["error"]["message"])
-    except (ValueError, RecursionError, TypeError, KeyError):
-        text = response.text
-    said = " ".join(text.split())[:LONGEST_REASON]
-    return f"HTTP {response.status_code}" + (f", {said}" if said else "")
 
 
 def _retry_after(response: requests.Response) -> float | None:

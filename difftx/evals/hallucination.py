@@ -13,7 +13,7 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination_prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.judge import Case, Judge, OfflineJudge, Verdict
 from difftx.evals.judge_model import JudgeModel
-from difftx.evals.result import Heatmap, Result
+from difftx.evals.result import Heatmap, LineChart, Result
 from difftx.evals.resume import resumable
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -24,10 +24,10 @@ from difftx.training.run import Run
 type Measures = dict[str, float]
 type Entry = dict[str, Any]  # Of an item: what was answered, and what the judge says of it.
 
-# What is compared with a reference beside recall: LongBench's measure of the kind.
-AGREEMENT: dict[str, tuple[str, Callable[[str, str], float]]] = {
-    "summarisation": ("rouge_l", overlap.rouge_l),
-    "question_answering": ("f1", overlap.f1),
+# Agreement with a reference, beside recall: LongBench's measure of the kind, by its name in numbers and in tables.
+AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
+    "summarisation": ("rouge_l", "ROUGE-L", overlap.rouge_l),
+    "question_answering": ("f1", "F1", overlap.f1),
 }
 
 
@@ -48,13 +48,15 @@ def evaluate(evaluation: Evaluation) -> Result:
     for one in sets:
         _judge(evaluation, judge, one, entries[one.config.name])
     measures = {one.config.name: _measures(one, entries[one.config.name], judge) for one in sets}
+    tables: list[LineChart | Heatmap] = []
     for kind in KINDS:
-        if of_kind := [measures[one.config.name] for one in sets if one.config.kind == kind]:
-            measures[kind] = _mean(of_kind)
+        if names := [one.config.name for one in sets if one.config.kind == kind]:
+            measures[kind] = _mean([measures[name] for name in names])
+            tables.append(_table(kind, names, measures, judge))
     return Result(
         numbers={f"{name}_{measure}": value for name, found in measures.items() for measure, value in found.items()},
         details={"judge": judge.name, **judge.details(), "sets": entries},
-        charts=[_table(measures, judge)],
+        charts=tables,
     )
 
 
@@ -143,7 +145,7 @@ def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) ->
         "answer_words": statistics.fmean(len(answer.split()) for answer in answers),
         "unfinished_rate": statistics.fmean(entry["ended_by"] == "limit" for entry in entries.values()),
     }
-    name, agreement = AGREEMENT[one.config.kind]
+    name, _, agreement = AGREEMENT[one.config.kind]
     for measure, compare in ((name, agreement), ("recall", overlap.recall)):
         measures[measure] = statistics.fmean(
             max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
@@ -165,25 +167,25 @@ def _mean(found: Sequence[Measures]) -> Measures:
     return {name: statistics.fmean(measures[name] for measures in found if name in measures) for name in names}
 
 
-def _table(measures: dict[str, Measures], judge: Judge) -> Heatmap:
-    """Return Table 4, with what belongs beside it."""
-    columns = {
+def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
+    """Return Table 4 of a kind, with what belongs beside it."""
+    agreement, agreement_label, _ = AGREEMENT[kind]
+    rows = {
         f"accuracy_by_{judge.label}": "accuracy",
-        f"accuracy_when_answered_by_{judge.label}": "accuracy of answers",
+        f"accuracy_when_answered_by_{judge.label}": "accuracy when answered",
         "answer_rate": "answers",
         "abstention_rate": "abstentions",
-        "recall": "recall",
-        "rouge_l": "ROUGE-L",
-        "f1": "F1",
+        "recall": "recall of the reference",
+        agreement: agreement_label,
     }
     return Heatmap(
-        name="hallucination",
+        name=f"hallucination_{kind}",
         title=f"Free of hallucinations, {judge.name}",
-        x_label="share of samples, or mean over them",
-        y_label="set",
-        x=list(columns.values()),
-        y=[f"mean: {name.replace('_', ' ')}" if name in KINDS else name for name in measures],
-        values=[[found.get(column) for column in columns] for found in measures.values()],
+        x_label=kind.replace("_", " "),
+        y_label="share of samples, or mean over them",
+        x=[*names, "mean"],
+        y=list(rows.values()),
+        values=[[measures[name].get(row) for name in (*names, kind)] for row in rows],
         value_label="share",
         low=0.0,
         high=1.0,

@@ -54,11 +54,10 @@ class OfflineJudge:
     `eval.hallucination.support_threshold` of its runs of `support_words` words are in the document or a reference.
     """
 
-    label = "offline_judge"
+    label, name = "offline_judge", "offline judge: words in common"
 
     def __init__(self, settings: HallucinationConfig):
         self._words, self._threshold = settings.support_words, settings.support_threshold
-        self.name = f"offline judge: containment, {self._words}-gram support of {self._threshold:g}"
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
         """Judge each case by its kind."""

@@ -187,12 +187,12 @@ def test_every_table_names_the_judge(folder, tmp_path, monkeypatch):
     judged = [name for name in result.numbers if "accuracy" in name]
     assert len(judged) == 8
     assert all(name.endswith("_by_offline_judge") for name in judged)
-    (table,) = result.charts
-    assert "offline judge: containment, 2-gram support of 0.5" in table.title
-    assert table.y == ["qa", "news", "mean: summarisation", "mean: question answering"]
-    at = table.x.index("accuracy"), table.x.index("F1"), table.x.index("ROUGE-L")
-    assert [table.values[0][i] is None for i in at] == [False, False, True]
-    assert [table.values[1][i] is None for i in at] == [False, True, False]
+    for table, column in zip(result.charts, ("news", "qa"), strict=True):
+        assert table.title == "Free of hallucinations, offline judge: words in common"
+        assert table.x == [column, "mean"]
+        assert table.y[:3] == ["accuracy", "accuracy when answered", "answers"]
+        assert table.values[0] == [result.numbers[f"{column}_accuracy_by_offline_judge"]] * 2
+    assert [table.y[-1] for table in result.charts] == ["ROUGE-L", "F1"]
     assert result.details["judge"].startswith("offline judge: ")
     entries = [entry for found in result.details["sets"].values() for entry in found.values()]
     assert len(entries) == 42

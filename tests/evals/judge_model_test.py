@@ -98,6 +98,7 @@ FAULTS = [
     {"reply": b"\xff\xfe"},
     {"reply": b"[" * 100_000},
     {"reply": {"choices": []}},
+    {"reply": {"error": {"message": f"busy, {KEY}"}}},
     {"reply": completion(None)},
     {"reply": completion("It is accurate, I would say.")},
     {"reply": completion('{"accurate": "yes"}')},
@@ -187,7 +188,7 @@ def test_an_endpoint_that_stays_bad_ends_the_suite_and_loses_nothing(tmp_path, m
         return {"status": 503, "reply": {"error": {"message": f"down, Bearer {KEY}"}}} if "Text 20." in prompt else None
 
     with ChatServer(behave) as server:
-        with pytest.raises(RunError, match=r"eval.judge.attempts=3 failed, the last: HTTP 503, down, Bearer \(key\)"):
+        with pytest.raises(RunError, match=r"eval.judge.attempts=3 failed, the last: HTTP 503: down, Bearer \(key\)"):
             accurate(judge_of(server, tmp_path, attempts=3, concurrency=2))
         assert len(entries(tmp_path)) >= 18
         server.behave = lambda number, prompt: None
@@ -215,8 +216,12 @@ def test_a_wait_that_the_endpoint_asks_for_is_kept_or_refused(tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"status": 404, "reply": {"error": {"message": f"no model gpt for {KEY}"}}}, r"HTTP 404, no model gpt for \("),
-        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400; see eval.judge.base_url"),
+        (
+            {"status": 404, "reply": {"error": {"message": f"no model gpt for {KEY}"}}},
+            r"HTTP 404: no model gpt for \(key",
+        ),
+        ({"status": 422, "reply": b"-" * 190 + KEY.encode()}, r"HTTP 422: -{190}\(key\);"),
+        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: it says no more; see eval.judge.base_url"),
         ({"status": 403}, r"refuses the key in the environment variable OPENAI_API_KEY \(HTTP 403\)"),
         ({"status": 302, "headers": {"Location": "/v1/elsewhere"}}, "refuses the request: HTTP 302"),
     ],

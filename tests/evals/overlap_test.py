@@ -117,6 +117,6 @@ def test_the_offline_judge_says_that_it_is_one():
     assert [verdict.accurate for verdict in verdicts] == [*summaries.values(), *answers.values()]
     assert all(verdict.why.startswith("offline judge: ") for verdict in verdicts)
     assert verdicts[2].why == "offline judge: 0.600 supported"
-    assert judge.name.startswith("offline judge: ")
+    assert judge.name == "offline judge: words in common"
     assert judge.label == "offline_judge"
     assert judge.details() == {"support_words": 2, "support_threshold": 0.6}
