@@ -162,6 +162,10 @@ class JudgeConfig:
         for name in ("usd_per_million_tokens_in", "usd_per_million_tokens_out"):
             if (price := getattr(self, name)) is not None and not 0 <= price < float("inf"):
                 raise UserError(f"eval.judge.{name}={price} must not be negative")
+        if (self.usd_per_million_tokens_in is None) != (self.usd_per_million_tokens_out is None):
+            raise UserError(
+                "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
+            )
         # Neither message repeats what may be a key that was written to the wrong place.
         if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
             raise UserError(

@@ -279,6 +279,7 @@ def test_a_key_that_cannot_be_one_is_not_shown(monkeypatch, value):
         ("judge.attempts", "0", "eval.judge.attempts=0 must be positive"),
         ("judge.requests_per_minute", "0", "eval.judge.requests_per_minute=0.0 must be positive"),
         ("judge.usd_per_million_tokens_in", "-1", "must not be negative"),
+        ("judge.usd_per_million_tokens_out", "3", "belong together; set both or none"),
         ("hallucination.judge_temperature", "-1", "must not be negative"),
         ("hallucination.judge_model", "", "name a model"),
     ],
