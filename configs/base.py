@@ -213,6 +213,35 @@ def get_config() -> ConfigDict:
     # 1 - λ_init, "no_norm" without the head norm, "no_scale_no_norm" (of what has these); "counterpart": the
     # Transformer of a diff model, and the other way round. All with model.zero_init_output = False.
     c.eval.gradients.at_initialization = ("as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart")
+    # Suite hallucination: what is said of a document that is given (§3.6, Table 4).
+    c.eval.hallucination = ConfigDict()
+    # Files of JSON lines (plain, .gz, .zst, .xz), "summarisation" (with "question": None) or "question_answering", and
+    # the names of their fields, here LongBench's. A document is text, a list of texts or HotpotQA's titles and
+    # sentences; answers are a text or a list of texts. new_tokens: of an answer, at most.
+    # ({"name": "hotpotqa", "path": "hotpotqa.jsonl", "kind": "question_answering", "document": "context",
+    #   "question": "input", "answers": "answers", "new_tokens": 32}, …)
+    c.eval.hallucination.sets = ()
+    c.eval.hallucination.samples = 100  # Of each set, at most.
+    # A document that the context does not hold: "cut_middle": its first and last tokens, as LongBench; or "refuse".
+    c.eval.hallucination.long_documents = "cut_middle"
+    # A model at eval.judge.base_url, such as "gpt-4o-2024-08-06". None: the offline judge, which compares words.
+    c.eval.hallucination.judge_model = placeholder(str)
+    c.eval.hallucination.judge_temperature = 0.0  # None: left to the endpoint; some models take no other.
+    # Offline judge: a summary is right if this share of its runs of so many words is in the document or a reference.
+    c.eval.hallucination.support_words = 2
+    c.eval.hallucination.support_threshold = 0.5
+    c.eval.hallucination.seed = 0  # Of the samples; below 2**32.
+    c.eval.judge = ConfigDict()  # How judge_model is reached: results do not depend on it.
+    c.eval.judge.base_url = "https://api.openai.com/v1"  # Anything that speaks chat completions.
+    c.eval.judge.key_variable = "OPENAI_API_KEY"  # The environment variable that has the key; None: no key.
+    c.eval.judge.concurrency = 4  # Requests under way at a time.
+    c.eval.judge.requests_per_minute = placeholder(float)  # Over all of them; None: no limit but the endpoint's own.
+    c.eval.judge.timeout_seconds = 120.0  # Without a byte from the endpoint.
+    c.eval.judge.attempts = 8  # At a verdict.
+    c.eval.judge.backoff_seconds = 1.0  # After the first failed attempt; doubled after each.
+    c.eval.judge.longest_wait_seconds = 120.0  # Of that; an endpoint that asks for a longer one ends the suite.
+    c.eval.judge.usd_per_million_tokens_in = placeholder(float)  # Prices; None: tokens are printed, and no cost.
+    c.eval.judge.usd_per_million_tokens_out = placeholder(float)
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, TINY
 
 from difftx.errors import run_command
+from difftx.evals import SUITES
 
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
@@ -182,8 +183,7 @@ def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
 def test_eval_lists_its_suites():
     result = run("eval.py", "--list")
     assert result.returncode == 0
-    names = {"loss", "recall", "position", "exact_match", "needle", "icl", "attention", "sample", "throughput"}
-    assert {line.split()[0] for line in result.stdout.splitlines()} == names
+    assert {line.split()[0] for line in result.stdout.splitlines()} == set(SUITES)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

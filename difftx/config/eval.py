@@ -1,6 +1,8 @@
 """Group `eval` of a config."""
 
 import dataclasses
+import re
+import urllib.parse
 from typing import Literal
 
 from difftx.config.architectures import Granularity
@@ -82,11 +84,100 @@ class IclConfig:
             require_positive("eval.icl", "shots", count)
         if not self.orders or len(set(self.orders)) < len(self.orders):
             raise UserError(f"eval.icl.orders={self.orders}: give 'random', 'alternating' or both")
-        names = [task.name for task in self.tasks]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"eval.icl.tasks: {names.count(name)} tasks are named {name!r}; names must differ")
+        _require_names("eval.icl.tasks", "tasks", [task.name for task in self.tasks])
         require_seed("eval.icl", self.seed)
+
+
+KINDS = "summarisation", "question_answering"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HallucinationSetConfig:
+    """An entry of `eval.hallucination.sets`."""
+
+    name: str
+    path: str
+    kind: Literal["summarisation", "question_answering"]
+    document: str
+    question: str | None
+    answers: str
+    new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HallucinationConfig:
+    """Group `eval.hallucination`."""
+
+    sets: tuple[HallucinationSetConfig, ...]
+    samples: int
+    long_documents: Literal["cut_middle", "refuse"]
+    judge_model: str | None
+    judge_temperature: float | None
+    support_words: int
+    support_threshold: float
+    seed: int
+
+    def __post_init__(self):
+        for name in ("samples", "support_words"):
+            require_positive("eval.hallucination", name, getattr(self, name))
+        _require_names("eval.hallucination.sets", "sets", [one.name for one in self.sets])
+        for one in self.sets:
+            where = f"eval.hallucination.sets, {one.name}"
+            if one.name in KINDS:
+                raise UserError(f"{where}: means over the sets of a kind have this name; give the set another")
+            require_positive(where, "new_tokens", one.new_tokens)
+            if (one.question is None) == (one.kind == "question_answering"):
+                raise UserError(
+                    f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
+                    "question_answering, and write null for summarisation"
+                )
+        if self.judge_model == "":
+            raise UserError("eval.hallucination.judge_model='': name a model, or write none for the offline judge")
+        if self.judge_temperature is not None and not 0 <= self.judge_temperature < float("inf"):
+            raise UserError(f"eval.hallucination.judge_temperature={self.judge_temperature} must not be negative")
+        if not 0 <= self.support_threshold <= 1:
+            raise UserError(f"eval.hallucination.support_threshold={self.support_threshold} must lie in 0 … 1, a share")
+        require_seed("eval.hallucination", self.seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """Group `eval.judge`."""
+
+    base_url: str
+    key_variable: str | None
+    concurrency: int
+    requests_per_minute: float | None
+    timeout_seconds: float
+    attempts: int
+    backoff_seconds: float
+    longest_wait_seconds: float
+    usd_per_million_tokens_in: float | None
+    usd_per_million_tokens_out: float | None
+
+    def __post_init__(self):
+        for name in ("concurrency", "timeout_seconds", "attempts", "backoff_seconds", "longest_wait_seconds"):
+            require_positive("eval.judge", name, getattr(self, name))
+        if self.requests_per_minute is not None:
+            require_positive("eval.judge", "requests_per_minute", self.requests_per_minute)
+        for name in ("usd_per_million_tokens_in", "usd_per_million_tokens_out"):
+            if (price := getattr(self, name)) is not None and not 0 <= price < float("inf"):
+                raise UserError(f"eval.judge.{name}={price} must not be negative")
+        if (self.usd_per_million_tokens_in is None) != (self.usd_per_million_tokens_out is None):
+            raise UserError(
+                "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
+            )
+        # Neither message repeats what may be a key that was written to the wrong place.
+        if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
+            raise UserError(
+                "eval.judge.key_variable is not the name of an environment variable, such as OPENAI_API_KEY; the key "
+                "itself belongs into that variable"
+            )
+        if not _is_plain_url(self.base_url):
+            raise UserError(
+                "eval.judge.base_url must be an http or https address without user, password or query, such as "
+                "https://api.openai.com/v1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +271,8 @@ class EvalConfig:
     outliers: OutliersConfig
     quantize: QuantizeConfig
     gradients: GradientsConfig
+    hallucination: HallucinationConfig
+    judge: JudgeConfig
 
     def __post_init__(self):
         for name in (
@@ -195,3 +288,19 @@ class EvalConfig:
             raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
         if self.sample_temperature < 0:
             raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
+
+
+def _require_names(field: str, what: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{field}: {names.count(name)} {what} are named {name!r}; names must differ")
+
+
+def _is_plain_url(text: str) -> bool:
+    try:
+        url = urllib.parse.urlsplit(text)
+        port_fits = url.port is None or url.port > 0
+    except ValueError:  # A port that is no number, brackets that do not close.
+        return False
+    plain = not (url.username or url.password or url.query or url.fragment)
+    return url.scheme in ("http", "https") and bool(url.hostname) and port_fits and plain and text.isprintable()

@@ -16,6 +16,7 @@ from difftx.evals import (
     attention,
     exact_match,
     gradients,
+    hallucination,
     icl,
     loss,
     needle,
@@ -48,6 +49,7 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "needle": needle.evaluate,
     "icl": icl.evaluate,
     "attention": attention.evaluate,
+    "hallucination": hallucination.evaluate,
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
     "outliers": outliers.evaluate,
@@ -63,6 +65,7 @@ NEEDS: dict[str, Callable[[Run], Any]] = {
     "needle": NeedlePrompts,
     "icl": icl.tasks_of,
     "attention": attention.prompts_of,
+    "hallucination": hallucination.needs,
     "throughput": lambda run: throughput.pair(run.config),
     "quantize": lambda run: check_run(run, quantize.inner_suites(run.config, SUITES)),
     "gradients": lambda run: gradients.starts(run.config),
@@ -76,6 +79,7 @@ FIELDS = {
     "needle": ("needle",),
     "icl": ("icl",),
     "attention": ("attention", "needle"),
+    "hallucination": ("hallucination",),
     "sample": ("sample_tokens", "sample_temperature"),
     "throughput": ("throughput_rounds", "throughput_steps"),
     "outliers": ("outliers",),
@@ -87,6 +91,7 @@ FILES: dict[str, Callable[[Config], Iterable[Path]]] = {
     "needle": needle.files,
     "icl": icl.files,
     "attention": needle.files,
+    "hallucination": hallucination.files,
 }
 MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
 

@@ -83,7 +83,7 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
         watched = dataclasses.replace(run, config=copy.copy(run.config))
         object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
         # Some refuse so short a context, no files, and no values, once they have read what they read.
-        refuses = suite in ("needle", "icl", "attention", "outliers")
+        refuses = suite in ("needle", "icl", "hallucination", "attention", "outliers")
         refused = pytest.raises(UserError) if refuses else contextlib.nullcontext()
         with jax.set_mesh(run.mesh), refused:
             evals.SUITES[suite](evals.Evaluation(watched, None, evals.Work(enabled=False)))
@@ -97,11 +97,11 @@ def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path)
     evals.check_run(text, ["loss", "recall", "position", "sample"])
     evals.check_run(task, ["loss", "exact_match", "throughput"])
     reasons = (
-        r"no data path is a synthetic|num_heads=1|no validation set is text|eval.needle.lengths|eval.icl.tasks is empty"
-        "|eval.attention.length"
+        r"no data path is a synthetic|num_heads=1|no validation set is text|eval.needle.lengths|"
+        r"eval.icl.tasks is empty|eval.hallucination.sets is empty|eval.attention.length"
     )
     unfit = (
-        (text, ["exact_match", "throughput", "needle", "icl", "attention"]),
+        (text, ["exact_match", "throughput", "needle", "icl", "hallucination", "attention"]),
         (task, ["recall", "position", "sample", "needle"]),
     )
     for run, suites in unfit:

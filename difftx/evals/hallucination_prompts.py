@@ -1,0 +1,129 @@
+"""Prompts of suite `hallucination`: a document, then what is asked of it.
+
+The paper gives no prompts; these are for models that only continue text. An answer ends with its line, a summary with
+its paragraph. Document and what is around it are tokenised apart.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+
+from difftx.config.eval import HallucinationSetConfig
+from difftx.data.records import Record, read_records
+from difftx.errors import UserError
+from difftx.training.run import Run
+
+BEFORE = {
+    "summarisation": "Read the document and summarise it in a few sentences.\n\nDocument:\n",
+    "question_answering": "Read the document and answer the question in a few words, from the document alone.\n\n"
+    "Document:\n",
+}
+AFTER = {
+    "summarisation": "\n\nSummary of the document:",
+    "question_answering": "\n\nQuestion: {question}\nAnswer:",
+}
+STOP = {"summarisation": ("\n\n",), "question_answering": ("\n",)}
+FEWEST_TOKENS = 16  # That are left of a document.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HallucinationItem:
+    """A line of a file, as it was asked."""
+
+    id: str  # Its name in a journal: set and line.
+    tokens: tuple[int, ...]  # The prompt.
+    document: str  # As far as it is in the prompt.
+    cut: bool  # That is not all of it.
+    question: str | None
+    references: tuple[str, ...]
+
+
+class HallucinationSet:
+    """The samples of a file, the same for the same file, settings and tokenizer."""
+
+    def __init__(self, run: Run, config: HallucinationSetConfig):
+        """Read the file.
+
+        Raises:
+            UserError: it cannot be read or is empty, a line has no such field or one of another form, or the context
+                does not hold a prompt.
+        """
+        self.config, self._tokenizer = config, run.tokenizer
+        self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
+        self._refuse_long = settings.long_documents == "refuse"
+        field = f"eval.hallucination.sets, {config.name}.path"
+        lines = [self._read(record) for record in read_records(Path(config.path), field=field, what="documents")]
+        chosen = np.random.default_rng(settings.seed).permutation(len(lines))[: settings.samples]
+        items = [self._item(number, *lines[number]) for number in sorted(chosen.tolist())]
+        # A batch is as slow as its longest row.
+        self.items = sorted(items, key=lambda item: len(item.tokens))
+
+    def _read(self, record: Record) -> tuple[str, str, str | None, tuple[str, ...]]:
+        """Return where a line is, its document, its question and its references."""
+        question = None if self.config.question is None else record.text(self.config.question).strip()
+        document = _document(record, self.config.document).strip()
+        if not document:
+            raise UserError(f"{record.name}: {self.config.document} is only white space")
+        return record.name, document, question, _references(record, self.config.answers)
+
+    def _item(
+        self, number: int, name: str, document: str, question: str | None, references: tuple[str, ...]
+    ) -> HallucinationItem:
+        before = self._encode(BEFORE[self.config.kind])
+        after = self._encode(AFTER[self.config.kind].format(question=question))
+        tokens = self._encode(document)
+        room = self._window - len(before) - len(after) - self.config.new_tokens
+        if room < FEWEST_TOKENS:
+            raise UserError(
+                f"{name}: question, instruction and new_tokens={self.config.new_tokens} leave {max(room, 0)} tokens of "
+                f"data.sequence_length={self._window} for the document; they must leave {FEWEST_TOKENS}"
+            )
+        cut = len(tokens) > room
+        if cut and self._refuse_long:
+            raise UserError(
+                f"{name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves {room} "
+                "for it; leave it out, or set eval.hallucination.long_documents=cut_middle"
+            )
+        if cut:
+            tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
+            document = self._tokenizer.decode(tokens)
+        return HallucinationItem(
+            id=f"{self.config.name}/{number}",
+            tokens=(*before, *tokens, *after),
+            document=document,
+            cut=cut,
+            question=question,
+            references=references,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_ordinary(text)
+
+
+def _document(record: Record, field: str) -> str:
+    """Return a document: text; texts, joined; or HotpotQA's paragraphs, each after its title."""
+    value = record.field(field)
+    if _are_texts(value):
+        return "\n\n".join(value)
+    if not isinstance(value, dict):
+        return record.text(field)
+    titles, sentences = value.get("title"), value.get("sentences")
+    if not _are_texts(titles) or not isinstance(sentences, list) or not all(map(_are_texts, sentences)):
+        raise UserError(f"{record.name}: {field} must be text, a list of texts, or have lists title and sentences")
+    if len(titles) != len(sentences):
+        raise UserError(f"{record.name}: {field} has {len(titles)} titles and {len(sentences)} lists of sentences")
+    return "\n\n".join(f"{title}\n{''.join(text)}" for title, text in zip(titles, sentences, strict=True))
+
+
+def _references(record: Record, field: str) -> tuple[str, ...]:
+    value = record.field(field)
+    references = tuple(value) if _are_texts(value) else (record.text(field),)
+    if not references or not all(reference.strip() for reference in references):
+        raise UserError(f"{record.name}: {field}={value!r} must be a text or a list of texts, and none empty")
+    return references
+
+
+def _are_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,0 +1,98 @@
+"""Answers and references compared by their words: what needs no model."""
+
+import collections
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+ARTICLES = {"a", "an", "the"}
+LONGEST_ABSTENTION = 20  # Words: a longer answer says something.
+ABSTAINING = re.compile(  # Of words without articles; "don't" is two.
+    r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
+    r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
+    r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
+    r"(know|say|answer|tell|determine|find|be (known|answered|determined|inferred|found)))\b"
+)
+ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # As a whole answer; "n" is left of N/A.
+
+
+def words(text: str) -> list[str]:
+    """Return a text's words as SQuAD compares them: in lower case, without punctuation and articles.
+
+    Articles stay where there is nothing else. Commas within numbers go: 1,200 is 1200.
+    """
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", unicodedata.normalize("NFKC", text).casefold())
+    found = re.findall(r"\w+", plain)
+    return [word for word in found if word not in ARTICLES] or found
+
+
+def is_abstention(answer: str) -> bool:
+    """Whether an answer says that it does not know; an empty one says nothing."""
+    found = words(answer)
+    plain = " ".join(found)
+    return len(found) <= LONGEST_ABSTENTION and (plain in ABSTENTIONS or bool(ABSTAINING.search(plain)))
+
+
+def contains(answer: str, reference: str) -> bool:
+    """Whether an answer has a reference's words in a row; "yes" and "no" must be its first word."""
+    has, wanted = words(answer), words(reference)
+    if is_yes_or_no(reference):
+        return has[:1] == wanted
+    return bool(wanted) and tuple(wanted) in set(_runs(has, len(wanted)))
+
+
+def is_yes_or_no(reference: str) -> bool:
+    """Whether a reference is no part of a document."""
+    return words(reference) in (["yes"], ["no"])
+
+
+def support(answer: str, sources: Sequence[str], length: int) -> float:
+    """Return the share of an answer's runs of `length` words that are in one of the sources; 0 without words."""
+    has = words(answer)
+    length = min(length, len(has))
+    if not length:
+        return 0.0
+    there = {run for source in sources for run in _runs(words(source), length)}
+    runs = list(_runs(has, length))
+    return sum(run in there for run in runs) / len(runs)
+
+
+def recall(answer: str, reference: str) -> float:
+    """Return the share of a reference's words that the answer has; one that it has n times counts n times at most."""
+    return _share(_common(words(answer), words(reference)), len(words(reference)))
+
+
+def f1(answer: str, reference: str) -> float:
+    """Return SQuAD's F1: of words, without their order."""
+    return _f1(_common(words(answer), words(reference)), answer, reference)
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """Return ROUGE-L's F1: of the longest common subsequence of words."""
+    return _f1(_longest_common_subsequence(words(answer), words(reference)), answer, reference)
+
+
+def _f1(common: int, answer: str, reference: str) -> float:
+    return _share(2 * common, len(words(answer)) + len(words(reference)))
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
+    return (collections.Counter(first) & collections.Counter(second)).total()
+
+
+def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
+    row = [0] * (len(second) + 1)  # Of what was seen of `first`, with each beginning of `second`.
+    for word in first:
+        diagonal = 0
+        for i, other in enumerate(second, start=1):
+            diagonal, row[i] = row[i], diagonal + 1 if word == other else max(row[i], row[i - 1])
+    return row[-1]
+
+
+def _runs(sequence: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
+    return zip(*(itertools.islice(sequence, i, None) for i in range(length)), strict=False)

@@ -1,0 +1,386 @@
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, child_environment
+
+from difftx import evals
+from difftx.config_reader import load_config, override
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+from difftx.evals.hallucination_prompts import STOP, HallucinationSet
+from difftx.inference.generate import Completion
+from difftx.training.run import Run
+from evals.chat_server import KEY, ChatServer, completion, verdict_on
+
+HOTPOTQA = "/work/shared/data/eval/hotpotqa_distractor_100.jsonl.gz"
+KINDS = {"qa": "question_answering", "news": "summarisation"}
+QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)
+SUMMARY = re.compile(r"Document:\n(.*)\n\nSummary of the document:$", re.DOTALL)
+
+
+def long_bench(count, words=20):
+    """Documents about people and towns, with LongBench's fields."""
+    rng = np.random.default_rng(0)
+    records = []
+    for number in range(count):
+        filler = " ".join(rng.choice(["rain", "fell", "on", "stone", "walls"], words + number))
+        town = f"Town{number * 7}"
+        record = {"input": f"Where does person {number} live?", "answers": [town, f"in {town}"], "length": words}
+        records.append(record | {"context": f"Person {number} lives in {town}. {filler}", "all_classes": None})
+    return records
+
+
+def write(path, records):
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    write(folder / "qa.jsonl.gz", long_bench(30))
+    news = [{"text": record["context"], "summary": f"All about {record['answers'][0]}."} for record in long_bench(12)]
+    write(folder / "news.jsonl", news)
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    return folder
+
+
+def set_of(folder, name="qa", **changes):
+    fields = {
+        "qa": {"path": f"{folder}/qa.jsonl.gz", "document": "context", "question": "input", "answers": "answers"},
+        "news": {"path": f"{folder}/news.jsonl", "document": "text", "question": None, "answers": "summary"},
+    }[name]
+    return {"name": name, "kind": KINDS[name], "new_tokens": 16, **fields} | changes
+
+
+def config_of(folder, *sets, window=512, **changes):
+    data = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
+    data["data.path"] = folder / "text.txt"
+    data["eval.hallucination.sets"] = json.dumps(sets or [set_of(folder)])
+    data |= {f"eval.{name.replace('__', '.')}": value for name, value in changes.items()}
+    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+
+
+def loaded(config):
+    run = types.SimpleNamespace(config=config, tokenizer=load_tokenizer("bytes"))
+    return [HallucinationSet(run, one) for one in config.eval.hallucination.sets]
+
+
+def text_of(item):
+    return bytes(item.tokens).decode()
+
+
+class Reader:
+    """In place of `generate`: reads the prompt's text and answers by a rule."""
+
+    def __init__(self, monkeypatch, answer):
+        self.answer, self.prompts = answer, []
+        monkeypatch.setattr("difftx.evals.hallucination.generate", self)
+
+    def __call__(self, lm, requests, sampling, *, stop):
+        assert sampling.temperature == 0
+        completions = []
+        for request in requests:
+            text = bytes(request.prompt).decode(errors="replace")
+            found = QUESTION.search(text) or SUMMARY.search(text)
+            assert stop == STOP[KINDS["qa" if len(found.groups()) == 2 else "news"]]
+            assert len(request.prompt) + request.new_tokens <= lm.window
+            self.prompts.append(text)
+            answer = self.answer(*found.groups())
+            ended_by = "stop string" if len(answer) < request.new_tokens else "limit"
+            completions.append(Completion(tokens=list(answer.encode()), text=f" {answer}\n", ended_by=ended_by))
+        return completions
+
+
+def town(document, question=None):
+    return re.search(r"Town\d+", document)[0]
+
+
+def evaluated(config, workdir):
+    return evals.evaluate(Run.open(config, workdir), None, 3, ["hallucination"])["hallucination"]
+
+
+def test_prompts_hold_document_and_question_and_samples_are_spread(folder):
+    (qa,) = loaded(config_of(folder, hallucination__samples=10))
+    (again,), (other,) = (
+        loaded(config_of(folder, hallucination__samples=10, hallucination__seed=seed)) for seed in (0, 1)
+    )
+    records = long_bench(30)
+    assert [item.id for item in again.items] == [item.id for item in qa.items] != [item.id for item in other.items]
+    for item in qa.items:
+        record = records[int(item.id.removeprefix("qa/"))]
+        assert QUESTION.search(text_of(item)).groups() == (record["context"], record["input"])
+        assert (item.references, item.cut, item.document) == (tuple(record["answers"]), False, record["context"])
+    assert len({item.id for item in qa.items}) == 10 < len(loaded(config_of(folder))[0].items) == 30
+
+
+@pytest.mark.parametrize("window", [200, 257, 300])
+def test_long_documents_lose_their_middle_and_nothing_else(folder, window):
+    (qa,) = loaded(config_of(folder, window=window))
+    records = long_bench(30)
+    for item in qa.items:
+        record = records[int(item.id.removeprefix("qa/"))]
+        document, question = QUESTION.search(text_of(item)).groups()
+        assert question == record["input"]
+        assert document == item.document
+        whole = record["context"]
+        assert item.cut is (len(whole) > len(document))
+        if item.cut:
+            assert len(item.tokens) + 16 == window
+            half = len(document) // 2
+            assert document == whole[: len(document) - half] + whole[-half:]
+        else:
+            assert document == whole
+    assert any(item.cut for item in qa.items)
+
+
+def test_numbers_by_hand(folder, tmp_path, monkeypatch):
+    """Of 30 questions 10 are answered right, 10 wrong, 5 not, and 5 are left empty; summaries are copied or made up."""
+    replies = [*[None] * 10, *["in Rome"] * 10, *["I don't know."] * 5, *[""] * 5]
+
+    def answer(document, question=None):
+        if question is None:
+            return document[:24] if "person 1" not in document.lower() else "Nothing that anybody would know of"
+        reply = replies[int(re.search(r"person (\d+)", question)[1])]
+        return town(document) if reply is None else reply
+
+    Reader(monkeypatch, answer)
+    numbers = evaluated(config_of(folder, set_of(folder), set_of(folder, "news")), tmp_path).numbers
+    right = np.mean([len(f"Town{i * 7}") for i in range(10)])
+    expected = {
+        "accuracy_by_offline_judge": 10 / 30,
+        "accuracy_when_answered_by_offline_judge": 10 / 20,
+        "answer_rate": 20 / 30,
+        "abstention_rate": 5 / 30,
+        "empty_rate": 5 / 30,
+        "answer_tokens": (10 * right + 10 * len("in Rome") + 5 * len("I don't know.")) / 30,
+        "answer_words": (10 * 1 + 10 * 2 + 5 * 3) / 30,
+        "unfinished_rate": 0,
+        # "in Rome" has one of the two words of "in Town7", and of four words in both two are common.
+        "f1": (10 * 1 + 10 * 0.5) / 30,
+        "recall": (10 * 1 + 10 * 0.5) / 30,
+        "documents_cut": 0,
+        "reference_in_document": 1,
+    }
+    for name in ("qa", "question_answering"):
+        found = {key.removeprefix(f"{name}_"): value for key, value in numbers.items() if key.startswith(f"{name}_")}
+        assert found == pytest.approx(expected)
+    made_up = 3 / 12  # Persons 1, 10 and 11.
+    assert numbers["news_accuracy_by_offline_judge"] == pytest.approx(1 - made_up)
+    assert numbers["news_answer_rate"] == 1
+    assert numbers["news_unfinished_rate"] == 1
+    assert {"news_rouge_l", "summarisation_recall"} < numbers.keys()
+    assert not {"news_f1", "news_reference_in_document", "qa_rouge_l"} & numbers.keys()
+
+
+def test_every_table_names_the_judge(folder, tmp_path, monkeypatch):
+    Reader(monkeypatch, town)
+    result = evaluated(config_of(folder, set_of(folder), set_of(folder, "news")), tmp_path)
+    judged = [name for name in result.numbers if "accuracy" in name]
+    assert len(judged) == 8
+    assert all(name.endswith("_by_offline_judge") for name in judged)
+    for table, column in zip(result.charts, ("news", "qa"), strict=True):
+        assert table.title == "Free of hallucinations, offline judge: words in common"
+        assert table.x == [column, "mean"]
+        assert table.y[:3] == ["accuracy", "accuracy when answered", "answers"]
+        assert table.values[0] == [result.numbers[f"{column}_accuracy_by_offline_judge"]] * 2
+    assert [table.y[-1] for table in result.charts] == ["ROUGE-L", "F1"]
+    assert result.details["judge"].startswith("offline judge: ")
+    entries = [entry for found in result.details["sets"].values() for entry in found.values()]
+    assert len(entries) == 42
+    assert all(entry["judge"].startswith("offline judge: ") for entry in entries)
+    assert all(entry["why"].startswith("offline judge: ") for entry in entries)
+
+
+def test_an_endpoint_judges_what_is_not_empty(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    Reader(monkeypatch, lambda document, question: "" if "person 2" in question else town(document))
+    with ChatServer() as server:
+        reach = {"judge__base_url": server.url, "hallucination__judge_model": "gpt-4o"}
+        config = config_of(folder, **reach, judge__usd_per_million_tokens_in=1, judge__usd_per_million_tokens_out=2)
+        result = evaluated(config, tmp_path)
+        assert len(server.asked) == 19  # Persons 2 and 20 to 29 say nothing.
+        assert result.numbers["qa_accuracy_by_judge_gpt_4o"] == pytest.approx(19 / 30)
+        assert result.numbers["qa_accuracy_when_answered_by_judge_gpt_4o"] == 1
+        assert "judge: gpt-4o" in result.charts[0].title
+        assert result.details["cost_usd"] == pytest.approx(19 * (1000 + 2 * 10) / 1e6)
+        assert "offline" not in json.dumps(result.numbers) + result.charts[0].title
+        # How it is reached changes no result; who it is does.
+        run = Run.open(override(config, {"eval.judge.concurrency": "1"}), tmp_path)
+        assert evals.stored_result(run, "hallucination", 3)
+        run = Run.open(override(config, {"eval.hallucination.judge_model": "none"}), tmp_path)
+        assert evals.stored_result(run, "hallucination", 3) is None
+        evaluated(config, tmp_path)
+        assert len(server.asked) == 19
+    assert all(KEY not in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
+    config = config_of(folder, set_of(folder), set_of(folder, "news"))
+    whole = Reader(monkeypatch, town)
+    expected = evaluated(config, tmp_path / "whole")
+    killed = Reader(monkeypatch, town)
+    for more in (8, 24):
+
+        def die(lm, requests, sampling, *, stop, more=more):
+            if len(killed.prompts) >= more:
+                raise Killed
+            return killed(lm, requests, sampling, stop=stop)
+
+        monkeypatch.setattr("difftx.evals.hallucination.generate", die)
+        with pytest.raises(Killed):
+            evaluated(config, tmp_path / "killed")
+        assert (tmp_path / "killed" / "evals" / "hallucination" / "3.items.jsonl").is_file()
+    monkeypatch.setattr("difftx.evals.hallucination.generate", killed)
+    assert evaluated(config, tmp_path / "killed") == expected
+    assert sorted(killed.prompts) == sorted(whole.prompts)
+    assert len(whole.prompts) == 42
+    assert [path.name for path in (tmp_path / "killed" / "evals" / "hallucination").iterdir()] == ["3.json"]
+
+
+GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
+
+
+@pytest.mark.parametrize(
+    ("records", "changes", "message"),
+    [
+        ([], {}, r"eval.hallucination.sets, qa.path=.*qa.jsonl: the file has no documents"),
+        (None, {}, r"eval.hallucination.sets, qa.path=.*qa.jsonl: cannot be read"),
+        ([GOOD, {"context": "a", "inputs": "b"}], {}, "line 2 has no field 'input'. Did you mean 'inputs'"),
+        ([GOOD | {"context": 3}], {}, "line 1: context=3 must be text, and not empty"),
+        ([GOOD | {"context": " \n"}], {}, "line 1: context is only white space"),
+        ([GOOD | {"context": {"title": ["a"]}}], {}, "line 1: context must be text, a list of texts, or have lists"),
+        ([GOOD | {"context": {"title": ["a"], "sentences": []}}], {}, "1 titles and 0 lists of sentences"),
+        ([GOOD | {"answers": []}], {}, r"line 1: answers=\[\] must be a text or a list of texts"),
+        ([GOOD | {"answers": ["a", " "]}], {}, "line 1: answers=.* must be a text or a list of texts"),
+        ([GOOD | {"answers": 7}], {}, "line 1: answers=7 must be text"),
+        (
+            [GOOD | {"input": "?" * 400}],
+            {},
+            "line 1: question, instruction and new_tokens=16 leave 0 tokens of data.se",
+        ),
+        ([GOOD], {"new_tokens": 500}, "new_tokens=500 leave 0 tokens of data.sequence_length=512"),
+    ],
+)
+def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
+    path = tmp_path / "qa.jsonl"
+    if records is not None:
+        write(path, records)
+    with pytest.raises(UserError, match=message):
+        loaded(config_of(folder, set_of(folder, path=str(path), **changes)))
+
+
+def test_long_documents_can_be_refused(folder):
+    with pytest.raises(
+        UserError, match=r"qa.jsonl.gz: line \d+: the document has 1\d\d tokens, and data.sequence_leng"
+    ):
+        loaded(config_of(folder, window=257, hallucination__long_documents="refuse"))
+    loaded(config_of(folder, hallucination__long_documents="refuse"))
+
+
+def test_mistakes_in_the_config_are_named(folder, tmp_path, monkeypatch):
+    def sets(**changes):
+        return json.dumps([set_of(folder, **changes)])
+
+    config = config_of(folder)
+    for name, value, message in [
+        ("sets", json.dumps([set_of(folder), set_of(folder)]), "2 sets are named 'qa'"),
+        ("sets", json.dumps([set_of(folder) | {"name": "summarisation"}]), "of a kind have this name"),
+        ("sets", sets(kind="summary"), r"sets\[0\].kind='summary'.*Did you mean 'summarisation'"),
+        ("sets", sets(kind="summarisation"), "qa: question='input' with kind='summarisation'; name the field"),
+        ("sets", sets(question=None), "qa: question=None with kind='question_answering'; name the field"),
+        ("sets", sets(new_tokens=0), "qa.new_tokens=0 must be positive"),
+        ("samples", "0", "eval.hallucination.samples=0 must be positive"),
+        ("support_threshold", "50", "support_threshold=50.0 must lie in 0 … 1"),
+        ("long_documents", "cut", "expected one of 'cut_middle', 'refuse'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            override(config, {f"eval.hallucination.{name}": value})
+    with pytest.raises(UserError, match=r"eval\.hallucination\.sets is empty"):
+        evaluated(override(config, {"eval.hallucination.sets": "[]"}), tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    run = Run.open(override(config, {"eval.hallucination.judge_model": "gpt-4o"}), tmp_path)
+    with pytest.raises(UserError, match=r"eval.judge.key_variable='OPENAI_API_KEY': this environment variable is not"):
+        evals.check_run(run, ["hallucination"])
+
+
+@pytest.mark.skipif(not os.path.exists(HOTPOTQA), reason=f"no {HOTPOTQA}")
+def test_the_file_of_hotpotqa_is_read(folder):
+    fields = {"path": HOTPOTQA, "answers": "answer", "question": "question"}
+    (qa,) = loaded(config_of(folder, set_of(folder, **fields), window=16384))
+    assert len(qa.items) == 100
+    first = next(item for item in qa.items if item.id == "qa/0")
+    assert '\n\nVIVA Media\nVIVA Media GmbH (until 2004 "VIVA Media AG") is a music' in first.document
+    assert first.references == ("Gesellschaft mit beschränkter Haftung",)
+    assert not any(item.cut for item in qa.items)
+
+
+@pytest.mark.long
+def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
+    """Real processes, a real checkpoint, a real server: SIGKILL in the middle, then the same command again."""
+    environment = child_environment(1) | {"OPENAI_API_KEY": KEY}
+
+    def command(*arguments):
+        return [sys.executable, *map(str, arguments)]
+
+    flags = [f"--config.{name}={value}" for name, value in TINY.items()]
+    flags += [
+        "--config.data.sequence_length=256",
+        "--config.train.steps=2",
+        "--config.train.global_batch_tokens=2048",
+        f"--config.data.path={folder}/text.txt",
+    ]
+    flags += ["--config.eval.loss_tokens=512", "--config.optimizer.warmup_steps=1"]
+    train = command("train.py", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path}/run", *flags)
+    done = subprocess.run(train, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    def behave(number, prompt):
+        return {"hang": True} if number == 5 else {"reply": completion(verdict_on(prompt))}
+
+    with ChatServer(behave) as server:
+        sets = json.dumps([set_of(folder, new_tokens=8)])
+        evaluate = command(
+            "eval.py",
+            f"--workdir={tmp_path}/run",
+            "--suite=hallucination",
+            f"--eval.hallucination.sets={sets}",
+            "--eval.hallucination.samples=12",
+            "--eval.hallucination.judge_model=gpt-4o",
+            f"--eval.judge.base_url={server.url}",
+            "--eval.judge.concurrency=1",
+        )
+        process = subprocess.Popen(
+            evaluate, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert server.reached.wait(300), process.communicate()
+        process.kill()
+        printed = process.communicate()[0].decode()
+        charged = dict(server.charged)
+        assert len(charged) == 5
+        server.behave = lambda number, prompt: None
+        done = subprocess.run(evaluate, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / "run" / "evals" / "hallucination" / "2.json").read_text())
+        entries = list(result["details"]["sets"]["qa"].values())
+        given = [entry for entry in entries if entry["answer"]]
+        assert len(entries) == 12
+        assert len({body["messages"][0]["content"] for body in server.asked}) == len(server.asked) - 1 == len(given)
+        assert set(server.charged.values()) == {1}
+        assert f"{len(given)} verdicts, {len(given) - 5} of them to be asked" in done.stdout
+        assert "qa_accuracy_by_judge_gpt_4o" in done.stdout
+        printed += done.stdout + done.stderr
+    written = [path.read_bytes().decode(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert KEY not in printed + "".join(written)

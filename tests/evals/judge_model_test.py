@@ -1,0 +1,346 @@
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import random
+import threading
+import types
+
+import pytest
+from conftest import ROOT
+
+from difftx.config_reader import load_config, override
+from difftx.data.progress import Work
+from difftx.errors import RunError, UserError
+from difftx.evals import chat
+from difftx.evals.chat import ChatEndpoint
+from difftx.evals.judge import Case
+from difftx.evals.judge_model import JudgeModel, read_verdict
+from evals.chat_server import KEY, USAGE, ChatServer, completion
+
+CONFIG = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.judge_model": "gpt-4o-2024-08-06"}).eval
+FAST = {"backoff_seconds": 0.01, "longest_wait_seconds": 3.0, "timeout_seconds": 20.0}
+NO_WORK = Work(enabled=False)
+
+
+def judge_of(server, folder, *, model="gpt-4o-2024-08-06", temperature=0.0, **changes):
+    settings = dataclasses.replace(CONFIG.hallucination, judge_model=model, judge_temperature=temperature)
+    reach = dataclasses.replace(CONFIG.judge, **{"base_url": server.url} | FAST | changes)
+    return JudgeModel(settings, reach, folder / "verdicts.jsonl")
+
+
+def case_of(number):
+    """Every third answer is wrong."""
+    wrong = number % 3 == 0
+    return Case("question_answering", f"Text {number}.", f"What {number}?", (f"it {number}", "or so"),
+                f"{'not ' if wrong else ''}it {number}")  # fmt: skip
+
+
+CASES = [case_of(number) for number in range(24)]
+EXPECTED = [number % 3 != 0 for number in range(24)]
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+def accurate(judge, cases=CASES):
+    return [verdict.accurate for verdict in judge.verdicts(cases, "hotpotqa", NO_WORK)]
+
+
+def entries(folder):
+    return [json.loads(line) for line in (folder / "verdicts.jsonl").read_text().splitlines()]
+
+
+def test_verdicts_are_those_of_the_endpoint_and_asked_once(tmp_path, capsys):
+    prices = {"usd_per_million_tokens_in": 2.5, "usd_per_million_tokens_out": 10.0}
+    with ChatServer() as server:
+        judge = judge_of(server, tmp_path, **prices)
+        assert accurate(judge, [*CASES, CASES[4]]) == [*EXPECTED, True]
+        assert len(server.asked) == len(CASES)
+        assert "24 replies, 24,000 tokens in, 240 out, 0.0624 USD" in capsys.readouterr().out
+        assert judge.details()["tokens_in"] == 24_000
+        assert judge.details()["cost_usd"] == pytest.approx(0.0624)
+        again = judge_of(server, tmp_path, concurrency=1, requests_per_minute=6000.0)
+        assert accurate(again) == EXPECTED
+        assert "24 verdicts, 0 of them to be asked: 0 replies, 0 tokens in, 0 out\n" in capsys.readouterr().out
+        assert len(server.asked) == len(CASES)
+    assert all(entry["tokens_in"] == 1000 and json.loads(entry["reply"]) for entry in entries(tmp_path))
+    first = server.asked[0]
+    assert (first["model"], first["temperature"], len(first["messages"])) == ("gpt-4o-2024-08-06", 0, 1)
+    assert all(part in first["messages"][0]["content"] for part in ("Text ", "What ", "- it ", "- or so"))
+
+
+def test_another_question_model_or_temperature_is_asked_anew(tmp_path):
+    with ChatServer() as server:
+        accurate(judge_of(server, tmp_path), CASES[:1])
+        changed = [CASES[0]._replace(document="Other."), CASES[0]._replace(answer="x"), CASES[0]._replace(question="?")]
+        accurate(judge_of(server, tmp_path), changed)
+        accurate(judge_of(server, tmp_path, model="o9"), CASES[:1])
+        accurate(judge_of(server, tmp_path, temperature=None), CASES[:1])
+        assert len(server.asked) == 6
+    assert "temperature" not in server.asked[-1]
+
+
+FAULTS = [
+    {"hang": True},
+    {"drop": True},
+    {"half": True},
+    {"status": 429, "headers": {"Retry-After": "0"}},
+    {"status": 429, "headers": {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}},
+    {"status": 429, "headers": {"Retry-After": "soon"}},
+    {"status": 503, "reply": b"<html>busy, " + KEY.encode() + b"</html>"},
+    {"status": 500, "reply": [1]},
+    {"status": 529, "reply": {"error": "overloaded"}},
+    {"reply": b'{"choices": [{"mess'},
+    {"reply": b"\xff\xfe"},
+    {"reply": b"[" * 100_000},
+    {"reply": {"choices": []}},
+    {"reply": {"error": {"message": f"busy, {KEY}"}}},
+    {"reply": completion(None)},
+    {"reply": completion("It is accurate, I would say.")},
+    {"reply": completion('{"accurate": "yes"}')},
+    {"reply": completion('{"why": "' + KEY)},
+]
+
+
+def test_nothing_is_lost_behind_a_bad_endpoint(tmp_path, caplog, capfd):
+    """Each question meets three faults, and is answered in the end, once."""
+    caplog.set_level(logging.DEBUG)
+    rng = random.Random(3)
+    left = {number: rng.sample(FAULTS[1:], 3) for number in range(24)}
+    for number, fault in enumerate(FAULTS):
+        left[number][0] = fault
+
+    def behave(number, prompt):
+        question = int(prompt.split("Text ")[1].split(".")[0])
+        return (left[question].pop() if left[question] else {}) | {"slow": rng.random() / 20}
+
+    with ChatServer(behave) as server:
+        judge = judge_of(server, tmp_path, timeout_seconds=2.0, concurrency=8)
+        assert accurate(judge) == EXPECTED
+        met = len(server.asked)
+        assert met >= 4 * 24
+        assert not any(left.values())
+        assert accurate(judge_of(server, tmp_path)) == EXPECTED
+        assert len(server.asked) == met
+    noted = entries(tmp_path)
+    assert sum(entry["accurate"] is not None for entry in noted) == 24
+    assert len({entry["key"] for entry in noted}) == 24
+    # What was no verdict was charged for all the same.
+    assert judge.details()["replies"] == len(noted) > 24
+    out, err = capfd.readouterr()
+    assert KEY not in out + err + caplog.text + (tmp_path / "verdicts.jsonl").read_text()
+    assert "(key)" in (tmp_path / "verdicts.jsonl").read_text()
+
+
+class Killed(BaseException):
+    pass
+
+
+class Dying(Work):
+    """A display that ends it all after so many verdicts."""
+
+    def __init__(self, after):
+        super().__init__(enabled=False)
+        self.left = after
+
+    @contextlib.contextmanager
+    def task(self, what, total):
+        def advance(parts):
+            self.left -= parts
+            if not self.left:
+                raise Killed
+
+        yield advance
+
+
+def test_what_was_under_way_at_a_kill_is_noted_and_the_rest_asked_later(tmp_path):
+    with ChatServer() as server:
+        for after in (1, 5):
+            with pytest.raises(Killed):
+                judge_of(server, tmp_path, concurrency=3).verdicts(CASES, "hotpotqa", Dying(after))
+            assert len(entries(tmp_path)) == len(server.asked) < len(CASES)
+        with (tmp_path / "verdicts.jsonl").open("a") as file:
+            file.write('{"key": "half a li')
+        assert accurate(judge_of(server, tmp_path)) == EXPECTED
+        assert set(server.charged.values()) == {1}
+        assert len(server.asked) == len(CASES)
+        assert accurate(judge_of(server, tmp_path)) == EXPECTED
+        assert len(server.asked) == len(CASES)
+
+
+def test_several_are_asked_at_a_time_and_no_more(tmp_path):
+    together = threading.Barrier(3)
+
+    def behave(number, prompt):
+        together.wait(30)
+
+    with ChatServer(behave) as server:
+        assert accurate(judge_of(server, tmp_path, concurrency=3)) == EXPECTED
+        assert server.most == 3
+
+
+def test_an_endpoint_that_stays_bad_ends_the_suite_and_loses_nothing(tmp_path, monkeypatch):
+    def behave(number, prompt):
+        return {"status": 503, "reply": {"error": {"message": f"down, Bearer {KEY}"}}} if "Text 20." in prompt else None
+
+    with ChatServer(behave) as server:
+        with pytest.raises(RunError, match=r"eval.judge.attempts=3 failed, the last: HTTP 503: down, Bearer \(key\)"):
+            accurate(judge_of(server, tmp_path, attempts=3, concurrency=2))
+        assert len(entries(tmp_path)) >= 18
+        server.behave = lambda number, prompt: None
+        assert accurate(judge_of(server, tmp_path)) == EXPECTED
+        assert set(server.charged.values()) == {1}
+        url = server.url
+    with pytest.raises(RunError, match="attempts=2 failed, the last: ConnectionError"):
+        accurate(judge_of(types.SimpleNamespace(url=url), tmp_path / "none", attempts=2), CASES[:1])
+
+
+def test_a_wait_that_the_endpoint_asks_for_is_kept_or_refused(tmp_path):
+    def behave(number, prompt):
+        return {"status": 429, "headers": {"Retry-After": wait}} if number == 0 else None
+
+    wait = "1"
+    with ChatServer(behave) as server:
+        assert accurate(judge_of(server, tmp_path, concurrency=1), CASES[:2]) == EXPECTED[:2]
+        assert server.arrived[1] - server.arrived[0] >= 1
+    wait = "3600"
+    with ChatServer(behave) as server, pytest.raises(RunError, match="asks to wait 3600 s, longer than"):
+        accurate(judge_of(server, tmp_path / "long"))
+    assert len(server.asked) <= 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"status": 404, "reply": {"error": {"message": f"no model gpt for {KEY}"}}},
+            r"HTTP 404: no model gpt for \(key",
+        ),
+        ({"status": 422, "reply": b"-" * 190 + KEY.encode()}, r"HTTP 422: -{190}\(key\);"),
+        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: it says no more; see eval.judge.base_url"),
+        ({"status": 403}, r"refuses the key in the environment variable OPENAI_API_KEY \(HTTP 403\)"),
+        ({"status": 302, "headers": {"Location": "/v1/elsewhere"}}, "refuses the request: HTTP 302"),
+    ],
+)
+def test_what_another_attempt_cannot_mend_is_a_mistake_at_once(tmp_path, how, message):
+    with ChatServer(lambda number, prompt: how) as server:
+        with pytest.raises(UserError, match=message) as error:
+            accurate(judge_of(server, tmp_path, concurrency=2))
+        assert KEY not in str(error.value)
+        assert len(server.asked) <= 2
+        assert {body["model"] for body in server.asked} == {"gpt-4o-2024-08-06"}
+
+
+def test_a_wrong_key_is_named_by_its_variable_alone(tmp_path, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    with ChatServer(key="sk-another") as server:
+        with pytest.raises(UserError, match="refuses the key in the environment variable OPENAI_API_KEY") as error:
+            accurate(judge_of(server, tmp_path))
+        with pytest.raises(UserError, match=r"refuses a request without a key; set eval.judge.key_variable"):
+            accurate(judge_of(server, tmp_path, key_variable=None))
+    assert KEY not in str(error.value) + caplog.text + "".join(capfd.readouterr())
+    assert not (tmp_path / "verdicts.jsonl").exists()
+
+
+def test_the_key_is_sent_whatever_netrc_says_and_none_without_a_variable(tmp_path, monkeypatch):
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login somebody password else\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    with ChatServer() as server:
+        accurate(judge_of(server, tmp_path), CASES[:2])
+        server.key = None
+        accurate(judge_of(server, tmp_path, key_variable=None), CASES[2:4])
+    assert [headers.get("Authorization") for headers in server.headers] == [f"Bearer {KEY}"] * 2 + [None] * 2
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "sk-1\nsk-2", "sk é", "sk-1 sk-2"])
+def test_a_key_that_cannot_be_one_is_not_shown(monkeypatch, value):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    if value is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", value)
+    with pytest.raises(UserError, match=r"key_variable='OPENAI_API_KEY': .*(is not set|is not a key)") as error:
+        ChatEndpoint(CONFIG.judge)
+    assert "sk-1" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("judge.key_variable", "sk-proj-1234", "the key itself belongs into that variable"),
+        ("judge.base_url", "https://me:sk-proj-1234@host/v1", "without user, password or query"),
+        ("judge.base_url", "https://host/v1?key=sk-proj-1234", "without user, password or query"),
+        ("judge.base_url", "ftp://host", "must be an http or https address"),
+        ("judge.base_url", "https://host:99999999", "must be an http or https address"),
+        ("judge.base_url", "file:///etc/passwd", "must be an http or https address"),
+        ("judge.attempts", "0", "eval.judge.attempts=0 must be positive"),
+        ("judge.requests_per_minute", "0", "eval.judge.requests_per_minute=0.0 must be positive"),
+        ("judge.usd_per_million_tokens_in", "-1", "must not be negative"),
+        ("judge.usd_per_million_tokens_out", "3", "belong together; set both or none"),
+        ("hallucination.judge_temperature", "-1", "must not be negative"),
+        ("hallucination.judge_model", "", "name a model"),
+    ],
+)
+def test_mistakes_in_the_config_are_named_and_keys_not_shown(field, value, message):
+    with pytest.raises(UserError, match=message) as error:
+        override(load_config(f"{ROOT}/configs/quickstart.py:diff", {}), {f"eval.{field}": value})
+    assert "1234" not in str(error.value)
+
+
+def test_turns_keep_their_distance(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+        def wait(self, seconds):
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(chat, "time", clock)
+    pace = chat._Pace(30)
+    pace._stopped = clock
+    taken = []
+    for _ in range(4):
+        pace.turn()
+        taken.append(clock.now)
+    pace.hold(7)
+    for _ in range(2):
+        pace.turn()
+        taken.append(clock.now)
+    clock.now += 60
+    pace.turn()
+    taken.append(clock.now)
+    assert [later - before for before, later in itertools.pairwise(taken)] == [2, 2, 2, 7, 2, 60]
+
+
+def test_replies_without_usage_are_said_to_be_so(tmp_path, capsys):
+    def behave(number, prompt):
+        usage = [None, {}, {"prompt_tokens": -1, "completion_tokens": 1}, USAGE][number]
+        return {"reply": completion('{"accurate": true}', usage=usage)}
+
+    with ChatServer(behave) as server:
+        judge_of(server, tmp_path).verdicts(CASES[:4], "hotpotqa", NO_WORK)
+    assert "4 replies, 1,000 tokens in, 10 out, 3 replies do not say how many" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('{"why": "so", "accurate": true}', (True, "so")),
+        ('```json\n{"accurate": false}\n```', (False, "")),
+        ('It quotes {"accurate": true}. {"why": {"a": 1}, "accurate": false} End {', (False, "{'a': 1}")),
+        ('{"accurate": 1}', None),
+        ('{"accurate": "true"}', None),
+        ('{"accurate": true', None),
+        ("[true]", None),
+        ("", None),
+        ("{" * 3000, None),
+    ],
+)
+def test_verdicts_are_read_from_whatever_is_around_them(text, verdict):
+    assert read_verdict(text) == verdict
