@@ -184,6 +184,18 @@ def get_config() -> ConfigDict:
     c.eval.icl.orders = ("random", "alternating")  # Of demonstrations: shuffled, or one of each class in turn.
     c.eval.icl.permutations = 10  # Of the same demonstrations, in each of the orders.
     c.eval.icl.seed = 0  # Of demonstrations, questions and permutations; below 2**32.
+    c.eval.harness = ConfigDict()  # Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval").
+    # Any of lm-eval's tasks and groups, see `lm-eval ls tasks`; these are the paper's.
+    c.eval.harness.tasks = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+    c.eval.harness.num_fewshot = placeholder(int)  # Examples in a prompt; None: as the task says, 0 for those above.
+    c.eval.harness.limit = placeholder(int)  # Of each task only so many questions, the first; None: all.
+    # Folder of JSON lines for the tasks above, <task>_test.jsonl and, for examples, <task>_train.jsonl (plain, .gz,
+    # .zst, .xz; fields: difftx/evals/harness_data.py). None: data from the Hugging Face hub, as of other tasks.
+    c.eval.harness.data_path = placeholder(str)
+    c.eval.harness.include_path = placeholder(str)  # Folder of lm-eval's YAML files of other tasks.
+    # What is longer than the context: True: cut at its left, as lm-eval's own models do, and counted; False: an error.
+    c.eval.harness.truncate = False
+    c.eval.harness.seed = 1234  # Of the examples in prompts, and of samples where a task wants them; below 2**32.
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

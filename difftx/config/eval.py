@@ -89,6 +89,28 @@ class IclConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """Group `eval.harness`."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None
+    limit: int | None
+    data_path: str | None
+    include_path: str | None
+    truncate: bool
+    seed: int
+
+    def __post_init__(self):
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"eval.harness.tasks={self.tasks}: name one at least, and each once")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise UserError(f"eval.harness.num_fewshot={self.num_fewshot} must not be negative")
+        if self.limit is not None:
+            require_positive("eval.harness", "limit", self.limit)
+        require_seed("eval.harness", self.seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Group `eval`."""
 
@@ -104,6 +126,7 @@ class EvalConfig:
     sample_temperature: float
     needle: NeedleConfig
     icl: IclConfig
+    harness: HarnessConfig
 
     def __post_init__(self):
         for name in (

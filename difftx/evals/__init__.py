@@ -12,7 +12,7 @@ import jax
 from difftx.config import Config
 from difftx.data.progress import Work
 from difftx.errors import UserError, did_you_mean
-from difftx.evals import exact_match, icl, loss, needle, position, recall, sample, throughput
+from difftx.evals import exact_match, harness, icl, loss, needle, position, recall, sample, throughput
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.journal import Journal
 from difftx.evals.needle_prompts import NeedlePrompts
@@ -28,6 +28,7 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "exact_match": exact_match.evaluate,
     "needle": needle.evaluate,
     "icl": icl.evaluate,
+    "harness": harness.evaluate,
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
 }
@@ -39,6 +40,7 @@ NEEDS: dict[str, Callable[[Run], Any]] = {
     "sample": sample.validation_text,
     "needle": NeedlePrompts,
     "icl": icl.tasks_of,
+    "harness": harness.needs,
     "throughput": lambda run: throughput.pair(run.config),
 }
 # What each reads of the config's group `eval`: with another value, a result that is there is out of date.
@@ -49,11 +51,16 @@ FIELDS = {
     "exact_match": (),
     "needle": ("needle",),
     "icl": ("icl",),
+    "harness": ("harness",),
     "sample": ("sample_tokens", "sample_temperature"),
     "throughput": ("throughput_rounds", "throughput_steps"),
 }
 # The files that each reads beside the run's own data, by its config.
-FILES: dict[str, Callable[[Config], Iterable[Path]]] = {"needle": needle.files, "icl": icl.files}
+FILES: dict[str, Callable[[Config], Iterable[Path]]] = {
+    "needle": needle.files,
+    "icl": icl.files,
+    "harness": harness.files,
+}
 MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
 
 
