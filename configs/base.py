@@ -196,6 +196,19 @@ def get_config() -> ConfigDict:
     # What is longer than the context: True: cut at its left, as lm-eval's own models do, and counted; False: an error.
     c.eval.harness.truncate = False
     c.eval.harness.seed = 1234  # Of the examples in prompts, and of samples where a task wants them; below 2**32.
+    c.eval.math = (
+        ConfigDict()
+    )  # Suite math: word problems, answered in words (ICLR camera-ready, appendix C; extra "eval").
+    # Files of JSON lines (plain, .gz, .zst, .xz) in the published fields of a format (difftx/evals/math_formats.py):
+    # ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train": "gsm8k_train.jsonl",
+    #   "train_format": None}, …). train: demonstrations, None: no file; train_format: of that file, None: as test.
+    c.eval.math.tasks = ()
+    c.eval.math.shots = 4  # Demonstrations of a prompt, the same for all questions; 0: none.
+    c.eval.math.chain_of_thought = True  # Demonstrations with their solutions, or a nudge; False: answers alone.
+    c.eval.math.questions = placeholder(int)  # Of each test file only so many, drawn by the seed; None: all.
+    c.eval.math.new_tokens = 16_384  # Of an answer, at most, as far as the context holds them.
+    c.eval.math.temperature = 0.0  # 0 takes the most likely token.
+    c.eval.math.seed = 0  # Of demonstrations, questions and samples; below 2**32.
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

@@ -182,7 +182,7 @@ def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
 def test_eval_lists_its_suites():
     result = run("eval.py", "--list")
     assert result.returncode == 0
-    names = {"loss", "recall", "position", "exact_match", "needle", "icl", "harness", "sample", "throughput"}
+    names = {"loss", "recall", "position", "exact_match", "needle", "icl", "harness", "math", "sample", "throughput"}
     assert {line.split()[0] for line in result.stdout.splitlines()} == names
 
 

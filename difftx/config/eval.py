@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from difftx.config.checks import require_positive, require_seed
+from difftx.config.checks import require_distinct_names, require_positive, require_seed
 from difftx.errors import UserError
 
 
@@ -81,10 +81,7 @@ class IclConfig:
             require_positive("eval.icl", "shots", count)
         if not self.orders or len(set(self.orders)) < len(self.orders):
             raise UserError(f"eval.icl.orders={self.orders}: give 'random', 'alternating' or both")
-        names = [task.name for task in self.tasks]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"eval.icl.tasks: {names.count(name)} tasks are named {name!r}; names must differ")
+        require_distinct_names("eval.icl.tasks", [task.name for task in self.tasks])
         require_seed("eval.icl", self.seed)
 
 
@@ -110,6 +107,49 @@ class HarnessConfig:
         require_seed("eval.harness", self.seed)
 
 
+MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathTaskConfig:
+    """An entry of `eval.math.tasks`."""
+
+    name: str
+    format: MathFormat
+    test: str
+    train: str | None
+    train_format: MathFormat | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathConfig:
+    """Group `eval.math`."""
+
+    tasks: tuple[MathTaskConfig, ...]
+    shots: int
+    chain_of_thought: bool
+    questions: int | None
+    new_tokens: int
+    temperature: float
+    seed: int
+
+    def __post_init__(self):
+        require_positive("eval.math", "new_tokens", self.new_tokens)
+        if self.questions is not None:
+            require_positive("eval.math", "questions", self.questions)
+        for name in ("shots", "temperature"):
+            if getattr(self, name) < 0:
+                raise UserError(f"eval.math.{name}={getattr(self, name)} must not be negative")
+        require_distinct_names("eval.math.tasks", [task.name for task in self.tasks])
+        for task in self.tasks:
+            if self.shots and task.train is None:
+                raise UserError(
+                    f"eval.math.tasks, task {task.name!r}: eval.math.shots={self.shots} demonstrations need a file, "
+                    "train; name it, or use eval.math.shots=0"
+                )
+        require_seed("eval.math", self.seed)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Group `eval`."""
@@ -127,6 +167,7 @@ class EvalConfig:
     needle: NeedleConfig
     icl: IclConfig
     harness: HarnessConfig
+    math: MathConfig
 
     def __post_init__(self):
         for name in (

@@ -12,7 +12,19 @@ import jax
 from difftx.config import Config
 from difftx.data.progress import Work
 from difftx.errors import UserError, did_you_mean
-from difftx.evals import exact_match, harness, icl, loss, needle, position, recall, sample, throughput
+from difftx.evals import (
+    exact_match,
+    harness,
+    icl,
+    loss,
+    math_prompts,
+    mathematics,
+    needle,
+    position,
+    recall,
+    sample,
+    throughput,
+)
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.journal import Journal
 from difftx.evals.needle_prompts import NeedlePrompts
@@ -29,6 +41,7 @@ SUITES: dict[str, Callable[[Evaluation], Result]] = {
     "needle": needle.evaluate,
     "icl": icl.evaluate,
     "harness": harness.evaluate,
+    "math": mathematics.evaluate,
     "sample": sample.evaluate,
     "throughput": throughput.evaluate,
 }
@@ -41,6 +54,7 @@ NEEDS: dict[str, Callable[[Run], Any]] = {
     "needle": NeedlePrompts,
     "icl": icl.tasks_of,
     "harness": harness.needs,
+    "math": mathematics.tasks_of,
     "throughput": lambda run: throughput.pair(run.config),
 }
 # What each reads of the config's group `eval`: with another value, a result that is there is out of date.
@@ -52,6 +66,7 @@ FIELDS = {
     "needle": ("needle",),
     "icl": ("icl",),
     "harness": ("harness",),
+    "math": ("math",),
     "sample": ("sample_tokens", "sample_temperature"),
     "throughput": ("throughput_rounds", "throughput_steps"),
 }
@@ -60,6 +75,7 @@ FILES: dict[str, Callable[[Config], Iterable[Path]]] = {
     "needle": needle.files,
     "icl": icl.files,
     "harness": harness.files,
+    "math": math_prompts.files,
 }
 MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
 
