@@ -63,7 +63,8 @@ def files(config: Config) -> list[Path]:
     """Return the files that the suite reads beside the run's own data."""
     settings = config.eval.harness
     data = [] if settings.data_path is None else data_files(settings.data_path, settings.tasks)
-    return data + ([] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*.yaml")))
+    others = [] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*"))
+    return data + [path for path in others if path.suffix in (".yaml", ".py")]
 
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
@@ -97,7 +98,7 @@ def _manager(data_path: str | None, include_path: str | None, num_fewshot: int |
 
     folders = [] if data_path is None else [LOCAL_TASKS]
     folders += [] if include_path is None else [Path(include_path)]
-    metadata = {"data_path": data_path, "num_fewshot": num_fewshot or 0}
+    metadata = None if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
     return TaskManager(include_path=folders, include_defaults=own, metadata=metadata)
 
 
@@ -129,7 +130,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> Result:
     """Return what lm-eval found, with the means over `tasks`."""
     scores = {task: _numbers(values) for task, values in found["results"].items()}
-    rows = {task: scores[task] for task in tasks if "acc" in scores[task]}
+    rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Not all groups have a mean.
     numbers = {}
     if rows:
         numbers["average_acc"] = float(np.mean([row["acc"] for row in rows.values()]))

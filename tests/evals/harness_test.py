@@ -241,23 +241,29 @@ def test_local_tasks_ask_what_lm_evals_own_ask(lm_eval, folder, task):
     assert ours.higher_is_better() == theirs.higher_is_better()
 
 
-def brute_force(run, params, context, continuation):
-    """Score a continuation from the logits of one row, alone, as training computes them; too long ones cut left."""
-    tokens, count = [*context, *continuation][-WINDOW - 1 :], len(continuation)
-    row = np.zeros((1, WINDOW), np.int32)
-    row[0, : len(tokens) - 1] = tokens[:-1]
-    mesh = jax.sharding.Mesh(
-        np.array(jax.devices()[:1]).reshape((1,) * 4), run.mesh.axis_names, axis_types=run.mesh.axis_types
-    )
-    with jax.set_mesh(mesh):
-        alone = jax.device_put(jax.device_get(params), jax.NamedSharding(mesh, jax.P()))
-        logits_TV = np.asarray(_logits(graph(run.config), alone, row))[0].astype(np.float64)
-    logits_NV = logits_TV[len(tokens) - 1 - count : len(tokens) - 1]
-    log_p_NV = logits_NV - np.log(np.sum(np.exp(logits_NV), axis=1, keepdims=True))
-    return float(log_p_NV[np.arange(count), tokens[-count:]].sum())
+class BruteForce:
+    """Scores a continuation from the logits of one row, alone, as training computes them."""
 
+    def __init__(self, run, params):
+        devices, axes = np.array(jax.devices()[:1]).reshape((1,) * 4), run.mesh.axis_types
+        self.mesh = jax.sharding.Mesh(devices, run.mesh.axis_names, axis_types=axes)
+        with jax.set_mesh(self.mesh):
+            self.params = jax.device_put(jax.device_get(params), jax.NamedSharding(self.mesh, jax.P()))
+            graphdef = graph(run.config)
+        self.logits = jax.jit(lambda params, row: nnx.merge(graphdef, params)(row)[0])
+        self.known = {}
 
-_logits = jax.jit(lambda graphdef, params, row: nnx.merge(graphdef, params)(row)[0], static_argnums=0)
+    def __call__(self, context, continuation):
+        key = tokens, count = tuple([*context, *continuation][-WINDOW - 1 :]), len(continuation)  # Cut at the left.
+        if key not in self.known:
+            row = np.zeros((1, WINDOW), np.int32)
+            row[0, : len(tokens) - 1] = tokens[:-1]
+            with jax.set_mesh(self.mesh):
+                logits_TV = np.asarray(self.logits(self.params, row))[0].astype(np.float64)
+            logits_NV = logits_TV[len(tokens) - 1 - count : len(tokens) - 1]
+            log_p_NV = logits_NV - np.log(np.sum(np.exp(logits_NV), axis=1, keepdims=True))
+            self.known[key] = float(log_p_NV[np.arange(count), tokens[-count:]].sum())
+        return self.known[key]
 
 
 def questions(folder, task):
@@ -274,16 +280,32 @@ def questions(folder, task):
 
 
 @pytest.mark.long
-def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path):
+def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path, monkeypatch):
     config = config_of(folder, truncate="true")
     run = Run.open(config, tmp_path)
     params = random_params(run)
+    from difftx.evals import harness_model
+
+    asked, score = {}, harness_model.score_all
+
+    def noting(evaluation, pairs, *, what):
+        scores = score(evaluation, pairs, what=what)
+        asked.update(zip(pairs, scores, strict=True))
+        return scores
+
+    monkeypatch.setattr(harness_model, "score_all", noting)
     result = evals.evaluate(run, params, 3, ["harness"])["harness"]
+    slow = BruteForce(run, params)
+    for pair, (loglikelihood, _) in asked.items():
+        assert loglikelihood == pytest.approx(slow(*pair), abs=1e-4)
+    assert (
+        max(len(context) + len(continuation) for context, continuation in asked) == WINDOW + 1
+    )  # The last is a target.
     means = {"acc": [], "acc_norm": []}
     for task in LOCAL:
         right = {"acc": [], "acc_norm": []}
         for pairs, gold in questions(folder, task):
-            scores = [brute_force(run, params, a.encode(), b.encode()) for a, b in pairs]
+            scores = [slow(a.encode(), b.encode()) for a, b in pairs]
             lengths = [len(continuation) - 1 for _, continuation in pairs]
             right["acc"].append(np.argmax(scores) == gold)
             right["acc_norm"].append(np.argmax(np.divide(scores, lengths)) == gold)
@@ -363,7 +385,7 @@ def test_rolling_windows_score_each_token_once_in_its_window(lm_eval, folder, ow
     run = Run.open(config, tmp_path)
     params = random_params(run)
     bits = evals.evaluate(run, params, 3, ["harness"])["harness"].numbers["texts_bits_per_byte"]
-    nats = length = 0
+    slow, nats, length = BruteForce(run, params), 0, 0
     for text in ["A first text, naïve and brief.", "Longer. " * 100, "x" * 256, "y" * 257]:
         tokens = list(text.encode())
         length += len(tokens)
@@ -371,7 +393,7 @@ def test_rolling_windows_score_each_token_once_in_its_window(lm_eval, folder, ow
             part = tokens[start : start + WINDOW]
             # The last window, which is not full, begins earlier.
             before = [256, *tokens][max(0, start + len(part) - WINDOW) : start + 1]
-            nats += brute_force(run, params, before, part)
+            nats += slow(before, part)
     assert bits == pytest.approx(-nats / math.log(2) / length, abs=1e-5)
 
 
