@@ -29,9 +29,9 @@ quickstart: .venv/.installed
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos"
 
-# What takes long: runs of several processes and sweeps that are killed, frozen, damaged; every architecture trained. One
-# test at a time: the processes have patience of seconds with each other.
-test-long: .venv/.installed
+# What takes long: runs of several processes and sweeps that are killed, frozen, damaged; every architecture trained; what
+# runs lm-eval. One test at a time: the processes have patience of seconds with each other.
+test-long: .venv/.installed .venv/.installed-eval
 	$(BIN)/python -m pytest -m long
 
 chaos: .venv/.installed
@@ -64,6 +64,10 @@ format: .venv/.installed-lint
 
 .venv/.installed-lint: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,lint)
+	touch $@
+
+.venv/.installed-eval: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,eval)
 	touch $@
 
 .venv/.installed-browser: .venv/.installed pyproject.toml

@@ -242,6 +242,30 @@ def get_config() -> ConfigDict:
     c.eval.judge.longest_wait_seconds = 120.0  # Of that; an endpoint that asks for a longer one ends the suite.
     c.eval.judge.usd_per_million_tokens_in = placeholder(float)  # Prices; None: tokens are printed, and no cost.
     c.eval.judge.usd_per_million_tokens_out = placeholder(float)
+    c.eval.harness = ConfigDict()  # Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval").
+    # Any of lm-eval's tasks and groups, see `lm-eval ls tasks`; these are the paper's.
+    c.eval.harness.tasks = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+    c.eval.harness.num_fewshot = placeholder(int)  # Examples in a prompt; None: as the task says, 0 for those above.
+    c.eval.harness.limit = placeholder(int)  # Of each task only so many questions, the first; None: all.
+    # Folder of JSON lines for the tasks above, <task>_test.jsonl and, for examples, <task>_train.jsonl (plain, .gz,
+    # .zst, .xz; fields: difftx/evals/harness_data.py). None: data from the Hugging Face hub, as of other tasks.
+    c.eval.harness.data_path = placeholder(str)
+    c.eval.harness.include_path = placeholder(str)  # Folder of lm-eval's YAML files of other tasks.
+    # What is longer than the context: True: cut at its left, as lm-eval's own models do, and counted; False: an error.
+    c.eval.harness.truncate = False
+    c.eval.harness.seed = 1234  # Of the examples in prompts, and of samples where a task wants them; below 2**32.
+    # Suite math: word problems, answered in words (ICLR camera-ready, appendix C; extra "eval").
+    c.eval.math = ConfigDict()
+    # Files of JSON lines (plain, .gz, .zst, .xz) in the published fields of a format (difftx/evals/math_formats.py):
+    # ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train": "gsm8k_train.jsonl",
+    #   "train_format": None}, …). train: demonstrations, None: no file; train_format: of that file, None: as test.
+    c.eval.math.tasks = ()
+    c.eval.math.shots = 4  # Demonstrations of a prompt, the same for all questions; 0: none.
+    c.eval.math.chain_of_thought = True  # Demonstrations with their solutions, or a nudge; False: answers alone.
+    c.eval.math.questions = placeholder(int)  # Of each test file only so many, drawn by the seed; None: all.
+    c.eval.math.new_tokens = 16_384  # Of an answer, at most, as far as the context holds them.
+    c.eval.math.temperature = 0.0  # 0 takes the most likely token.
+    c.eval.math.seed = 0  # Of demonstrations, questions and samples; below 2**32.
 
     c.logging = ConfigDict()
     c.logging.every_steps = 10  # A line of metrics.jsonl.

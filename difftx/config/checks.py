@@ -18,6 +18,14 @@ def require_seed(group: str, seed: int) -> None:
         raise UserError(f"{group}.seed={seed} must lie in 0 … 2**32 - 1")
 
 
+def require_distinct_names(field: str, names: Sequence[str]) -> None:
+    """Raise `UserError` for a name that two groups of a list have."""
+    for name in names:
+        if names.count(name) > 1:
+            what = field.rpartition(".")[2]
+            raise UserError(f"{field}: {names.count(name)} {what} are named {name!r}; names must differ")
+
+
 def require_weights(field: str, names: Sequence[str], weights: Sequence[float]) -> None:
     """Raise `UserError` unless each of `names` has a weight, and one is above 0."""
     if len(weights) != len(names):

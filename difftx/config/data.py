@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from difftx.config.checks import require_positive, require_seed, require_weights
+from difftx.config.checks import require_distinct_names, require_positive, require_seed, require_weights
 from difftx.errors import UserError
 
 SYNTHETIC = "synthetic:"  # Of a data path: a task of difftx/data/synthetic.py.
@@ -93,9 +93,7 @@ class DataConfig:
         if self.sources and self.path is not None:
             raise UserError(f"data.path={self.path!r} and data.sources are both set; set data.path to None")
         names = [source.name for source in self.sources]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"data.sources: {names.count(name)} sources are named {name!r}; names must differ")
+        require_distinct_names("data.sources", names)
         if self.sources:
             require_weights("data.sources", names, [source.weight for source in self.sources])
         start = 0

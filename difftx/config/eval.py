@@ -6,7 +6,7 @@ import urllib.parse
 from typing import Literal
 
 from difftx.config.architectures import Granularity
-from difftx.config.checks import require_positive, require_seed
+from difftx.config.checks import require_distinct_names, require_positive, require_seed
 from difftx.errors import UserError
 
 
@@ -84,7 +84,7 @@ class IclConfig:
             require_positive("eval.icl", "shots", count)
         if not self.orders or len(set(self.orders)) < len(self.orders):
             raise UserError(f"eval.icl.orders={self.orders}: give 'random', 'alternating' or both")
-        _require_names("eval.icl.tasks", "tasks", [task.name for task in self.tasks])
+        require_distinct_names("eval.icl.tasks", [task.name for task in self.tasks])
         require_seed("eval.icl", self.seed)
 
 
@@ -120,7 +120,7 @@ class HallucinationConfig:
     def __post_init__(self):
         for name in ("samples", "support_words"):
             require_positive("eval.hallucination", name, getattr(self, name))
-        _require_names("eval.hallucination.sets", "sets", [one.name for one in self.sets])
+        require_distinct_names("eval.hallucination.sets", [one.name for one in self.sets])
         for one in self.sets:
             where = f"eval.hallucination.sets, {one.name}"
             if one.name in KINDS:
@@ -252,6 +252,71 @@ class GradientsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """Group `eval.harness`."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None
+    limit: int | None
+    data_path: str | None
+    include_path: str | None
+    truncate: bool
+    seed: int
+
+    def __post_init__(self):
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"eval.harness.tasks={self.tasks}: name one at least, and each once")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise UserError(f"eval.harness.num_fewshot={self.num_fewshot} must not be negative")
+        if self.limit is not None:
+            require_positive("eval.harness", "limit", self.limit)
+        require_seed("eval.harness", self.seed)
+
+
+MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathTaskConfig:
+    """An entry of `eval.math.tasks`."""
+
+    name: str
+    format: MathFormat
+    test: str
+    train: str | None
+    train_format: MathFormat | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathConfig:
+    """Group `eval.math`."""
+
+    tasks: tuple[MathTaskConfig, ...]
+    shots: int
+    chain_of_thought: bool
+    questions: int | None
+    new_tokens: int
+    temperature: float
+    seed: int
+
+    def __post_init__(self):
+        require_positive("eval.math", "new_tokens", self.new_tokens)
+        if self.questions is not None:
+            require_positive("eval.math", "questions", self.questions)
+        for name in ("shots", "temperature"):
+            if getattr(self, name) < 0:
+                raise UserError(f"eval.math.{name}={getattr(self, name)} must not be negative")
+        require_distinct_names("eval.math.tasks", [task.name for task in self.tasks])
+        for task in self.tasks:
+            if self.shots and task.train is None:
+                raise UserError(
+                    f"eval.math.tasks, task {task.name!r}: eval.math.shots={self.shots} demonstrations need a file, "
+                    "train; name it, or use eval.math.shots=0"
+                )
+        require_seed("eval.math", self.seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Group `eval`."""
 
@@ -273,6 +338,8 @@ class EvalConfig:
     gradients: GradientsConfig
     hallucination: HallucinationConfig
     judge: JudgeConfig
+    harness: HarnessConfig
+    math: MathConfig
 
     def __post_init__(self):
         for name in (
@@ -288,12 +355,6 @@ class EvalConfig:
             raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
         if self.sample_temperature < 0:
             raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
-
-
-def _require_names(field: str, what: str, names: list[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{field}: {names.count(name)} {what} are named {name!r}; names must differ")
 
 
 def _is_plain_url(text: str) -> bool:

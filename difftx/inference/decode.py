@@ -86,8 +86,8 @@ class Tokens:
 
     @classmethod
     def of(cls, rows: list[list[int]], count: int, chunk: int) -> "Tokens":
-        """Pad `rows`, each one segment, to whole chunks, and to `count` rows."""
-        length = -(-max(map(len, rows)) // chunk) * chunk
+        """Pad `rows`, each one segment, to whole chunks, one at least, and to `count` rows."""
+        length = -(-max(1, *map(len, rows)) // chunk) * chunk
         tokens_BT = np.zeros((count, length), np.int32)
         segment_BT = np.full((count, length), EMPTY, np.int32)
         for row, tokens in enumerate(rows):

@@ -1,0 +1,105 @@
+"""Suite harness against a slow scoring of the same items: one choice at a time, by the training pass over its row.
+
+python benchmarks/harness.py --workdir=RUN [--eval.harness.data_path=FOLDER …]
+
+Prints accuracies of both, the largest difference of a log-likelihood, and seconds. What does not fit the context is cut
+at its left in both.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from difftx import evals
+from difftx.config_reader import override, split_group_overrides
+from difftx.data.progress import Work
+from difftx.errors import run_command
+from difftx.evals import harness, harness_model
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.requests import Tokens
+from difftx.inference.score import Score
+from difftx.report.commands import load_params
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.run import Run, read_config
+from difftx.training.state import graph
+
+
+class SlowScorer:
+    """In place of `score_all`."""
+
+    def __init__(self, evaluation: Evaluation):
+        graphdef = graph(evaluation.run.config)
+        self._logits = jax.jit(lambda params, row: nnx.merge(graphdef, params)(row)[0])
+        self.scores: dict[tuple[Tokens, Tokens], Score] = {}
+
+    def __call__(self, evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
+        """Return the scores; what was asked before is known."""
+        for pair in evaluation.work.track(pairs, what, len(pairs)):
+            if pair not in self.scores:
+                self.scores[pair] = self._score(evaluation.params, *pair)
+        return [self.scores[pair] for pair in pairs]
+
+    def _score(self, params, context: Tokens, continuation: Tokens) -> Score:
+        tokens = [*context, *continuation]
+        width = max(64, 2 ** (len(tokens) - 2).bit_length())  # Few programs are compiled.
+        row = np.zeros((1, width), np.int32)
+        row[0, : len(tokens) - 1] = tokens[:-1]
+        logits_TV = np.asarray(self._logits(params, row))[0, len(context) - 1 : len(tokens) - 1].astype(np.float64)
+        largest_T1 = logits_TV.max(axis=1, keepdims=True)
+        log_p_TV = logits_TV - largest_T1 - np.log(np.exp(logits_TV - largest_T1).sum(axis=1, keepdims=True))
+        places = np.arange(len(continuation)), list(continuation)
+        return Score(float(log_p_TV[places].sum()), bool((logits_TV[places] == largest_T1[:, 0]).all()))
+
+
+def main() -> int:
+    """Read the flags and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdir", type=Path, required=True)
+    args, rest = parser.parse_known_args()
+    changes = {"eval.harness.truncate": "true"} | split_group_overrides(rest, ("eval", "mesh"))
+    run = Run.open(override(read_config(args.workdir), changes), args.workdir)
+    step = Checkpointer(args.workdir).newest()
+    assert step is not None, "no checkpoint"
+    fast: dict[tuple[Tokens, Tokens], Score] = {}
+    original = harness_model.score_all
+
+    def noting(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
+        scores = original(evaluation, pairs, what=what)
+        fast.update(zip(pairs, scores, strict=True))
+        return scores
+
+    params, start = load_params(run, step), time.perf_counter()
+    harness_model.score_all = noting
+    with Work() as work:
+        result = evals.evaluate(run, params, step, ["harness"], work)["harness"]
+        seconds, start = time.perf_counter() - start, time.perf_counter()
+        evaluation = Evaluation(run, params, work)
+        with jax.set_mesh(run.mesh):
+            slow = harness_model.score_all = SlowScorer(evaluation)
+            again = harness.evaluate(evaluation)
+    slow_seconds = time.perf_counter() - start
+    questions, truncated = sum(result.details["questions"].values()), result.details["truncated_requests"]
+    print(f"step {step}; {questions} questions, {len(fast)} different choices, {truncated} cut")
+    print(f"suite {seconds:.0f} s, one at a time {slow_seconds:.0f} s, load {os.getloadavg()[0]:.1f}")
+    for name, value in result.numbers.items():
+        same = "equal" if value == again.numbers[name] else "DIFFERS"
+        print(f"{name:<32}{value:.6f}  {again.numbers[name]:.6f}  {same}")
+    worst = max(abs(fast[pair].loglikelihood - slow.scores[pair].loglikelihood) for pair in fast)
+    greedy = sum(fast[pair].is_greedy != slow.scores[pair].is_greedy for pair in fast)
+    print(f"largest difference of a log-likelihood {worst:.2e} nats; {greedy} differ in whether they are greedy")
+    assert dataclasses.asdict(result) == dataclasses.asdict(again)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,169 @@
+"""Suite `harness`: tasks of EleutherAI's lm-eval, its own or others (arXiv 2410.05258: Tables 1 and 8)."""
+
+import difflib
+import functools
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftx.config import Config
+from difftx.config.eval import HarnessConfig
+from difftx.data.readers import import_extra
+from difftx.errors import UserError, did_you_mean
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.harness_data import data_files
+from difftx.evals.result import Heatmap, Result
+from difftx.training.run import Run
+
+LOCAL_TASKS = Path(__file__).parent / "harness_tasks"
+BOOTSTRAPS = 1000  # For errors of what is no mean, such as F1; lm-eval's 100,000 take minutes.
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Run lm-eval's tasks on the model; `<task>_<metric>` and its standard error are lm-eval's.
+
+    `average_acc` is the mean accuracy over `eval.harness.tasks`, `average_acc_norm` that of choices by likelihood a
+    character, where a task has it.
+
+    Raises:
+        UserError: lm-eval is not installed, a task or its data cannot be had, or a request does not fit the context.
+    """
+    settings = evaluation.run.config.eval.harness
+    manager, tasks = load_tasks(settings)
+    from difftx.evals.harness_model import HarnessModel  # Needs lm-eval, which is there by now.
+
+    model = HarnessModel(evaluation)
+    found = import_extra("lm_eval", "eval").simple_evaluate(
+        model,
+        tasks=list(tasks.values()),
+        task_manager=manager,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        bootstrap_iters=BOOTSTRAPS,
+        log_samples=False,
+        random_seed=None,  # Of the process: nothing of ours shall depend on a suite.
+        numpy_random_seed=None,
+        torch_random_seed=None,
+        fewshot_random_seed=settings.seed,
+    )
+    return _result(list(tasks), found, model.truncated)
+
+
+def needs(run: Run) -> None:
+    """Raise `UserError` where lm-eval, a task or its data cannot be had."""
+    load_tasks(run.config.eval.harness)
+
+
+def files(config: Config) -> list[Path]:
+    """Return the files that the suite reads beside the run's own data."""
+    settings = config.eval.harness
+    data = [] if settings.data_path is None else data_files(settings.data_path, settings.tasks)
+    others = [] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*"))
+    return data + [path for path in others if path.suffix in (".yaml", ".py")]
+
+
+def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
+    """Return lm-eval's task manager, and its tasks and groups by name, with their data.
+
+    Raises:
+        UserError: lm-eval is not installed, there is no such task, or its data cannot be had.
+    """
+    for module in ("lm_eval", "datasets"):
+        import_extra(module, "eval")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # It narrates every default and override.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Its bootstrap would fork, which threads of JAX do not survive.
+    for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
+        if path is not None and not Path(path).is_dir():
+            raise UserError(f"eval.harness.{field}={path}: no such folder")
+    manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, own=False)
+    if not set(settings.tasks) <= set(manager.all_tasks):
+        manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, own=True)
+    tasks = {}
+    for name in settings.tasks:
+        if name not in manager.all_tasks:
+            raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{_near(name, manager.all_tasks)}")
+        tasks |= _load(manager, name)
+    return manager, tasks
+
+
+@functools.cache
+def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, own: bool) -> Any:
+    """Return a task manager; `own`: that knows lm-eval's own tasks, which takes it half a minute to read."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [] if data_path is None else [LOCAL_TASKS]
+    folders += [] if include_path is None else [Path(include_path)]
+    metadata = None if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
+    return TaskManager(include_path=folders, include_defaults=own, metadata=metadata)
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """Return the hint for a wrong name, but not a list of thousands."""
+    return did_you_mean(name, known) if difflib.get_close_matches(name, known, n=1, cutoff=0.5) else ""
+
+
+def _load(manager: Any, name: str) -> dict[str, Any]:
+    """Return the group of a name, or its tasks; a tag has several."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        loaded = manager.load([name])
+    except (OSError, DatasetsError) as error:
+        raise UserError(
+            f"eval.harness.tasks: the data of {name!r} cannot be had from the Hugging Face hub ({error}); leave it "
+            "out, or read it from files, eval.harness.data_path"
+        ) from error
+    for task in loaded["tasks"].values():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise UserError(
+                f"eval.harness.tasks: {name!r} runs what a model writes, or shows it pictures; leave it out"
+            )
+    groups = loaded["groups"]
+    return {name: groups[name]} if name in groups else loaded["tasks"]
+
+
+def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> Result:
+    """Return what lm-eval found, with the means over `tasks`."""
+    scores = {task: _numbers(values) for task, values in found["results"].items()}
+    rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Not all groups have a mean.
+    numbers = {}
+    if rows:
+        numbers["average_acc"] = float(np.mean([row["acc"] for row in rows.values()]))
+        numbers["average_acc_norm"] = float(np.mean([row.get("acc_norm", row["acc"]) for row in rows.values()]))
+    for task, values in scores.items():
+        numbers |= {f"{task}_{metric}": value for metric, value in values.items()}
+    table = Heatmap(
+        name="harness",
+        title="Accuracy of lm-eval's tasks",
+        x_label="by likelihood (acc), by likelihood a character (acc_norm)",
+        y_label="task",
+        x=["acc", "acc_norm"],
+        y=list(rows),
+        values=[[row.get("acc"), row.get("acc_norm")] for row in rows.values()],
+        value_label="accuracy",
+        low=0.0,
+        high=1.0,
+    )
+    details = {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "questions": {task: counts["effective"] for task, counts in found["n-samples"].items()},
+        "examples_in_a_prompt": found["n-shot"],
+        "versions_of_tasks": found["versions"],
+        "truncated_requests": truncated,
+    }
+    return Result(numbers=numbers, details=details, charts=[table] if rows else [])
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return a task's numbers by metric, and by filter where there are several: lm-eval's "acc,none" is "acc"."""
+    parts = ((name.partition(","), value) for name, value in values.items())
+    return {
+        metric if filtered == "none" else f"{metric}_{filtered}": float(value)
+        for (metric, comma, filtered), value in parts
+        if comma and isinstance(value, int | float | np.number)
+    }

@@ -1,0 +1,107 @@
+"""Suite `math`: word problems, their answers' equivalence and length (arXiv 2410.05258, ICLR camera-ready, App. C)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from difftx.data.readers import import_extra
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.math_answers import is_right
+from difftx.evals.math_prompts import STOP, MathItem, MathTask
+from difftx.evals.result import LineChart, Result, Series
+from difftx.evals.resume import resumable
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import Sampling
+from difftx.training.run import Run
+
+PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+SHOWN = 3  # Answers of a task that its result keeps,
+SHOWN_CHARACTERS = 4000  # so much of each.
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Write an answer to each problem; accuracy is the share that ends with the right one, of a task and of all tasks.
+
+    Of the answers also the tokens, and the share that had not ended at the limit.
+
+    Raises:
+        UserError: math-verify is not installed, there is no task, or its files or the context do not serve.
+    """
+    numbers, details, lines = {}, {}, []
+    tasks = tasks_of(evaluation.run)
+    for task in tasks:
+        answers = _answers(evaluation, task)
+        right = np.array([answer["right"] for _, answer in answers], np.float64)
+        lengths = np.array([answer["tokens"] for _, answer in answers], np.float64)
+        percentiles = [float(value) for value in np.percentile(lengths, PERCENTILES)]
+        numbers |= {
+            f"{task.name}_accuracy": float(np.mean(right)),
+            f"{task.name}_tokens": float(np.mean(lengths)),
+            f"{task.name}_truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
+        }
+        details[task.name] = {
+            "problems": len(answers),
+            "accuracy_stderr": float(np.std(right, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else None,
+            "tokens_by_percentile": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
+            "least_tokens_allowed": min(task.room(item) for item in task.items),
+            "first": [_shown(item, answer) for item, answer in answers[:SHOWN]],
+        }
+        lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
+    means = {f"average_{what}": _mean(numbers, tasks, what) for what in ("accuracy", "tokens", "truncated")}
+    chart = LineChart(
+        name="math_tokens",
+        title="Length of answers",
+        x_label="percentile of answers",
+        y_label="tokens",
+        series=lines,
+    )
+    return Result(numbers={**means, **numbers}, details={"tasks": details}, charts=[chart])
+
+
+def tasks_of(run: Run) -> list[MathTask]:
+    """Return the tasks of the config, read.
+
+    Raises:
+        UserError: math-verify is not installed, there is no task, or its files or the context do not serve.
+    """
+    import_extra("math_verify", "eval")
+    if not run.config.eval.math.tasks:
+        raise UserError("suite 'math': eval.math.tasks is empty; name files of problems, see configs/base.py")
+    return [MathTask(run, config) for config in run.config.eval.math.tasks]
+
+
+def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dict[str, Any]]]:
+    settings = evaluation.run.config.eval.math
+    sampling = Sampling(repetition_penalty=None, temperature=settings.temperature, top_k=None, top_p=None)
+
+    def answer(items: Sequence[MathItem]) -> list[dict[str, Any]]:
+        requests = [Request(prompt=item.prompt, new_tokens=task.room(item), seed=item.seed) for item in items]
+        completions = generate(evaluation.lm, requests, sampling, stop=STOP)
+        return [
+            {
+                "text": completion.text,
+                "tokens": len(completion.tokens),
+                "ended_by": completion.ended_by,
+                "right": is_right(completion.text, item.problem),
+            }
+            for item, completion in zip(items, completions, strict=True)
+        ]
+
+    rows = evaluation.run.microbatch_rows
+    return list(resumable(evaluation, task.items, answer, what=f"problems of {task.name}", batch_items=rows))
+
+
+def _mean(numbers: dict[str, float], tasks: Sequence[MathTask], what: str) -> float:
+    return float(np.mean([numbers[f"{task.name}_{what}"] for task in tasks]))
+
+
+def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "problem": item.problem.name,
+        **answer,
+        "text": answer["text"][:SHOWN_CHARACTERS],
+        "right_answer": item.problem.answer,
+    }

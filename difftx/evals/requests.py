@@ -1,0 +1,106 @@
+"""Likelihoods and completions that somebody else's tasks ask for: many, repeated, resumed after a kill."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.resume import resumable
+from difftx.files import json_sha256
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import Sampling
+from difftx.inference.score import Item, Score, loglikelihoods
+
+CONTINUATIONS = 64  # Of one context that make an item; a text's windows all follow <|endoftext|>.
+ITEMS_A_ROW = 8  # That go together: of many, rows of like lengths are found, and few are lost by a kill.
+
+type Tokens = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choices:
+    """A context and what may follow it, whose likelihoods are asked for."""
+
+    context: Tokens
+    continuations: tuple[Tokens, ...]
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Its name in a journal."""
+        return json_sha256([self.context, self.continuations])
+
+    @property
+    def tokens(self) -> int:
+        """Of context and longest continuation."""
+        return len(self.context) + max(map(len, self.continuations))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A prompt to complete, and how."""
+
+    prompt: Tokens
+    new_tokens: int  # At most.
+    stop: tuple[str, ...]
+    sampling: Sampling
+    seed: int
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Its name in a journal."""
+        return json_sha256(dataclasses.asdict(self))
+
+
+def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
+    """Return how likely the second of each pair is after the first.
+
+    Args:
+        evaluation: whose model scores, and whose journal keeps what is done.
+        pairs: context and continuation, a token each at least, both in the model's context.
+        what: they are, for the display.
+    """
+    by_context: dict[Tokens, dict[Tokens, None]] = {}
+    for context, continuation in pairs:
+        by_context.setdefault(context, {})[continuation] = None
+    items = [
+        _Choices(context, part)
+        for context, continuations in by_context.items()
+        for part in itertools.batched(continuations, CONTINUATIONS)
+    ]
+    items.sort(key=lambda item: -item.tokens)  # The longest first: if memory does not do, it shows at once.
+    rows = evaluation.run.microbatch_rows
+
+    def answer(batch: Sequence[_Choices]) -> list[list[Score]]:
+        asked = [Item(item.context, continuation) for item in batch for continuation in item.continuations]
+        scores = iter(loglikelihoods(evaluation.lm, asked, batch_rows=rows))
+        return [list(itertools.islice(scores, len(item.continuations))) for item in batch]
+
+    found = {}
+    for item, scores in resumable(evaluation, items, answer, what=what, batch_items=rows * ITEMS_A_ROW):
+        for continuation, score in zip(item.continuations, scores, strict=True):
+            found[item.context, continuation] = Score(*score)
+    return [found[pair] for pair in pairs]
+
+
+def complete_all(evaluation: Evaluation, wanted: Sequence[Wanted], *, what: str) -> list[str]:
+    """Return what follows each prompt, up to the first of its stop strings.
+
+    Args:
+        evaluation: whose model writes, and whose journal keeps what is done.
+        wanted: prompts that fit the model's context together with their new tokens.
+        what: they are, for the display.
+    """
+    texts: dict[Wanted, str] = {}
+    alike: dict[tuple[Sampling, tuple[str, ...]], list[Wanted]] = {}
+    for item in dict.fromkeys(wanted):
+        alike.setdefault((item.sampling, item.stop), []).append(item)
+    for (sampling, stop), items in alike.items():
+
+        def answer(batch: Sequence[Wanted], sampling: Sampling = sampling, stop: Sequence[str] = stop) -> list[str]:
+            requests = [Request(prompt=item.prompt, new_tokens=item.new_tokens, seed=item.seed) for item in batch]
+            return [completion.text for completion in generate(evaluation.lm, requests, sampling, stop=stop)]
+
+        items.sort(key=lambda item: -len(item.prompt))  # The longest first, as above.
+        texts |= resumable(evaluation, items, answer, what=what, batch_items=evaluation.run.microbatch_rows)
+    return [texts[item] for item in wanted]

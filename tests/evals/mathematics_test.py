@@ -1,0 +1,366 @@
+"""Suite `math`: published formats, prompts, answers that are right in whatever form, lengths.
+
+What needs math-verify itself is long, as `make test-long` installs it, and skipped where the extra is not installed.
+"""
+
+import gzip
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from report.suites_test import save_run
+
+from difftx import evals
+from difftx.config_reader import load_config, override
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+from difftx.evals.math_answers import final_answer, is_right
+from difftx.evals.math_formats import Problem, last_boxed, read_problems
+from difftx.evals.math_prompts import NUDGE, STOP, MathTask
+from difftx.inference.decode import LanguageModel
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY
+from difftx.report.commands import load_params
+from difftx.training.run import Run
+
+# Lines in the fields of the published sets, and what they say.
+PUBLISHED = {
+    "gsm8k": (
+        {"question": "Two and 3?", "answer": "It is 2 + 3 = <<2+3=5>>5.\n#### 1,005"},
+        ("Two and 3?", "It is 2 + 3 = 5.", "1,005"),
+    ),
+    "math": (
+        {"problem": "Half of $x$?", "solution": "So \\boxed{\\frac{x}{2}}.", "answer": "\\frac{x}{2}", "level": 1},
+        ("Half of $x$?", "So \\boxed{\\frac{x}{2}}.", "\\frac{x}{2}"),
+    ),
+    "svamp": (
+        {"ID": "chal-1", "Body": "Ann has 8 pens.", "Question": "How many are left of 3?", "Equation": "( 8.0 - 3.0 )",
+         "Answer": 5.0, "Type": "Subtraction"},
+        ("Ann has 8 pens. How many are left of 3?", "( 8.0 - 3.0 )", "5"),
+    ),
+    "asdiv": (
+        {"body": "Seven red apples and two green apples.", "question": "How many?", "formula": "7+2=9",
+         "answer": "9 (apples)", "solution_type": "Addition"},
+        ("Seven red apples and two green apples. How many?", "7+2=9", "9"),
+    ),
+    "mawps": ({"input": "Joan has 7 shells. How many?", "target": 2.5}, ("Joan has 7 shells. How many?", None, "2.5")),
+    "carp": (
+        {"content": "Factor $x^2-1$.", "steps": "By squares.", "answer": "(x+1)(x-1)"},
+        ("Factor $x^2-1$.", "By squares.", "(x+1)(x-1)"),
+    ),
+    "tabmwp": (
+        {"question": "Is there a shortage?", "choices": ["shortage", "surplus"], "table": "Price | Sold\n$795 | 14",
+         "table_title": None, "solution": "14 is less.", "answer": "surplus", "unit": None, "ans_type": "multi_text"},
+        ("Price | Sold\n$795 | 14\nIs there a shortage?\nOptions: shortage, surplus", "14 is less.", "surplus"),
+    ),
+    "college_math": (
+        {"question": "Solve $2x=1$.", "answer": "x=\\frac{1}{2}", "data_source": "college_math.A"},
+        ("Solve $2x=1$.", None, "x=\\frac{1}{2}"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def math_verify():
+    return pytest.importorskip("math_verify", reason="the extra `eval` is not installed")
+
+
+def write(path, records):
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def sums(count, first=0):
+    return [
+        {"question": f"What is {i} and {3 * i}?", "answer": f"{i} + {3 * i} = {4 * i}\n#### {4 * i}"}
+        for i in range(first, first + count)
+    ]
+
+
+def task_of(test, **changes):
+    return {"name": "sums", "format": "gsm8k", "test": test, "train": None, "train_format": None} | changes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("math")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    write(folder / "test.jsonl.gz", sums(11))
+    write(folder / "train.jsonl", sums(30, 100))
+    return folder
+
+
+def config_of(folder, *tasks, window=512, **changes):
+    data = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
+    data |= {"data.path": folder / "text.txt", "model.num_layers": 1}
+    data["eval.math.tasks"] = json.dumps(tasks or [task_of(f"{folder}/test.jsonl.gz", train=f"{folder}/train.jsonl")])
+    data |= {f"eval.math.{name}": value for name, value in changes.items()}
+    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+
+
+def loaded(config):
+    run = types.SimpleNamespace(config=config, tokenizer=load_tokenizer("bytes"))
+    return [MathTask(run, task) for task in config.eval.math.tasks]
+
+
+def prompts_of(config):
+    return [bytes(item.prompt).decode() for task in loaded(config) for item in task.items]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_fields_are_read(tmp_path, name):
+    record, (question, solution, answer) = PUBLISHED[name]
+    (problem,) = read_problems(write(tmp_path / "a.jsonl", [record]), name, field="f")
+    assert (problem.question, problem.solution, problem.answer) == (question, solution, answer)
+    assert problem.choices == (("shortage", "surplus") if name == "tabmwp" else ())
+
+
+def test_variants_of_published_fields(tmp_path):
+    table = PUBLISHED["tabmwp"][0] | {"choices": None, "table_title": "Sales", "answer": "3/4"}
+    (problem,) = read_problems(write(tmp_path / "a.jsonl", [table]), "tabmwp", field="f")
+    assert problem.question.splitlines()[0] == "Sales"
+    assert (problem.choices, problem.answer, "Options" in problem.question) == ((), "3/4", False)
+    # MATH itself has its answer in the solution alone.
+    record = {"problem": "A", "solution": "First \\boxed{1}, then \\boxed{\\sqrt{2^{3}}}."}
+    (problem,) = read_problems(write(tmp_path / "b.jsonl", [record]), "math", field="f")
+    assert problem.answer == "\\sqrt{2^{3}}"
+    assert last_boxed("none") is None
+    assert last_boxed("open \\boxed{1 + {2}") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gsm8k", {"answer": "It is 5."}, "line 2 has no answer as gsm8k has it, in 'answer'"),
+        ("math", {"problem": 3}, "line 2: problem=3 must be text"),
+        ("svamp", {"Answer": None}, "line 2: Answer=None must be text"),
+        ("asdiv", {"answer": " (apples)"}, "line 2 has no answer as asdiv has it"),
+        ("tabmwp", {"table": ""}, "line 2: table='' must be text"),
+    ],
+)
+def test_mistakes_name_file_and_line(tmp_path, name, change, message):
+    record = PUBLISHED[name][0]
+    path = write(tmp_path / "a.jsonl", [record, record | change])
+    with pytest.raises(UserError, match=message):
+        read_problems(path, name, field="eval.math.tasks, a.test")
+    missing = {field: value for field, value in record.items() if field not in change}
+    with pytest.raises(UserError, match="line 1 has no field"):
+        read_problems(write(tmp_path / "b.jsonl", [missing]), name, field="f")
+
+
+def test_a_prompt_is_demonstrations_and_a_question(folder):
+    prompts = prompts_of(config_of(folder, shots=2))
+    context = prompts[0].removesuffix("Question: What is 0 and 0?\nAnswer:")
+    assert prompts == [f"{context}Question: What is {i} and {3 * i}?\nAnswer:" for i in range(11)]
+    shown = [f"Question: {r['question']}\nAnswer: {r['answer'].split(chr(10))[0]}" for r in sums(30, 100)]
+    assert context.count("Question:") == 2
+    for demonstration in context.removesuffix("\n\n").split("\n\n"):
+        text, _, answer = demonstration.partition(" The answer is ")
+        assert text in shown
+        assert text.endswith(f"= {answer.removesuffix('.')}")
+    assert prompts_of(config_of(folder, shots=2, seed=1))[0] != prompts[0]
+    answers_alone = prompts_of(config_of(folder, shots=2, chain_of_thought="false"))[0]
+    assert "?\nAnswer: The answer is " in answers_alone
+    assert " + " not in answers_alone
+    assert prompts_of(config_of(folder, shots=0))[3] == f"Question: What is 3 and 9?\nAnswer:{NUDGE}"
+    assert prompts_of(config_of(folder, shots=0, chain_of_thought="false"))[3] == "Question: What is 3 and 9?\nAnswer:"
+    assert STOP[0] in context
+    assert len(set(prompts_of(config_of(folder, shots=2, questions=5))) & set(prompts)) == 5
+
+
+def test_demonstrations_of_another_format(folder, tmp_path):
+    test = write(tmp_path / "mawps.jsonl", [PUBLISHED["mawps"][0]])
+    train = write(tmp_path / "math.jsonl", [PUBLISHED["math"][0]])
+    task = task_of(test, format="mawps", train=train, train_format="math")
+    (prompt,) = prompts_of(config_of(folder, task, shots=1))
+    assert prompt.startswith(
+        "Question: Half of $x$?\nAnswer: So \\boxed{\\frac{x}{2}}. The answer is $\\frac{x}{2}$.\n\n"
+    )
+    with pytest.raises(UserError, match="format 'mawps' has no solutions to show"):
+        prompts_of(config_of(folder, task | {"train": test, "train_format": None}, shots=1))
+
+
+def test_mistakes_in_the_config_are_named(folder, tmp_path):
+    config = config_of(folder)
+    test = f"{folder}/test.jsonl.gz"
+    for changes, message in [
+        ({"tasks": json.dumps([task_of(test)])}, "task 'sums': eval.math.shots=4 demonstrations need a file, train"),
+        ({"tasks": json.dumps([task_of(test, train=test)] * 2)}, "2 tasks are named 'sums'"),
+        ({"tasks": json.dumps([task_of(test, format="gsm")])}, "Did you mean 'gsm8k'"),
+        ({"shots": "-1"}, "eval.math.shots=-1 must not be negative"),
+        ({"new_tokens": "0"}, "eval.math.new_tokens=0 must be positive"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            override(config, {f"eval.math.{name}": value for name, value in changes.items()})
+    for changes, message in [
+        ({"shots": 31}, "sums.train=.*train.jsonl: 30 problems, eval.math.shots=31"),
+        (
+            {"window": 192},
+            r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; leave the line out, or use fewer",
+        ),
+        ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; leave the line out$"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            loaded(config_of(folder, **changes))
+
+
+def test_without_math_verify_a_line_says_what_to_install(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"math_verify is not installed: pip install 'difftx\[eval\]'"):
+        evals.check_run(Run.open(config_of(folder), tmp_path), ["math"])
+
+
+def problem(answer, *, latex=False, choices=()):
+    return Problem(name="a", question="b", solution=None, answer=answer, latex=latex, choices=choices)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("1/2", ["The answer is 0.5.", "The answer is $\\frac12$.", "\\boxed{\\frac{2}{4}}", "Just 1/2"], ["2", ".51"]),
+        ("1,005", ["The answer is 1005.", "The answer is $1,005.", "= 1005 dollars"], ["The answer is 1.005", ""]),
+        ("18", ["3 * 6 = 18. The answer is 18.", "The answer is 18.0", "#### 18", "The answer is 3. The answer is 18"],
+         ["The answer is 8.", "18 no, 19. The answer is 19.", "The answer is -18"]),
+    ],
+)  # fmt: skip
+def test_equivalent_numbers_are_right(math_verify, answer, right, wrong):
+    assert [is_right(text, problem(answer)) for text in right] == [True] * len(right)
+    assert [is_right(text, problem(answer)) for text in wrong] == [False] * len(wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("\\frac12", ["The answer is 0.5.", "The answer is \\frac{1}{2}", "\\boxed{1/2}"], ["The answer is $2$."]),
+        ("(x+1)(x-1)", ["The answer is $x^2-1$.", "\\boxed{(x-1)(x+1)}", "The answer is x^2 - 1."], ["\\boxed{x^2+1}"]),
+        ("\\text{Evelyn}", ["The answer is Evelyn.", "\\boxed{\\text{Evelyn}}"], ["The answer is Eve.", "Evelyn"]),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", ["The answer is $(3, \\pi/2)$."], ["The answer is $(3, \\pi)$."]),
+    ],
+)  # fmt: skip
+def test_equivalent_expressions_are_right(math_verify, answer, right, wrong):
+    assert [is_right(text, problem(answer, latex=True)) for text in right] == [True] * len(right)
+    assert [is_right(text, problem(answer, latex=True)) for text in wrong] == [False] * len(wrong)
+
+
+@pytest.mark.long
+def test_one_of_given_texts_must_be_that_text(math_verify):
+    times = problem("9:30 A.M.", choices=("9:30 A.M.", "9:45 A.M."))
+    assert is_right("So it starts then. The answer is 9:30 a.m.", times)
+    assert not is_right("The answer is 9:45 A.M.", times)
+    assert not is_right("9:30 A.M.", times)
+    assert final_answer("The answer is: yes.\nQuestion") == "yes"
+
+
+@pytest.mark.long
+def test_an_endless_comparison_is_wrong(math_verify, monkeypatch):
+    monkeypatch.setattr("difftx.evals.math_answers.SECONDS", 1)
+    assert not is_right("The answer is 9^9^9^9", problem("5"))
+
+
+def evaluated(config, workdir):
+    return evals.evaluate(Run.open(config, workdir), None, 3, ["math"])["math"]
+
+
+class Writer:
+    """In place of `generate`: reads the question and writes; dies before a call."""
+
+    def __init__(self, monkeypatch, write):
+        self.write, self.asked, self.die_at = write, [], None
+        monkeypatch.setattr("difftx.evals.mathematics.generate", self)
+
+    def __call__(self, lm, requests, sampling, *, stop):
+        if len(self.asked) == self.die_at:
+            raise Killed
+        assert stop == STOP
+        completions = []
+        for request in requests:
+            question = bytes(request.prompt).decode().rpartition("Question: ")[2].partition("\nAnswer:")[0]
+            self.asked.append(question)
+            text = self.write(question)
+            tokens = list(text.encode())[: request.new_tokens]
+            ended_by = "limit" if len(tokens) == request.new_tokens else "stop string"
+            completions.append(types.SimpleNamespace(text=bytes(tokens).decode(), tokens=tokens, ended_by=ended_by))
+        return completions
+
+
+class Killed(BaseException):
+    pass
+
+
+def published_tasks(folder):
+    return [
+        task_of(write(folder / f"{name}.jsonl", [record]), name=name, format=name)
+        for name, (record, _) in PUBLISHED.items()
+    ]
+
+
+@pytest.mark.long
+def test_an_oracle_scores_1_in_every_format_and_a_wrong_answer_0(math_verify, folder, tmp_path, monkeypatch):
+    config = config_of(folder, *published_tasks(tmp_path), shots=0, window=1024)
+    answers = {question: answer for _, (question, _, answer) in PUBLISHED.values()}
+    for answer_to, score in ((answers.get, 1), (lambda question: "1234", 0)):
+        Writer(monkeypatch, lambda question, answer_to=answer_to: f" Well. The answer is {answer_to(question)}.")
+        result = evaluated(config, tmp_path / f"run{score}")
+        assert {name: result.numbers[f"{name}_accuracy"] for name in PUBLISHED} == dict.fromkeys(PUBLISHED, score)
+        assert result.numbers["average_accuracy"] == score
+        assert result.details["tasks"]["mawps"]["first"][0]["right_answer"] == "2.5"
+
+
+@pytest.mark.long
+def test_lengths_accuracy_and_a_kill(math_verify, folder, tmp_path, monkeypatch):
+    """Every third answer is wrong, and answer i takes 20 + 30 i characters, up to the limit."""
+
+    def write(question):
+        i = int(question.split()[2])
+        return f"{'x' * 30 * i} The answer is {4 * i + (i % 3 == 0):4}."
+
+    config = config_of(folder, shots=1, new_tokens=250)
+    whole = Writer(monkeypatch, write)
+    expected = evaluated(config, tmp_path / "whole")
+    lengths = np.minimum(20 + 30 * np.arange(11), 250)
+    assert expected.numbers == {
+        "sums_accuracy": pytest.approx(np.mean([i % 3 != 0 and 20 + 30 * i <= 250 for i in range(11)])),
+        "sums_tokens": pytest.approx(np.mean(lengths)),
+        "sums_truncated": pytest.approx(np.mean([20 + 30 * i >= 250 for i in range(11)])),
+    } | {f"average_{what}": expected.numbers[f"sums_{what}"] for what in ("accuracy", "tokens", "truncated")}
+    details = expected.details["tasks"]["sums"]
+    assert details["tokens_by_percentile"]["50"] == np.median(lengths)
+    assert expected.charts[0].series[0].y == [np.percentile(lengths, p) for p in expected.charts[0].series[0].x]
+    assert details["least_tokens_allowed"] == 250
+
+    killed = Writer(monkeypatch, write)
+    killed.die_at = 8  # Batches are of eight.
+    with pytest.raises(Killed):
+        evaluated(config, tmp_path / "killed")
+    killed.die_at = None
+    assert evaluated(config, tmp_path / "killed") == expected
+    assert killed.asked == whole.asked
+    assert [path.name for path in (tmp_path / "killed" / "evals" / "math").iterdir()] == ["3.json"]
+
+
+@pytest.mark.long
+def test_a_real_model_writes_what_it_writes_alone(math_verify, folder, tmp_path):
+    config = config_of(folder, shots=1, questions=3, new_tokens=20)
+    run = save_run(config, tmp_path / "run", (900,))
+    params = load_params(run, 900)
+    result = evals.evaluate(run, params, 900, ["math"])["math"]
+    (task,) = loaded(config)
+    lm = LanguageModel(config, run.mesh, params, run.tokenizer)
+    for item, shown in zip(task.items, result.details["tasks"]["sums"]["first"], strict=True):
+        (alone,) = generate(lm, [Request(prompt=item.prompt, new_tokens=20, seed=0)], GREEDY, stop=STOP)
+        assert (shown["text"], shown["tokens"], shown["ended_by"]) == (alone.text, len(alone.tokens), alone.ended_by)
+
+
+def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
+    path = write(tmp_path / "test.jsonl", sums(4))
+    run = Run.open(config_of(folder, task_of(path), shots=0), tmp_path)
+    before = evals.settings(run, "math")
+    assert evals.settings(run, "math") == before
+    write(tmp_path / "test.jsonl", sums(5))
+    assert evals.settings(run, "math") != before
