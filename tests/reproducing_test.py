@@ -20,7 +20,7 @@ FILES = {
     '"question": "input", "answers": "answers", "new_tokens": 32}]',
     "tasks.json": '[{"name": "a", "train": "a", "test": "b", "text": "text", "label": "label", "text_word": "Q", '
     '"label_word": "A"}]',
-    "math.json": '[{"name": "gsm8k", "format": "gsm8k", "test": "a", "train": null, "train_format": null}]',
+    "math.json": '[{"name": "gsm8k", "format": "gsm8k", "test": "a", "train": "b", "train_format": null}]',
 }
 
 

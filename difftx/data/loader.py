@@ -5,6 +5,7 @@ neither on the number of processes nor on the mesh. grain does the shuffling (`s
 """
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ class HostSlice:
     rows_here: np.ndarray  # Ascending.
 
     def __len__(self) -> int:
-        return len(self.examples) // self.rows * len(self.rows_here)
+        # Without end is sys.maxsize, and grain adds to it: a half does where a batch is one row.
+        return min(len(self.examples) // self.rows * len(self.rows_here), sys.maxsize // 2)
 
     def __getitem__(self, index: int) -> Row:
         batch, row = divmod(index, len(self.rows_here))

@@ -17,8 +17,9 @@ Item = TypeVar("Item")
 class Work:
     """Shows tasks, one within the other, each with the share that is done and the time left. A context manager."""
 
-    def __init__(self, *, enabled: bool = True):
-        """Start a display; one that is not `enabled` shows nothing."""
+    def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None):
+        """Start a display; one that is not `enabled` shows nothing. `on_advance` is called whenever a part is done."""
+        self._on_advance = on_advance
         self._console = rich.console.Console(stderr=True)
         self._plain = enabled and not self._console.is_terminal
         self._bars = rich.progress.Progress(
@@ -47,6 +48,7 @@ class Work:
         def advance(parts: int) -> None:
             nonlocal done, printed
             done += parts
+            self._on_advance()
             self._bars.update(bar, completed=done)
             now = time.monotonic()
             if self._plain and done < total and now - printed >= LINE_SECONDS:

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import rich
 
 from difftx import kernels
 from difftx.data.loader import Batch, Loader
+from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
@@ -20,7 +22,7 @@ from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, TrainState, make_train_step
 
-Evaluate = Callable[[Run, Any, int, Sequence[str]], Mapping[str, Any]]
+Evaluate = Callable[[Run, Any, int, Sequence[str], Work], Mapping[str, Any]]
 
 
 def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
@@ -126,7 +128,11 @@ def _train(
                 barrier(f"evaluation after step {step}{again}", patience)
                 reporter.flush()
                 with goodput.section("eval"):
-                    results = evaluate(run, state.params, step, config.eval.suites) if guard.tripped is None else {}
+                    # To the watchdog an evaluation that gets on is no step that hangs.
+                    work = Work(enabled=False, on_advance=functools.partial(monitor.beat, step))
+                    suites = config.eval.suites if guard.tripped is None else ()
+                    results = evaluate(run, state.params, step, suites, work)
+                monitor.beat(step)
                 for suite, result in results.items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
                     shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())

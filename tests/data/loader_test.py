@@ -156,3 +156,10 @@ def test_ordered_batches_mask_their_filler(mesh_of):
     assert len(batches) == 7
     np.testing.assert_array_equal(targets[mask > 0], np.arange(1, 50 * LENGTH + 1))
     assert len(list(ordered_batches(rows_of(STORE), limit_tokens=ROWS * LENGTH, **options))) == 1
+
+
+def test_batches_of_one_row():
+    """Examples without end are sys.maxsize long, which leaves grain no room to count batches of one."""
+    rows = grain.MapDataset.source(list(range(10))).map(lambda i: {"tokens": np.array([i])}).repeat()
+    batches = host_batches(HostSlice(rows, 1, np.array([0])), 2)
+    assert [next(batches)["tokens"].tolist() for _ in range(11)] == [[[i % 10]] for i in range(11)]

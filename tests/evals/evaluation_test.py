@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import dataclasses
+import sys
 import types
 
 import jax
@@ -76,14 +77,15 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
     monkeypatch.setattr("difftx.evals.gradients.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
     monkeypatch.setattr("difftx.evals.gradients._sum_and_gradient", lambda *_: jnp.zeros(()))
     monkeypatch.setattr("difftx.evals.gradients._measure", lambda *_: (1.0, 1.0, {}, {}))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # Not installed, so that it does not ask the network for tasks.
     run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
     assert set(evals.FIELDS) == set(evals.SUITES)
     for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
         read = set()
         watched = dataclasses.replace(run, config=copy.copy(run.config))
         object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
-        # Some refuse so short a context, no files, and no values, once they have read what they read.
-        refuses = suite in ("needle", "icl", "hallucination", "attention", "outliers")
+        # Some refuse so short a context, no files, no tasks, and no values, once they have read what they read.
+        refuses = suite in ("needle", "icl", "hallucination", "harness", "math", "attention", "outliers")
         refused = pytest.raises(UserError) if refuses else contextlib.nullcontext()
         with jax.set_mesh(run.mesh), refused:
             evals.SUITES[suite](evals.Evaluation(watched, None, evals.Work(enabled=False)))
