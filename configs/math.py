@@ -34,6 +34,7 @@ def get_config(arg: str = "diff-stage1") -> ConfigDict:
     c.train.steps = 4769  # 2e10 / 4,194,304, rounded up.
     c.checkpoint.every_steps = c.eval.every_steps = 477  # 2B tokens.
     c.checkpoint.keep_every_steps = 477
+    c.eval.math.new_tokens = 1024
     if stage == "stage2":
         c.data.sequence_length = 16_384
         c.data.packing = "best_fit"
@@ -43,4 +44,5 @@ def get_config(arg: str = "diff-stage1") -> ConfigDict:
         c.train.steps = 1908  # 2e9 / 1,048,576, rounded up.
         c.checkpoint.every_steps = c.eval.every_steps = 100
         c.checkpoint.keep_every_steps = 100
+        c.eval.math.new_tokens = 16_384  # As far as the context holds them behind the question.
     return c

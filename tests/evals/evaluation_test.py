@@ -78,6 +78,7 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
     monkeypatch.setattr("difftx.evals.gradients._sum_and_gradient", lambda *_: jnp.zeros(()))
     monkeypatch.setattr("difftx.evals.gradients._measure", lambda *_: (1.0, 1.0, {}, {}))
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # Not installed, so that it does not ask the network for tasks.
+    monkeypatch.setitem(sys.modules, "math_verify", types.ModuleType("math_verify"))  # Installed.
     run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
     assert set(evals.FIELDS) == set(evals.SUITES)
     for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
