@@ -198,7 +198,7 @@ def get_config() -> ConfigDict:
     c.eval.attention.length = placeholder(int)  # Tokens of prompt and answer; None: data.sequence_length.
     c.eval.attention.samples = 20  # Prompts of each depth.
     c.eval.attention.layers = ()  # That numbers, table and drawn maps are means over, from 1; (): all.
-    c.eval.attention.l0_share = 1e-3  # An entry counts as not zero above this share of its row's Σ|a|.
+    c.eval.attention.l0_share = 1e-3  # Pseudo-ℓ0 counts entries above this share of their row's sum of |A|.
     c.eval.attention.shown_queries = 8  # Rows of the map that is drawn: the last tokens of one prompt.
     c.eval.outliers = ConfigDict()  # Suite outliers: magnitudes of attention logits and hidden states (Table 5).
     c.eval.outliers.tokens = 400_000  # At most, of each validation set; two passes.

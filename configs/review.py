@@ -27,6 +27,7 @@ from difftx.errors import did_you_mean
 ARG = "{arm}-{data}"  # What `difftx sweep --grid` fills in.
 
 LOOKING_INSIDE = ("attention", "gradients", "outliers")
+WANT_TEXT = ("attention", "hallucination")  # Left out on retrieval.
 # λ = 1 in all layers, all along. The factor behind the head norm would be 0 then; 0.2 is what λ_init = 0.8 leaves.
 LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
 
@@ -82,7 +83,7 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
         c.data.synthetic.distractors = 768
         c.data.sequence_length = 1024
         c.train.global_batch_tokens = 65_536
-        c.eval.suites = ("exact_match", *arm.suites)
+        c.eval.suites = ("exact_match", *(suite for suite in arm.suites if suite not in WANT_TEXT))
     architectures.choose(c, arm.architecture, heads=16)
     c.model.update(arm.model)
     c.checkpoint.keep_every_steps = c.eval.every_steps  # For suites that are thought of later.

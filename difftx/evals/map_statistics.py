@@ -17,13 +17,15 @@ UNSEEN = -1  # Of a token that the query does not see.
 MAPS = ("map", "a1", "a2")  # What multiplies V, and the two it is the difference of.
 
 
-def row_statistics(rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]) -> dict:
+def row_statistics(
+    rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
+) -> dict[str, jax.Array]:
     """Return name → the mean over heads, float32 `[B]`, of what is measured in one query's row.
 
-    `answer` and its like: Σ w over the part; `answer_signed`: Σ a. `gini`, `entropy` (nats) and `l0`, the share of
-    entries with w > `l0_share`: of the map, and with `_a1` and `_a2` of A1 and A2. `cosine_answer` and `kl_answer`
-    (nats): of A1 and A2, both restricted to the part and normalised to 1; `_with_first`: with position 0, if it lies
-    there. `lambda`.
+    `answer` and its like: Σ w over the part; `answer_signed`: Σ a; `first`: those of position 0. `gini`, `entropy`
+    (nats) and `l0`, the share of entries with w > `l0_share`: of the map, and with `_a1` and `_a2` of A1 and A2, as
+    `first`. `cosine_answer` and `kl_answer` (nats): of A1 and A2, both restricted to the part and normalised to 1;
+    `_with_first`: with position 0, if it lies there. These, A1's and A2's and `lambda` only where the map is A1 - λ A2.
 
     Args:
         rows: of one query for each prompt, C = 1.
