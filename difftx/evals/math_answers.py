@@ -5,14 +5,12 @@ import re
 from difftx.data.readers import import_extra
 from difftx.evals.math_formats import Problem, last_boxed
 
-ANSWER = re.compile(r"answer is:?\s*", re.IGNORECASE)
-SECONDS = (
-    5  # To read an expression, and to compare two: then it is wrong. math-verify takes SIGALRM, in the main thread.
-)
+ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # The second as GSM8K has it.
+SECONDS = 5  # To read an expression, and to compare two: then it is wrong. By SIGALRM, so in the main thread alone.
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return what is in the last \boxed{…}, else in the line after the last "answer is"; None: in neither."""
+    r"""Return what is in the last \boxed{…}, else in a line after "answer is" or "####"; None: nowhere."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
