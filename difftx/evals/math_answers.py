@@ -5,19 +5,17 @@ import re
 from difftx.data.readers import import_extra
 from difftx.evals.math_formats import Problem, last_boxed
 
-ANSWER = re.compile(r"answer is:?\s*(.+)", re.IGNORECASE)
-SECONDS = (
-    5  # To read an expression, and to compare two: then it is wrong. math-verify takes SIGALRM, in the main thread.
-)
+ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # The second as GSM8K has it.
+SECONDS = 5  # To read an expression, and to compare two: then it is wrong. By SIGALRM, so in the main thread alone.
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{…}, or else after the last "answer is"; None: neither is there."""
+    r"""Return what is in the last \boxed{…}, else in a line after "answer is" or "####"; None: nowhere."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
-    found = ANSWER.findall(text)
-    return found[-1].strip().rstrip(".") if found else None
+    *before, last = ANSWER.split(text)
+    return last.partition("\n")[0].strip().rstrip(".") if before else None
 
 
 def is_right(text: str, problem: Problem) -> bool:

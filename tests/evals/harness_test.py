@@ -298,9 +298,9 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
     slow = BruteForce(run, params)
     for pair, (loglikelihood, _) in asked.items():
         assert loglikelihood == pytest.approx(slow(*pair), abs=1e-4)
-    assert (
-        max(len(context) + len(continuation) for context, continuation in asked) == WINDOW + 1
-    )  # The last is a target.
+    texts = [(a.encode(), b.encode()) for task in LOCAL for pairs, _ in questions(folder, task) for a, b in pairs]
+    # The end of what is too long; the last token is only a target.
+    assert set(asked) == {(tuple((a + b)[-WINDOW - 1 : -len(b)]), tuple(b)) for a, b in texts}
     means = {"acc": [], "acc_norm": []}
     for task in LOCAL:
         right = {"acc": [], "acc_norm": []}
@@ -317,14 +317,7 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
         means["acc_norm"].append(np.mean(right["acc" if task in NO_NORM else "acc_norm"]))
     assert result.numbers["average_acc"] == pytest.approx(np.mean(means["acc"]))
     assert result.numbers["average_acc_norm"] == pytest.approx(np.mean(means["acc_norm"]))
-    too_long = [
-        1
-        for task in LOCAL
-        for pairs, _ in questions(folder, task)
-        for a, b in pairs
-        if len((a + b).encode()) > WINDOW + 1
-    ]
-    assert result.details["truncated_requests"] == len(too_long) > 5
+    assert result.details["truncated_requests"] == sum(len(a + b) > WINDOW + 1 for a, b in texts) > 5
     assert result.details["questions"] == dict.fromkeys(LOCAL, 11)
     assert not (tmp_path / "evals" / "harness" / "3.items.jsonl").exists()
 

@@ -202,6 +202,7 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
             {"window": 192},
             r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; leave the line out, or use fewer",
         ),
+        ({"window": 60, "shots": 0}, "line 1: the prompt has 60 tokens"),
         ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; leave the line out$"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -255,6 +256,9 @@ def test_one_of_given_texts_must_be_that_text(math_verify):
     assert not is_right("The answer is 9:45 A.M.", times)
     assert not is_right("9:30 A.M.", times)
     assert final_answer("The answer is: yes.\nQuestion") == "yes"
+    assert final_answer("The answer is no. Wait, the Answer is yes.\nThe end") == "yes"
+    assert final_answer("The answer is no, \\boxed{yes} and \\boxed{yes, {too}}") == "yes, {too}"
+    assert final_answer("no") is None
 
 
 @pytest.mark.long
