@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ class Gradient:
 
     loss: float  # Nats a token.
     norms: dict[str, np.ndarray]  # Of each matrix, `[L]`.
-    cosines: dict[str, np.ndarray]  # Of each pair of matrices, `[L]`.
+    cosines: dict[str, np.ndarray]  # Of each pair of matrices, `[L]`; 0 where a gradient is.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -50,15 +49,16 @@ def evaluate(evaluation: Evaluation) -> Result:
     and by W_K1 and W_K2, averaged over layers: by the maps themselves it is -1 whatever the model does, since
     dL/dA2 = -λ dL/dA1.
     """
-    gradients = {CHECKPOINT: _gradient(evaluation, evaluation.run.config, evaluation.params)}
+    gradients = {CHECKPOINT: _gradient(evaluation, CHECKPOINT, evaluation.run.config, evaluation.params)}
     for name, config in starts(evaluation.run.config).items():
         params = jax.jit(lambda config=config: init_state(config).params)()
-        gradients[name] = _gradient(evaluation, config, params)
+        gradients[name] = _gradient(evaluation, name, config, params)
     numbers, details = {}, {}
     for name, found in gradients.items():
-        numbers[f"{name}_loss"] = found.loss
-        numbers |= {f"{name}_{matrix}_norm": _norm(norm_L) for matrix, norm_L in found.norms.items()}
-        numbers |= {f"{name}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in found.cosines.items()}
+        prefix = name if name == CHECKPOINT else f"initial_{name}"
+        numbers[f"{prefix}_loss"] = found.loss
+        numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in found.norms.items()}
+        numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in found.cosines.items()}
         by_layer = {"norms": found.norms, "cosines": found.cosines}
         details[name] = {kind: {key: x_L.tolist() for key, x_L in of.items()} for kind, of in by_layer.items()}
     charts: list[LineChart | Heatmap] = [_norm_chart(name, found) for name, found in gradients.items()]
@@ -119,18 +119,22 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _gradient(evaluation: Evaluation, config: Config, params: Any) -> Gradient:
+def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) -> Gradient:
     run, graphdef = evaluation.run, graph(config)
     limit, total = config.eval.gradients.tokens, None
-    for name, source in run.data.valid.items():
+    for valid, source in run.data.valid.items():
         rows = ordered_rows(source, limit)
         batches = ordered_batches(source, rows=run.microbatch_rows, limit_tokens=limit, sharding=run.batch_sharding)
-        for batch in evaluation.work.track(batches, f"gradient of {name}", -(-rows // run.microbatch_rows)):
+        what = f"gradient {TITLES[name]}, rows of {valid}"
+        for batch in evaluation.work.track(batches, what, -(-rows // run.microbatch_rows)):
             new = _sum_and_gradient(graphdef, params, batch)
             total = new if total is None else _add(total, new)
     nll, tokens, squares, dots = jax.device_get(_measure(config.model, total))
-    norms = {name: np.sqrt(square_L) / tokens for name, square_L in squares.items()}
-    cosines = {pair: dot_L / np.sqrt(squares[f"{pair}_1"] * squares[f"{pair}_2"]) for pair, dot_L in dots.items()}
+    norms = {name: np.sqrt(square_L, dtype=np.float64) / tokens for name, square_L in squares.items()}
+    cosines = {}
+    for pair, dot_L in dots.items():
+        product_L = norms[f"{pair}_1"] * norms[f"{pair}_2"] * tokens**2
+        cosines[pair] = np.divide(dot_L, product_L, out=np.zeros_like(product_L), where=product_L > 0)
     return Gradient(float(nll / tokens), norms, cosines)
 
 
@@ -166,19 +170,15 @@ def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
     return nll, tokens, squares, dots
 
 
-def _norm(norm_L: np.ndarray) -> float:
-    return math.sqrt(float(np.sum(norm_L.astype(np.float64) ** 2)))
-
-
 def _norm_chart(name: str, found: Gradient) -> LineChart:
     return _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", found.norms, log_y=True)
 
 
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:
-    """Return a chart by layer of what it can show: what is finite, and on a log axis positive."""
+    """Return a chart by layer; a log axis has no place for what is zero."""
     series = [
         Series(name=line, x=[float(layer) for layer in range(1, len(y_L) + 1)], y=[float(y) for y in y_L])
         for line, y_L in lines.items()
-        if np.isfinite(y_L).all() and (not log_y or (y_L > 0).all())
+        if not log_y or (y_L > 0).all()
     ]
     return LineChart(name=name, title=title, x_label="layer", y_label=y_label, series=series, log_y=log_y)

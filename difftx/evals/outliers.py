@@ -107,11 +107,10 @@ def _add_batch(
 
 def _is_own(config: ModelConfig) -> np.ndarray:
     """Return which logits of a token are nobody else's too, bool `[H, G]`: a noise head's are repeated in its group."""
-    own_HG = np.ones((config.query_heads // config.groups, config.groups), bool)
-    if config.signal_heads is not None:
-        own_HG = np.ones((config.num_heads, 2), bool)
-        own_HG[:, 1] = np.arange(config.num_heads) % config.signal_heads == 0
-    return own_HG
+    if config.signal_heads is None:
+        return np.ones((config.query_heads // config.groups, config.groups), bool)
+    is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
+    return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
 
 def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit):

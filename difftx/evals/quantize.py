@@ -61,7 +61,10 @@ def evaluate(evaluation: Evaluation, suites: Suites) -> Result:
         for name, value in of_suite.items()
     }
     charts: list[LineChart | Heatmap] = [
-        _chart(suite, name, by_bits) for suite, by_bits in found.items() for name in by_bits[settings.bits[0]]
+        _chart(suite, name, by_bits)
+        for suite, by_bits in found.items()
+        for name in by_bits[settings.bits[0]]
+        if len({of_suite[name] for of_suite in by_bits.values()}) > 1  # Not how many tokens were scored.
     ]
     return Result(numbers=numbers, details={"granularity": settings.granularity}, charts=charts)
 
@@ -93,7 +96,7 @@ def quantized(config: Config, bits: int) -> Config:
 
 
 def _chart(suite: str, name: str, by_bits: Mapping[int, Mapping[str, float]]) -> LineChart:
-    points = sorted((float(bits), numbers[name]) for bits, numbers in by_bits.items() if name in numbers)
+    points = sorted((float(bits), numbers[name]) for bits, numbers in by_bits.items())
     bits, values = (list(axis) for axis in zip(*points, strict=True))
     return LineChart(
         name=f"quantize_{suite}_{name}",

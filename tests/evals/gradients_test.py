@@ -103,13 +103,13 @@ def open_run(config, text_file, tmp_path, monkeypatch, devices, *args, **changes
     return Run.open(made, tmp_path)
 
 
-def check(found, numbers, arm, value, gradient):
+def check(found, numbers, prefix, value, gradient):
     expected = expected_norms(gradient)
     assert found["norms"].keys() == expected.keys()
     for name, norms in expected.items():
         np.testing.assert_allclose(found["norms"][name], norms, rtol=2e-4, err_msg=name)
-        assert numbers[f"{arm}_{name}_norm"] == pytest.approx(np.linalg.norm(norms), rel=2e-4)
-    assert numbers[f"{arm}_loss"] == pytest.approx(value, rel=1e-5)
+        assert numbers[f"{prefix}_{name}_norm"] == pytest.approx(np.linalg.norm(norms), rel=2e-4)
+    assert numbers[f"{prefix}_loss"] == pytest.approx(value, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_where_training_starts_from(config, text_file, tmp_path, monkeypatch):
             params = jax.jit(lambda start=start: init_state(start).params)()
         assert np.any(params["blocks"]["mlp"]["down_FD"])
         value, gradient = gradient_by_hand(run, params, scale=scale, norm=norm)
-        check(result.details["by_layer"][arm], result.numbers, arm, value, gradient)
+        check(result.details["by_layer"][arm], result.numbers, f"initial_{arm}", value, gradient)
     assert "query_1" not in result.details["by_layer"]["counterpart"]["norms"]
 
 

@@ -20,10 +20,13 @@ pytestmark = pytest.mark.long
 
 def test_two_processes_score_as_one(config, text_file, tmp_path):
     """One process of eight devices; two of two devices each write the same numbers, but for rounding."""
+    suites = [*SUITES, "outliers", "gradients", "quantize"]
     changes = {"eval__loss_tokens": 21 * 32, "eval__position_documents": 5, "mesh__fsdp": 8}
+    changes |= {"eval__outliers__tokens": 500, "eval__gradients__tokens": 500}
+    changes |= {"eval__gradients__at_initialization": "counterpart", "eval__quantize__bits": "16,4"}
     run = save_run(config(data__path=text_file, data__document_mask=True, **changes), tmp_path / "run", [6])
-    expected = evals.evaluate(run, load_params(run, 6), 6, SUITES)
-    flags = [f"--workdir={run.workdir}", f"--suite={','.join(SUITES)}", "--again", "--mesh.data=2", "--mesh.fsdp=2"]
+    expected = evals.evaluate(run, load_params(run, 6), 6, suites)
+    flags = [f"--workdir={run.workdir}", f"--suite={','.join(suites)}", "--again", "--mesh.data=2", "--mesh.fsdp=2"]
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
     running = [
         subprocess.Popen(
@@ -43,4 +46,5 @@ def test_two_processes_score_as_one(config, text_file, tmp_path):
     for suite, result in expected.items():
         written = json.loads((run.workdir / "evals" / suite / "6.json").read_text())
         both = [flat(values) for values in (written, {"step": 6, **dataclasses.asdict(result)})]
-        np.testing.assert_allclose(*both, rtol=1e-6)
+        # Single values, gradients and what lies on the edge of two levels are rounded more than sums of losses.
+        np.testing.assert_allclose(*both, rtol=1e-6 if suite in SUITES else 2e-3)
