@@ -30,9 +30,10 @@ test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos"
 
 # What takes long: runs of several processes and sweeps that are killed, frozen, damaged; every architecture trained; what
-# runs lm-eval. One test at a time: the processes have patience of seconds with each other.
+# runs lm-eval. In tests/multihost one at a time: the processes have patience of seconds with each other.
 test-long: .venv/.installed .venv/.installed-eval
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m long --ignore=tests/multihost
+	$(BIN)/python -m pytest -m long tests/multihost
 
 chaos: .venv/.installed
 	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m chaos tests/chaos
