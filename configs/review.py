@@ -27,7 +27,7 @@ from difftx.errors import did_you_mean
 ARG = "{arm}-{data}"  # What `difftx sweep --grid` fills in.
 
 LOOKING_INSIDE = ("attention", "gradients", "outliers")
-WANT_TEXT = ("attention", "hallucination")  # Left out on retrieval.
+WANT_TEXT = ("hallucination",)  # Left out on retrieval.
 # λ = 1 in all layers, all along. The factor behind the head norm would be 0 then; 0.2 is what λ_init = 0.8 leaves.
 LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
 

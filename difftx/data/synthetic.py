@@ -43,16 +43,25 @@ def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 
     A distractor may look like a key or a value, but is none of the keys.
     """
+    tokens, places, asked = retrieval_with_places(config, row_tokens, rng)
+    return tokens, np.array([len(tokens) - 1]), tokens[places[[asked]] + 1]
+
+
+def retrieval_with_places(
+    config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the tokens of `retrieval`, where each key stands before its value, and which of these is asked for."""
     keys, values = _keys_and_values(config, rng)
     others = np.setdiff1d(np.arange(1, config.vocab_size), keys)
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
     starts = np.cumsum(1 + is_pair) - 1 - is_pair
     tokens = np.empty(_retrieval_tokens(config, row_tokens), np.int64)
-    tokens[starts[is_pair]], tokens[starts[is_pair] + 1] = keys, values
+    places = starts[is_pair]
+    tokens[places], tokens[places + 1] = keys, values
     tokens[starts[~is_pair]] = rng.choice(others, config.distractors)
-    asked = rng.integers(config.pairs)
+    asked = int(rng.integers(config.pairs))
     tokens[-1] = keys[asked]
-    return tokens, np.array([len(tokens) - 1]), values[[asked]]
+    return tokens, places, asked
 
 
 def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
@@ -94,6 +103,7 @@ class SyntheticRows:
         if name not in TASKS:
             raise UserError(f"data path {path!r}: no such task.{did_you_mean(name, TASKS)}")
         self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
+        self.task = name
         self._document_mask = config.document_mask
         needed = self._task.tokens(self._config, self.sequence_length)
         if needed > self.sequence_length:
@@ -111,12 +121,15 @@ class SyntheticRows:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Row:
+    def random(self, index: int) -> np.random.Generator:
+        """Return the generator that makes an example."""
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
         # A counter-based generator: every example has a stretch of numbers of its own, and starting one is cheap.
-        rng = np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
-        tokens, places, answers = self._task.make(self._config, self.sequence_length, rng)
+        return np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
+
+    def __getitem__(self, index: int) -> Row:
+        tokens, places, answers = self._task.make(self._config, self.sequence_length, self.random(index))
         row = {
             "tokens": np.full(self.sequence_length, FILLER, np.int32),
             "targets": np.full(self.sequence_length, FILLER, np.int32),

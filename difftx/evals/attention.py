@@ -19,6 +19,7 @@ from jax.sharding import reshard
 
 from difftx.config import Config
 from difftx.config.eval import NeedleCaseConfig
+from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.evals import attention_charts
 from difftx.evals.evaluation import Evaluation
@@ -26,6 +27,8 @@ from difftx.evals.map_statistics import PARTS, UNSEEN, row_pictures, row_statist
 from difftx.evals.needle_prompts import NeedleItem, NeedlePrompt, NeedlePrompts
 from difftx.evals.result import Result
 from difftx.evals.resume import resumable
+from difftx.evals.retrieval_prompts import TASK as RETRIEVAL
+from difftx.evals.retrieval_prompts import RetrievalPrompts
 from difftx.inference import decode
 from difftx.parallel.layout import INFERENCE
 from difftx.training.run import Run
@@ -68,8 +71,8 @@ def evaluate(evaluation: Evaluation) -> Result:
         numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in names},
         details={
             "prompts_a_depth": settings.samples,
-            "needles": settings.needles,
-            "asked_for": settings.queries,
+            "needles": prompts.items[0].case.needles,
+            "asked_for": prompts.items[0].case.queries,
             "tokens": prompts.lengths[0],
             "layers": [layer + 1 for layer in layers],
             "l0_share": settings.l0_share,
@@ -87,14 +90,23 @@ def evaluate(evaluation: Evaluation) -> Result:
     )
 
 
-def prompts_of(run: Run) -> NeedlePrompts:
+type Prompts = NeedlePrompts | RetrievalPrompts
+
+
+def prompts_of(run: Run) -> Prompts:
     """Return the prompts: those that suite `needle` would make of this case and length.
+
+    Of a run on the task retrieval, and on no text, they are its examples.
 
     Raises:
         UserError: they do not fit the context, or there is no text; or a layer is none of the model's.
     """
     chosen_layers(run)
     settings, needle = run.config.eval.attention, run.config.eval.needle
+    tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
+    retrieval = [rows for rows in tasks if rows.task == RETRIEVAL]
+    if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
+        return RetrievalPrompts(run, retrieval[0], depths=needle.depths, samples=settings.samples)
     return NeedlePrompts(
         run,
         dataclasses.replace(
@@ -144,15 +156,18 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
 
 
 def _statistics(
-    evaluation: Evaluation, prompts: NeedlePrompts, rows: int, items: Sequence[NeedleItem]
+    evaluation: Evaluation, prompts: Prompts, rows: int, items: Sequence[NeedleItem]
 ) -> list[dict[str, list[float]]]:
     """Return for each item name → a number a layer."""
     batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
-    found = jax.tree.map(np.asarray, _programs(evaluation.run.config).statistics(evaluation.params, batch))
+    case = items[0].case
+    compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
+    programs = _programs(evaluation.run.config, compared)
+    found = jax.tree.map(np.asarray, programs.statistics(evaluation.params, batch))
     return [{name: found_LB[:, row].tolist() for name, found_LB in found.items()} for row in range(len(items))]
 
 
-def _example(evaluation: Evaluation, prompts: NeedlePrompts, layers: Sequence[int]) -> attention_charts.Example:
+def _example(evaluation: Evaluation, prompts: Prompts, layers: Sequence[int]) -> attention_charts.Example:
     """Return the maps of one prompt: the first of the middle depth."""
     run, depth = evaluation.run, prompts.depths[len(prompts.depths) // 2]
     prompt = prompts.prompt(next(item for item in prompts.items if item.depth == depth))
@@ -165,7 +180,7 @@ def _example(evaluation: Evaluation, prompts: NeedlePrompts, layers: Sequence[in
         prompt=prompt,
         tokens_a_bin=tokens_a_bin,
         maps={name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in found.items()},
-        text_of=run.tokenizer.decode,
+        text_of=prompts.text_of,
     )
 
 
@@ -175,12 +190,9 @@ class _Programs(NamedTuple):
 
 
 @functools.cache
-def _programs(config: Config) -> _Programs:
+def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
     # Layout INFERENCE: a prompt's tokens stay together, as its length need not divide by the mesh's context.
     graphdef, settings = graph(config, INFERENCE), config.eval.attention
-    compared = tuple(
-        name for name in ("answer", "noise", "others") if name != "others" or settings.needles > settings.queries
-    )
 
     @jax.jit
     def statistics(params: Any, batch: _Batch) -> Mapping[str, jax.Array]:

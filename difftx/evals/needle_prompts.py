@@ -93,6 +93,7 @@ class NeedlePrompts:
         """
         self._settings, self._tokenizer = settings or run.config.eval.needle, run.tokenizer
         self._length_field, self._case_field = length_field, case_field
+        self.text_of = run.tokenizer.decode
         window = run.config.data.sequence_length
         self.cases, self.depths = self._settings.cases, self._settings.depths
         self.lengths = sorted(self._settings.lengths) or [window]

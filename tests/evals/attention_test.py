@@ -256,3 +256,35 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
     config = config_of(tmp_path, "diff", **{"eval.needle.cases": cases, "eval.needle.samples": 3})
     run = Run.open(config, tmp_path / "run")
     assert list(attention.prompts_of(run)) == list(NeedlePrompts(run))
+
+
+def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
+    """An even map gives every part its share of the tokens; the parts are found in the rows by hand."""
+    synthetic = {"pairs": 4, "distractors": 12, "vocab_size": 64, "valid_examples": 200}
+    changes = {f"data__synthetic__{name}": value for name, value in synthetic.items()}
+    c = config("transformer", data__path="synthetic:retrieval", mesh__fsdp=8, eval__attention__samples=3, **changes)
+    run = Run.open(c, tmp_path)
+    prompts, rows, seen = attention.prompts_of(run), run.data.valid["valid"], set()
+    by_tokens = {tuple(rows[i]["tokens"][:21]): rows[i] for i in range(len(rows))}
+    for item in prompts.items:
+        prompt = prompts.prompt(item)
+        row = by_tokens[tuple(prompt.tokens)]
+        [(start, stop)] = prompt.asked
+        assert prompt.tokens[start] == prompt.tokens[-1]
+        assert prompt.tokens[start + 1] == row["targets"][20]  # The answer.
+        assert abs(start / 20 - item.depth) <= 0.125
+        keys = [prompt.tokens[other] for other, _ in prompt.others]
+        assert len({*keys, prompt.tokens[-1]}) == 4  # Each key stands in the row once, and the last again.
+        assert all(prompt.tokens.count(key) == 1 for key in keys)
+        assert stop - start == 2
+        seen.add(tuple(prompt.tokens))
+    assert len(seen) == len(prompts.items) == 15
+    with jax.set_mesh(run.mesh):
+        params = jax.tree.map(jnp.zeros_like, jax.jit(lambda: init_state(c).params)())
+    result = evals.evaluate(run, params, 0, ["attention"])["attention"]
+    first = [prompts.prompt(item).asked[0][0] == 0 for item in prompts.items]
+    assert result.numbers["answer"] == pytest.approx(np.mean([(2 - at_0) / 21 for at_0 in first]))
+    assert result.numbers["question"] == pytest.approx(1 / 21)
+    assert sum(result.numbers[part] for part in (*PARTS, "first")) == pytest.approx(1)
+    with pytest.raises(UserError, match=r"samples=500: of data\.synthetic\.valid_examples=200 only \d+ have"):
+        attention.prompts_of(dataclasses.replace(run, config=override(c, {"eval.attention.samples": "500"})))
