@@ -22,7 +22,7 @@ from difftx.training.manifest import write_manifest
 type_handlers = ocp.type_handlers
 
 DATA_FILE_BYTES = 2**28  # Of orbax's files, which are collected in memory, and of the chunks that are read at once.
-CACHE_BYTES = 2**31  # Of decoded chunks: a training on few devices writes all layers as one.
+CACHE_BYTES = 2**31  # Of decoded chunks, where these hold several layers, as those of a training do.
 SAVE_SECONDS = 24 * 3600
 STEP = 0  # Of a checkpoint that was not trained here.
 
@@ -82,22 +82,28 @@ class ParamsReader:
 
     def __init__(self, folder: Path):
         self._state = epath.Path(folder.resolve() / "state")
-        limits = {"cache_pool": CACHE_BYTES, "cache_pool#ocdbt": 10**8}
-        self._context = ts.Context({name: {"total_bytes_limit": size} for name, size in limits.items()})
         self._opened: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
         """Return a layer of a stacked array, or rows of another, such as "embedding_VD"."""
         if name not in self._opened:
-            info = type_handlers.ParamInfo(
-                name=f"params.{name.replace('/', '.')}",
-                parent_dir=self._state,
-                is_ocdbt_checkpoint=True,
-                ts_context=self._context,
-            )
-            spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
-            self._opened = {name: ts.open(ts.Spec(spec), open=True, context=self._context).result()}
+            store = self._open(name, cache_bytes=0)
+            if (store.chunk_layout.read_chunk.shape or (1,))[0] > 1:
+                store = self._open(name, cache_bytes=CACHE_BYTES)
+            self._opened = {name: store}  # And the cache of the last one goes.
         return self._opened[name][index].read().result()
+
+    def _open(self, name: str, *, cache_bytes: int) -> ts.TensorStore:
+        limits = {"cache_pool": cache_bytes, "cache_pool#ocdbt": 10**8}
+        context = ts.Context({pool: {"total_bytes_limit": size} for pool, size in limits.items()})
+        info = type_handlers.ParamInfo(
+            name=f"params.{name.replace('/', '.')}",
+            parent_dir=self._state,
+            is_ocdbt_checkpoint=True,
+            ts_context=context,
+        )
+        spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        return ts.open(ts.Spec(spec), open=True, context=context).result()
 
 
 class _StreamedHandler(type_handlers.NumpyHandler):
