@@ -77,8 +77,7 @@ def export_run(
         raise UserError(f"--input={workdir}: no checkpoint there yet")
     checkpoint = checkpointer.folder / str(step)
     config = checkpointer.config(step)
-    _check_representable(config.model)
-    FORMATS[format_].check_model(config.model)
+    check_representable(config.model, format_)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_tokenizer(config, tokenizer, checkpoint)
     with new_folder(out) as folder:
@@ -91,18 +90,17 @@ def export_run(
     return [f"{out}: {shards} of step {step}, {_describe(config.model)}", note, *lines]
 
 
-def _check_representable(model: ModelConfig) -> None:
-    """Raise `UserError` for what no other format has."""
+def check_representable(model: ModelConfig, format_: Format) -> None:
+    """Raise `UserError` for what a format does not have."""
     if model.architecture not in ("diff", "transformer"):
         raise UserError(f"model.architecture={model.architecture!r} has no other format; 'diff' and 'transformer' have")
-    if model.architecture == "transformer":
-        return
     for name, usual in (("lambda_learned", True), ("lambda_init", None), ("post_scale", None)):
         value = getattr(model, name)
-        if value != usual:
+        if model.architecture == "diff" and value != usual:
             raise UserError(f"model.{name}={value}: other formats learn λ, with λ_init and 1 - λ_init of the paper")
-    if model.head_norm == "none":
+    if model.architecture == "diff" and model.head_norm == "none":
         raise UserError("model.head_norm='none': other formats normalise every differential head")
+    FORMATS[format_].check_model(model)
 
 
 def _describe(model: ModelConfig) -> str:

@@ -68,8 +68,8 @@ def import_tokenizer(source: Path, folder: Path, out: Path, config: Config) -> t
     theirs = read_json(path)
     why = "it is not of byte-level BPE with cl100k_base's pattern"
     if misfit(theirs, SHAPE) is None and theirs.get("normalizer") is None:
-        for known in dict.fromkeys((name, BYTES)):
-            if _is_convertible(known) and _parts(tokenizer_json(load_tokenizer(known), known)) == _parts(theirs):
+        for known in (BYTES, name):
+            if _is_same(known, theirs):
                 return _with_tokenizer(config, known), f"tokenizer: that of the model, data.tokenizer={known!r}"
         file = folder / "tokenizer.tiktoken"
         try:
@@ -123,6 +123,17 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
 
 def _is_convertible(name: str) -> bool:
     return name in (BYTES, CL100K) or name.endswith(".tiktoken")
+
+
+def _is_same(name: str, raw: dict[str, Any]) -> bool:
+    """Whether `data.tokenizer` = `name` is a tokenizer.json; one that cannot be had is not."""
+    if not _is_convertible(name):
+        return False
+    try:
+        encoding = load_tokenizer(name)
+    except UserError:
+        return False
+    return _parts(tokenizer_json(encoding, name)) == _parts(raw)
 
 
 def _with_tokenizer(config: Config, name: str) -> Config:

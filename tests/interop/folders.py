@@ -52,6 +52,7 @@ def parameters(workdir, mesh):
 
 def run_of(lm, workdir):
     """The directory of a run with the parameters of `lm`, as far as readers look."""
+    workdir.mkdir(exist_ok=True)
     write_atomically(workdir / "config.json", lm.config.to_json())
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
     arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}

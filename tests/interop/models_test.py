@@ -63,7 +63,7 @@ def test_the_two_maps_are_the_halves_of_eager_attentions(imported, mesh_of, name
         for layer in range(model.num_layers):
             of_layer = jax.tree.map(lambda a, layer=layer: a[layer], (params["blocks"], depth_schedule(model)))
             q_THGd, k_TKGd, x_BTD = step(*of_layer, x_BTD)
-            k_THGd = np.repeat(k_TKGd, model.num_heads // model.kv_heads, axis=1)
+            k_THGd = np.repeat(np.asarray(k_TKGd), model.num_heads // model.kv_heads, axis=1)
             scores_GHTS = np.einsum("thgd,shgd->ghts", q_THGd, k_THGd) / np.sqrt(model.d_head)
             scores_GHTS[..., ~np.tri(scores_GHTS.shape[-1], dtype=bool)] = -np.inf
             exp_GHTS = np.exp(scores_GHTS)
