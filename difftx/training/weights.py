@@ -88,7 +88,8 @@ class ParamsReader:
         """Return a layer of a stacked array, or rows of another, such as "embedding_VD"."""
         if name not in self._opened:
             store = self._open(name, cache_bytes=0)
-            if store.chunk_layout.read_chunk.shape[0] != 1:
+            chunk = store.chunk_layout.read_chunk.shape
+            if chunk is not None and chunk[0] != 1:
                 store = self._open(name, cache_bytes=CACHE_BYTES)
             self._opened = {name: store}  # And the cache of the last one goes.
         return self._opened[name][index].read().result()

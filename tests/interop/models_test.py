@@ -36,18 +36,13 @@ def expected(name):
     return np.load(FIXTURES / name / "expected.npz")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(imported, mesh_of, name):
-    theirs = expected(name)
-    folder = imported[name] / "checkpoints" / "0"
-    ours = our_logits(folder, read_config(imported[name]), mesh_of(), theirs["tokens"])
+def check_logits(workdir, theirs, mesh):
+    ours = our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh, theirs["tokens"])
     np.testing.assert_allclose(ours, theirs["logits"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_grouped"])
-def test_the_two_maps_are_the_halves_of_eager_attentions(imported, mesh_of, name):
-    theirs, mesh = expected(name), mesh_of()
-    config, params = parameters(imported[name], mesh)
+def check_maps(workdir, theirs, mesh):
+    config, params = parameters(workdir, mesh)
     model = config.model
     with jax.set_mesh(mesh):
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: Block(model, Layout(), rngs=nnx.Rngs(0))))
@@ -72,13 +67,26 @@ def test_the_two_maps_are_the_halves_of_eager_attentions(imported, mesh_of, name
             np.testing.assert_allclose(maps_GHTS, halves, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
-    theirs, mesh = expected(name), mesh_of()
-    config, params = parameters(imported[name], mesh)
+def check_generation(workdir, theirs, mesh):
+    config, params = parameters(workdir, mesh)
     lm = LanguageModel(config, mesh, params, load_tokenizer("bytes"))
     request = Request(prompt=theirs["tokens"][0].tolist(), new_tokens=64, seed=0)
     assert generate(lm, [request], GREEDY)[0].tokens == theirs["generated"].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(imported, mesh_of, name):
+    check_logits(imported[name], expected(name), mesh_of())
+
+
+@pytest.mark.parametrize("name", ["diff", "diff_grouped"])
+def test_the_two_maps_are_the_halves_of_eager_attentions(imported, mesh_of, name):
+    check_maps(imported[name], expected(name), mesh_of())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
+    check_generation(imported[name], expected(name), mesh_of())
 
 
 def test_a_run_is_read_straight_onto_a_mesh(imported, mesh_of):
