@@ -10,6 +10,7 @@ from conftest import ROOT, TINY, child_environment
 from interop.folders import FIXTURES
 
 SIZES = {
+    "model.d_model": "32",
     "model.num_layers": "3",
     "model.num_heads": "4",
     "model.mlp_dim": "48",
