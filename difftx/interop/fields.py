@@ -14,6 +14,14 @@ FIXED = {
     "lambda_learned": True,
     "post_scale": None,
 }
+EXPECTED: dict[type, str] = {
+    int: "a count",
+    float: "a positive number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class Fields:
@@ -37,8 +45,7 @@ class Fields:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind or (kind is not bool and isinstance(value, int | float) and not value > 0):
-            what = {int: "a count", float: "a positive number", bool: "true or false", str: "text"}.get(kind, kind)
-            raise UserError(f"{self.path}: {name}={value!r}: expected {what}")
+            raise UserError(f"{self.path}: {name}={value!r}: expected {EXPECTED[kind]}")
         return value
 
     def require(self, name: str, *values: Any) -> None:

@@ -63,7 +63,7 @@ def _rope_theta(fields: Fields) -> float:
         raise UserError(f"{fields.path}: rope scaling of type {kind!r} does not convert; only plain rotary embedding")
     fields.require("partial_rotary_factor", 1.0)
     theta = scaling.get("rope_theta", fields.get("rope_theta", float, 10_000.0))
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0 or type(theta) not in (int, float):
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0 or type(theta) not in (int, float) or not theta > 0:
         raise UserError(f"{fields.path}: rope_parameters={scaling} does not convert; only plain rotary embedding")
     return float(theta)
 
