@@ -70,7 +70,7 @@ def export_run(
     Raises:
         UserError: the format cannot represent the model, or there is no such checkpoint.
     """
-    read_config(workdir)
+    read_config(workdir)  # Says so where there is no run.
     checkpointer = Checkpointer(workdir)
     step = checkpointer.newest() if step is None else checkpointer.verified(step)
     if step is None:

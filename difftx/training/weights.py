@@ -126,7 +126,8 @@ class _StreamedHandler(type_handlers.NumpyHandler):
                 dtype=array.dtype,
                 process_index=0,
             )
-            store = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+            # With the dtype again: orbax 0.12.3 leaves it out of the specification.
+            store = await ts.open(ts.Spec(spec), dtype=array.dtype, create=True, open=True, context=info.ts_context)
             start = 0
             for block in array.blocks():
                 await store[start : start + len(block)].write(block)

@@ -11,8 +11,8 @@ from conftest import ROOT, TINY, child_environment, write_text
 
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
-from difftx.errors import UserError
-from difftx.interop import tokenizers
+from difftx.errors import RunError, UserError
+from difftx.interop import tokenizers, verify
 from difftx.training.run import read_config
 from interop.folders import FIXTURES, export, import_, tensors_of
 from interop.models_test import check_generation, check_logits, check_maps
@@ -69,6 +69,13 @@ def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, architectu
         logits_BTV.transpose(1, 2), torch.from_numpy(targets_BT).long(), reduction="none"
     ).numpy()
     assert abs((nll * counts_BT).sum() / counts_BT.sum() - ours) < 1e-4
+
+
+def test_logits_that_differ_end_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "TOLERANCE", 0.0)
+    with pytest.raises(RunError, match="more than rounding; nothing was written"):
+        import_(FIXTURES / "diff", tmp_path / "run", "--verify", "--config.mesh.fsdp=8")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["bytes", "words.tiktoken", "cl100k_base"])
