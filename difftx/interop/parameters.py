@@ -1,4 +1,5 @@
 """Parameters of another format from ours and ours from theirs, bit for bit, a layer at a time."""
+#   L = layers, E = 2 d, width of a head's output
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -58,6 +59,9 @@ def to_theirs(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict
     Those of one name in all layers follow each other: trainings on few devices store them in one piece.
     """
     sizes, written = sizes_of(model), {}
+    # A few kilobytes, read once: another parameter in between would have the reader forget the chunks of W_O.
+    folds = format_ == "hf" and model.head_norm == "rms_affine"
+    gain_LE = reader.read(GAIN, slice(None)) if folds else None
     for weight in weights_of(format_, model):
         shape = shape_of(weight.axes, sizes)
         if not weight.is_stacked:
@@ -65,7 +69,7 @@ def to_theirs(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict
             continue
         for layer in range(model.num_layers):
             for place, name in enumerate(weight.names):
-                make = partial(_layer_of, reader, format_, model, weight, layer, place)
+                make = partial(_layer_of, reader, model, weight, gain_LE, layer, place)
                 written[name.format(layer=layer)] = Written(shape, make)
     return written
 
@@ -119,13 +123,13 @@ def _rows_of(reader: ParamsReader, weight: Weight, shape: tuple[int, ...]) -> It
 
 
 def _layer_of(
-    reader: ParamsReader, format_: Format, model: ModelConfig, weight: Weight, layer: int, place: int
+    reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, place: int
 ) -> list[np.ndarray]:
     sizes = sizes_of(model)
     if weight.ours == GAIN and model.head_norm != "rms_affine":  # The official code always has one.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]
     array = reader.read(weight.ours, layer)
-    if weight.ours == OUTPUT and model.head_norm == "rms_affine" and format_ == "hf":
-        array = array * reader.read(GAIN, layer)[:, None]  # What Hugging Face's norm lacks, W_O can do.
+    if weight.ours == OUTPUT and gain_LE is not None:
+        array = array * gain_LE[layer, :, None]  # What Hugging Face's norm lacks, W_O can do.
     part = array[place] if len(weight.names) > 1 else array
     return [rearrange(part, weight.our_axes, weight.axes, sizes)]
