@@ -15,7 +15,7 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test test-long test-compile chaos lint format
+.PHONY: quickstart test test-long test-compile parity chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -43,6 +43,10 @@ chaos: .venv/.installed
 test-compile: .venv-compile/.installed
 	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m interpreter tests/kernels
+
+# difftx convert against transformers itself. TIKTOKEN_CACHE_DIR, or a network, for cl100k_base.
+parity: .venv-parity/.installed
+	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop
 
 # What pip-audit cannot look up, it names; without a network that is everything.
 lint: .venv/.installed-lint
@@ -82,4 +86,15 @@ format: .venv/.installed-lint
 	$(PYTHON) -m venv .venv-compile
 	.venv-compile/bin/python $(PIP_INSTALL) -r requirements.txt "jax[tpu]>=0.11.1,<0.13"
 	.venv-compile/bin/python $(PIP_INSTALL) --no-deps $$(.venv-compile/bin/python -c "import jaxlib; print(*(f'jax-cuda13-{part}=={jaxlib.__version__}' for part in ('plugin', 'pjrt')))")
+	touch $@
+
+# torch for CPUs where its index can be reached; else PyPI's, which brings CUDA's libraries, 4 GB.
+.venv-parity/.installed: requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "difftx needs Python 3.12 or newer" >&2; exit 1; }
+	rm -rf .venv-parity
+	$(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/python $(PIP_INSTALL) -r requirements.txt
+	.venv-parity/bin/python $(PIP_INSTALL) --index-url https://download.pytorch.org/whl/cpu --retries 0 torch \
+		|| .venv-parity/bin/python $(PIP_INSTALL) torch
+	.venv-parity/bin/python $(PIP_INSTALL) $(subst $(BIN),.venv-parity/bin,$(call extra,parity))
 	touch $@

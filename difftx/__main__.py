@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "checkpoint": ("difftx.report.checkpoints", "list, verify, compare or delete a run's checkpoints"),
     "generate": ("difftx.inference.commands", "complete a prompt, or a file of prompts, with a trained model"),
+    "convert": ("difftx.interop.convert", "weights from and to Hugging Face and the official layout"),
     "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
 }
 

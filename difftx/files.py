@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,8 +21,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
     After an exception there is no file, after a kill at most a temporary one, whose name begins with a dot.
     """
-    # With the host: containers that share a folder may share a process number too.
-    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -33,10 +33,31 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a folder under a temporary name, to be filled; it gets its own at the end of the block.
+
+    After an exception there is no folder, after a kill at most a temporary one, whose name begins with a dot.
+    """
+    temporary = _temporary(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a crash leaves the old one or the new one, never a part."""
     with new_file(path) as file:
         file.write(text.encode())
+
+
+def _temporary(path: Path) -> Path:
+    # With the host: containers that share a folder may share a process number too.
+    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
 
 
 def read_json(path: Path) -> Any:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import tiktoken
 
+from difftx.config import Config
 from difftx.config_reader import override
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
@@ -40,12 +42,17 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
     if step is None:
         raise UserError(f"--workdir={workdir}: no checkpoint there yet")
     folder = checkpointer.folder / str(step)
+    check_tokenizer(config, tokenizer, folder)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: init_state(config).params)
+        params = restore_params(folder, abstract, mesh)
+    return LanguageModel(config, mesh, params, tokenizer)
+
+
+def check_tokenizer(config: Config, tokenizer: tiktoken.Encoding, folder: Path) -> None:
+    """Raise `UserError` where the checkpoint in `folder` has another vocabulary than the config's tokenizer."""
     if read_manifest(folder).data.get("tokenizer") != fingerprint(tokenizer):
         raise UserError(
             f"{folder} was trained with another vocabulary than data.tokenizer={config.data.tokenizer!r} has now; "
             "put the tokenizer's file back"
         )
-    with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(lambda: init_state(config).params)
-        params = restore_params(folder, abstract, mesh)
-    return LanguageModel(config, mesh, params, tokenizer)

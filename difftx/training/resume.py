@@ -42,7 +42,13 @@ def starting_state(
 def _resume(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, step: int, allow_config_change: bool
 ) -> TrainState:
-    data = read_manifest(checkpointer.folder / str(step)).data
+    manifest = read_manifest(checkpointer.folder / str(step))
+    if not any(name.startswith("opt_state/") for name in manifest.arrays):
+        raise UserError(
+            f"{run.workdir}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
+            f"--config.checkpoint.init_from={run.workdir}"
+        )
+    data = manifest.data
     refused = _unsafe_changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
     if refused and not allow_config_change:
         raise UserError(

@@ -52,11 +52,7 @@ class Run:
         mesh = make_mesh(config.mesh)
         check_divisible(config, mesh)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        if tokenizer.n_vocab > config.model.vocab_size:
-            raise UserError(
-                f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
-                f"data.tokenizer={config.data.tokenizer!r}; use at least {-(-tokenizer.n_vocab // 128) * 128}"
-            )
+        check_vocabulary(config, tokenizer)
         return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
 
     @property
@@ -103,6 +99,15 @@ class Run:
             },
         }
         write_atomically(self.workdir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
+    """Raise `UserError` where the model has fewer embeddings than the tokenizer has tokens."""
+    if tokenizer.n_vocab > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
+            f"data.tokenizer={config.data.tokenizer!r}; use at least {-(-tokenizer.n_vocab // 128) * 128}"
+        )
 
 
 def fit_to_devices(config: Config) -> Config:

@@ -1,0 +1,92 @@
+"""Peak memory and time of `difftx convert`, for random DiffLlama models of several depths.
+
+    python benchmarks/convert.py --out=/tmp/convert --layers=4,16 --d_model=1024
+
+What the peak grows by from one depth to the next is what a larger model would take.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from difftx.config_reader import load_config
+from difftx.interop.huggingface import config_json
+from difftx.interop.layouts import shape_of, sizes_of, weights_of
+from difftx.interop.safetensors import Written, write_folder
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    """Make, convert and convert back each model; print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to work in")
+    parser.add_argument("--layers", default="4,16")
+    parser.add_argument("--d_model", type=int, default=1024)
+    options = parser.parse_args()
+    print(f"{'command':<10}{'layers':>8}{'float32 MiB':>13}{'peak MiB':>10}{'seconds':>9}")
+    print(f"{'nothing':<10}{'':>8}{'':>13}{_measure(options.out, ['--help'])[0]:>10.0f}")
+    for layers in map(int, options.layers.split(",")):
+        folder = options.out / str(layers)
+        shutil.rmtree(folder, ignore_errors=True)
+        size = _random_model(folder / "hf", layers, options.d_model)
+        steps = {
+            "import": ["--from=hf", "--to=difftx", f"--input={folder / 'hf'}", f"--out={folder / 'run'}", *_flags()],
+            "export": ["--from=difftx", "--to=hf", f"--input={folder / 'run'}", f"--out={folder / 'back'}"],
+        }
+        for name, flags in steps.items():
+            peak, seconds = _measure(options.out, flags)
+            print(f"{name:<10}{layers:>8}{size / 2**20:>13.0f}{peak:>10.0f}{seconds:>9.1f}", flush=True)
+        shutil.rmtree(folder)
+
+
+def _flags() -> list[str]:
+    return ["--config=configs/base.py", "--config.data.tokenizer=bytes"]
+
+
+def _random_model(folder: Path, layers: int, d_model: int) -> int:
+    """Write the model and return its size in bytes."""
+    config = load_config(str(ROOT / "configs" / "base.py"), {"model.head_norm": "rms"})
+    model = dataclasses.replace(
+        config.model, d_model=d_model, num_layers=layers, mlp_dim=8 * d_model // 6 * 2, vocab_size=32_000
+    )
+    folder.mkdir(parents=True)
+    random, sizes = np.random.default_rng(0), sizes_of(model)
+    tensors = {
+        name.format(layer=layer): Written(shape, lambda shape=shape: [random.standard_normal(shape, np.float32)])
+        for weight in weights_of("hf", model)
+        for shape in [shape_of(weight.axes, sizes)]
+        for name in weight.names
+        for layer in range(layers if weight.is_stacked else 1)
+    }
+    write_folder(folder, tensors, 2**28)
+    (folder / "config.json").write_text(json.dumps(config_json(dataclasses.replace(config, model=model), 0)))
+    return sum(tensor.bytes for tensor in tensors.values())
+
+
+def _measure(folder: Path, flags: list[str]) -> tuple[float, float]:
+    """Run `difftx convert` and return its peak resident memory in MiB, and seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code = (
+        "import sys; from difftx.interop.convert import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: import difftx.interop.runs\n"  # --help: what is imported is resident anyway.
+        # Not getrusage: a child begins with its parent's peak.
+        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
+    )
+    began = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, check=True, capture_output=True, text=True)
+    return int(result.stdout.split()[-1]) / 1024, time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

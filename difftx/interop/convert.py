@@ -1,0 +1,84 @@
+"""Weights in and out: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR."""
+
+import argparse
+import importlib.util
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from difftx.config import Config
+from difftx.config_reader import load_config, split_overrides
+from difftx.errors import UserError
+
+SHARD_MIB = 4096
+OURS = "difftx"
+FORMATS = (OURS, "hf", "official")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="what --input is")
+    parser.add_argument("--to", dest="target", required=True, choices=FORMATS, help="what --out shall be")
+    parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="run directory, or model's folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument("--step", type=int, help="checkpoint of a run; the newest if not given")
+    parser.add_argument("--config", metavar="FILE.py[:ARG]", help="of the new run: all but what the model decides")
+    parser.add_argument("--shard_mib", type=int, default=SHARD_MIB, help="of the largest safetensors file")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare logits with transformers; both models must fit in memory"
+    )
+    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    options, rest = parser.parse_known_args(arguments)
+    config = _checked(options, rest)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
+
+    # Slow to import, so after the flags are known to be good.
+    from difftx.interop import runs
+
+    if config is None:
+        lines = runs.export_run(
+            options.input, options.out, options.step, options.target, options.shard_mib * 2**20, options.verify
+        )
+    else:
+        decided = {name.partition(".")[2] for name in split_overrides(rest, "config") if name.startswith("model.")}
+        lines = runs.import_run(options.input, options.out, options.source, config, decided, options.verify)
+    print(*lines, sep="\n")
+    return 0
+
+
+def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
+    """Return the config of a run to make; None where one is read.
+
+    Raises:
+        UserError: flags do not fit together.
+    """
+    if (options.source == OURS) == (options.target == OURS):
+        raise UserError(f"--from={options.source} --to={options.target}: one of them, and only one, must be {OURS}")
+    if not options.input.is_dir():
+        raise UserError(f"--input={options.input}: no such folder")
+    if options.out.exists():
+        raise UserError(f"--out={options.out} is there already; name a new folder")
+    if not options.out.absolute().parent.is_dir():
+        raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")
+    if options.verify:
+        _require_transformers({options.source, options.target})
+    if options.shard_mib < 1:
+        raise UserError(f"--shard_mib={options.shard_mib} must be at least 1")
+    if options.target == OURS:
+        if options.step is not None:
+            raise UserError("--step is of a run that is read, with --from=difftx")
+        if options.config is None:
+            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on: configs/base.py")
+        return load_config(options.config, split_overrides(rest, "config"))
+    if options.config is not None or rest:
+        raise UserError(f"{options.config or rest[0]}: --config is for --to=difftx; a run that is read has its own")
+    return None
+
+
+def _require_transformers(formats: set[str]) -> None:
+    if "official" in formats:
+        raise UserError("--verify compares with transformers, which has no model of the official layout")
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--verify needs {' and '.join(missing)}: pip install 'difftx[parity]'")

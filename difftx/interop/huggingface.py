@@ -1,0 +1,120 @@
+"""config.json of DiffLlamaForCausalLM and LlamaForCausalLM, both ways."""
+
+from pathlib import Path
+from typing import Any
+
+from difftx.config import Config, ModelConfig
+from difftx.errors import UserError, did_you_mean
+from difftx.interop.fields import FIXED, Fields, heads_from
+
+CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer"}
+# Fields whose other values change what the model computes, in ways that ours does not.
+ONLY = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+    "sliding_window": (None,),
+}
+
+
+def model_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of `model` that a config.json decides.
+
+    Raises:
+        UserError: it is of another class, or has what our model has not.
+    """
+    fields = Fields(path)
+    (name, *_) = fields.get("architectures", list) or ["none"]
+    if name not in CLASSES:
+        raise UserError(f"{path}: architectures={name!r} does not convert.{did_you_mean(str(name), CLASSES)}")
+    for field, values in ONLY.items():
+        fields.require(field, *values)
+    architecture = CLASSES[name]
+    groups = 2 if architecture == "diff" else 1
+    d_model = fields.get("hidden_size", int)
+    heads = fields.get("num_attention_heads", int)
+    kv_heads = fields.get("num_key_value_heads", int, heads)
+    for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if count % groups:
+            raise UserError(f"{path}: {field}={count} must be even: its halves are the two groups of DiffLlama's heads")
+    head_dim = fields.get("head_dim", int, d_model // heads)
+    eps = fields.get("rms_norm_eps", float)
+    model = FIXED | {
+        "architecture": architecture,
+        "vocab_size": fields.get("vocab_size", int),
+        "d_model": d_model,
+        "num_layers": fields.get("num_hidden_layers", int),
+        **heads_from(d_model, groups, heads // groups, kv_heads // groups, head_dim),
+        "mlp_dim": fields.get("intermediate_size", int),
+        "rope_theta": _rope_theta(fields),
+        "norm_eps": eps,
+        "head_norm": "rms" if groups == 2 else "none",
+        "tie_embeddings": fields.get("tie_word_embeddings", bool, False),
+    }
+    return model | {"head_norm_eps": eps} if groups == 2 else model
+
+
+def _rope_theta(fields: Fields) -> float:
+    """Return the base of the rotary embedding: transformers 4 and 5 write it in different places."""
+    scaling: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"{fields.path}: rope scaling of type {kind!r} does not convert; only plain rotary embedding")
+    fields.require("partial_rotary_factor", 1.0)
+    theta = scaling.get("rope_theta", fields.get("rope_theta", float, 10_000.0))
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0 or type(theta) not in (int, float) or not theta > 0:
+        raise UserError(f"{fields.path}: rope_parameters={scaling} does not convert; only plain rotary embedding")
+    return float(theta)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise `UserError` for what DiffLlama and Llama cannot represent."""
+    if model.architecture == "transformer":
+        if model.head_norm != "none":
+            raise UserError(f"model.head_norm={model.head_norm!r}: Llama has no norm behind its heads")
+        return
+    if model.head_norm_eps != model.norm_eps:
+        raise UserError(
+            f"model.head_norm_eps={model.head_norm_eps}, model.norm_eps={model.norm_eps}: DiffLlama has one for both"
+        )
+    if model.head_norm == "rms_affine" and model.kv_heads != model.num_heads:
+        raise UserError(
+            "model.head_norm='rms_affine': DiffLlama's head norm has no gain, and difftx folds one into W_O only where "
+            f"num_kv_heads={model.kv_heads} is num_heads={model.num_heads}; --to=official keeps it"
+        )
+
+
+def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
+    """Return the config.json of a model that `check_model` lets through."""
+    model = config.model
+    groups = model.groups
+    name = next(name for name, architecture in CLASSES.items() if architecture == model.architecture)
+    special = {"lambda_std_dev": model.lambda_std} if groups == 2 else {"mlp_bias": False}
+    return {
+        "architectures": [name],
+        "model_type": "diffllama" if groups == 2 else "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.mlp_dim,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": groups * model.num_heads,
+        "num_key_value_heads": groups * model.kv_heads,
+        "head_dim": model.d_head,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.data.sequence_length,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,  # Where transformers 4 looks.
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": model.tie_embeddings,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+        **special,
+    }

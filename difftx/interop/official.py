@@ -1,0 +1,71 @@
+"""config.json of the layout of microsoft/unilm's Diff-Transformer, both ways.
+
+That repository publishes attention layers and no model. A folder here has their parameters, under `self_attn`, in a
+decoder whose other tensors are named as Llama's, and a config.json with the arguments of their classes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from difftx.config import Config, ModelConfig
+from difftx.errors import UserError, did_you_mean
+from difftx.interop.fields import FIXED, Fields, heads_from
+
+CLASSES = {"MultiheadFlashDiff1": "diff", "MultiheadAttention": "transformer"}
+SUBLN_EPS = 1e-5  # A constant of the code.
+
+
+def model_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of `model` that a config.json decides.
+
+    Raises:
+        UserError: it is of another class, or a field is missing.
+    """
+    fields = Fields(path)
+    name = fields.get("attention", str)
+    if name not in CLASSES:
+        raise UserError(f"{path}: attention={name!r} does not convert.{did_you_mean(name, CLASSES)}")
+    groups = 2 if CLASSES[name] == "diff" else 1
+    d_model, heads = fields.get("embed_dim", int), fields.get("num_heads", int)
+    model = FIXED | {
+        "architecture": CLASSES[name],
+        "vocab_size": fields.get("vocab_size", int),
+        "d_model": d_model,
+        "num_layers": fields.get("num_layers", int),
+        **heads_from(d_model, groups, heads, fields.get("num_kv_heads", int, heads), d_model // heads // groups),
+        "mlp_dim": fields.get("intermediate_size", int),
+        "rope_theta": fields.get("rope_theta", float),
+        "norm_eps": fields.get("rms_norm_eps", float),
+        "head_norm": "rms_affine" if groups == 2 else "none",
+        "tie_embeddings": fields.get("tie_word_embeddings", bool),
+    }
+    return model | {"head_norm_eps": SUBLN_EPS} if groups == 2 else model
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise `UserError` for what the official code cannot represent."""
+    if model.d_head * model.groups * model.num_heads != model.d_model:
+        raise UserError(f"model.head_dim={model.head_dim}: the official code takes it from d_model and num_heads")
+    if model.architecture == "transformer" and model.head_norm != "none":
+        raise UserError(f"model.head_norm={model.head_norm!r}: MultiheadAttention has no norm behind its heads")
+    if model.architecture == "diff" and model.head_norm_eps != SUBLN_EPS:
+        raise UserError(f"model.head_norm_eps={model.head_norm_eps}: the official code has {SUBLN_EPS}")
+
+
+def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
+    """Return the config.json of a model that `check_model` lets through."""
+    model = config.model
+    return {
+        "attention": next(name for name, architecture in CLASSES.items() if architecture == model.architecture),
+        "vocab_size": model.vocab_size,
+        "embed_dim": model.d_model,
+        "num_layers": model.num_layers,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.kv_heads,
+        "intermediate_size": model.mlp_dim,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": config.data.sequence_length,
+        "eos_token_id": end_of_text,
+    }

@@ -1,0 +1,135 @@
+"""Parameters of another format from ours and ours from theirs, bit for bit, a layer at a time."""
+#   L = layers, E = 2 d, width of a head's output
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from difftx.config import ModelConfig
+from difftx.errors import UserError, did_you_mean
+from difftx.interop.layouts import (
+    EMBEDDING,
+    GAIN,
+    OUTPUT,
+    UNEMBEDDING,
+    Format,
+    Weight,
+    rearrange,
+    shape_of,
+    sizes_of,
+    weights_of,
+)
+from difftx.interop.safetensors import Tensor, Written
+from difftx.training.weights import ParamsReader, Streamed
+
+BLOCK_BYTES = 2**26  # Of rows of an embedding.
+DERIVED = ".rotary_emb.inv_freq"  # Old Llama files have it; it follows from the config.
+
+
+def from_theirs(
+    source: Path, tensors: Mapping[str, Tensor], format_: Format, model: ModelConfig
+) -> dict[str, Streamed]:
+    """Return our parameters, to be read from `tensors` while they are written.
+
+    Raises:
+        UserError: a tensor is missing, has another shape or has no place in the model.
+    """
+    sizes, weights = sizes_of(model), weights_of(format_, model)
+    expected = {name: shape_of(weight.axes, sizes) for weight in weights for name in _names(weight, model.num_layers)}
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise UserError(f"{source}: no tensor {name}.{did_you_mean(name, tensors)}")
+        if tensors[name].shape != shape:
+            raise UserError(
+                f"{tensors[name].file}: {name} has shape {tensors[name].shape}; config.json makes it {shape}"
+            )
+    for name in tensors.keys() - expected.keys():
+        if name == UNEMBEDDING:
+            _check_tied(tensors[UNEMBEDDING], tensors[EMBEDDING])
+        elif not name.endswith(DERIVED):
+            raise UserError(f"{tensors[name].file}: {name} has no place in the model of config.json")
+    return {weight.ours: _streamed(weight, tensors, model.num_layers, sizes) for weight in weights}
+
+
+def to_theirs(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Written]:
+    """Return the tensors of another format, to be read from a checkpoint while they are written.
+
+    Those of one name in all layers follow each other: trainings on few devices store them in one piece.
+    """
+    sizes, written = sizes_of(model), {}
+    # A few kilobytes, read once: another parameter in between would have the reader forget the chunks of W_O.
+    folds = format_ == "hf" and model.head_norm == "rms_affine"
+    gain_LE = reader.read(GAIN, slice(None)) if folds else None
+    for weight in weights_of(format_, model):
+        shape = shape_of(weight.axes, sizes)
+        if not weight.is_stacked:
+            written[weight.names[0]] = Written(shape, partial(_rows_of, reader, weight, shape))
+            continue
+        for layer in range(model.num_layers):
+            for place, name in enumerate(weight.names):
+                make = partial(_layer_of, reader, model, weight, gain_LE, layer, place)
+                written[name.format(layer=layer)] = Written(shape, make)
+    return written
+
+
+def _names(weight: Weight, layers: int) -> list[str]:
+    return [name.format(layer=layer) for name in weight.names for layer in range(layers if weight.is_stacked else 1)]
+
+
+def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
+    """Raise `UserError` unless an output embedding that should not be there is the input embedding again."""
+    same = unembedding.shape == embedding.shape and all(
+        np.array_equal(unembedding.read(rows), embedding.read(rows)) for rows in _row_blocks(embedding.shape)
+    )
+    if not same:
+        raise UserError(
+            f"{unembedding.file}: {UNEMBEDDING} differs from {EMBEDDING}, though config.json has "
+            "tie_word_embeddings=true; set it to false to keep both"
+        )
+
+
+def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
+    rows = _rows_at_once(shape)
+    return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+
+
+def _rows_at_once(shape: tuple[int, ...]) -> int:
+    row_bytes = 4 * int(np.prod(shape[1:]))
+    return min(shape[0], max(1, BLOCK_BYTES // row_bytes))
+
+
+def _streamed(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> Streamed:
+    shape = shape_of(weight.our_axes, sizes)
+    if not weight.is_stacked:
+        tensor = tensors[weight.names[0]]
+        return Streamed(shape, _rows_at_once(shape), lambda: map(tensor.read, _row_blocks(shape)))
+
+    def blocks() -> Iterator[np.ndarray]:
+        for layer in range(layers):
+            parts = [
+                rearrange(tensors[name.format(layer=layer)].read(), weight.axes, weight.our_axes, sizes)
+                for name in weight.names
+            ]
+            yield np.stack(parts)[None] if len(parts) > 1 else parts[0][None]
+
+    stack = (len(weight.names),) if len(weight.names) > 1 else ()
+    return Streamed((layers, *stack, *shape), 1, blocks)
+
+
+def _rows_of(reader: ParamsReader, weight: Weight, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    return (reader.read(weight.ours, rows) for rows in _row_blocks(shape))
+
+
+def _layer_of(
+    reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, place: int
+) -> list[np.ndarray]:
+    sizes = sizes_of(model)
+    if weight.ours == GAIN and model.head_norm != "rms_affine":  # The official code always has one.
+        return [np.ones(shape_of(weight.axes, sizes), np.float32)]
+    array = reader.read(weight.ours, layer)
+    if weight.ours == OUTPUT and gain_LE is not None:
+        array = array * gain_LE[layer, :, None]  # What Hugging Face's norm lacks, W_O can do.
+    part = array[place] if len(weight.names) > 1 else array
+    return [rearrange(part, weight.our_axes, weight.axes, sizes)]

@@ -1,0 +1,115 @@
+"""Run directories from folders of other formats, and such folders from runs."""
+
+import dataclasses
+import json
+from collections.abc import Collection
+from pathlib import Path
+from types import ModuleType
+
+from difftx.config import Config, ModelConfig
+from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.errors import UserError
+from difftx.files import new_folder, write_atomically
+from difftx.inference.load import check_tokenizer
+from difftx.interop import huggingface, official, tokenizers
+from difftx.interop.layouts import Format
+from difftx.interop.parameters import from_theirs, to_theirs
+from difftx.interop.safetensors import read_folder, write_folder
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.run import check_vocabulary, read_config
+from difftx.training.weights import STEP, ParamsReader, save_params
+
+FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
+CONFIG = "config.json"
+
+
+def import_run(
+    source: Path, out: Path, format_: Format, config: Config, overridden: Collection[str], verify: bool
+) -> list[str]:
+    """Make a run directory of a model in another format; return what to tell the user.
+
+    Args:
+        source: folder with config.json and safetensors files.
+        out: folder to make.
+        format_: of `source`.
+        config: of the run; what the model decides is replaced.
+        overridden: fields of `model` that the user has set, which must not be among those.
+        verify: compare logits with transformers.
+
+    Raises:
+        UserError: the model has what ours has not, or a file is damaged.
+    """
+    fields = FORMATS[format_].model_fields(source / CONFIG)
+    if clash := sorted(fields.keys() & overridden):
+        raise UserError(f"--config.model.{clash[0]}: {source / CONFIG} decides it; leave it out")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **fields))
+    arrays = from_theirs(source, read_folder(source), format_, config.model)
+    with new_folder(out) as folder:
+        config, note = tokenizers.import_tokenizer(source, folder, out, config)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        check_vocabulary(config, tokenizer)
+        write_atomically(folder / CONFIG, config.to_json())
+        save_params(folder, arrays, config, {"tokenizer": fingerprint(tokenizer)})
+        lines = [_verified(source, folder / "checkpoints" / str(STEP), config)] if verify else []
+    return [f"{out}: a run of step {STEP}, {_describe(config.model)}", note, *lines]
+
+
+def export_run(
+    workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool
+) -> list[str]:
+    """Write a run's checkpoint in another format; return what to tell the user.
+
+    Args:
+        workdir: of the run.
+        out: folder to make.
+        step: of the checkpoint; None: the newest that verifies.
+        format_: of `out`.
+        shard_bytes: of the largest safetensors file.
+        verify: compare logits with transformers.
+
+    Raises:
+        UserError: the format cannot represent the model, or there is no such checkpoint.
+    """
+    read_config(workdir)  # Says so where there is no run.
+    checkpointer = Checkpointer(workdir)
+    step = checkpointer.newest() if step is None else checkpointer.verified(step)
+    if step is None:
+        raise UserError(f"--input={workdir}: no checkpoint there yet")
+    checkpoint = checkpointer.folder / str(step)
+    config = checkpointer.config(step)
+    check_representable(config.model, format_)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_tokenizer(config, tokenizer, checkpoint)
+    with new_folder(out) as folder:
+        files = write_folder(folder, to_theirs(ParamsReader(checkpoint), format_, config.model), shard_bytes)
+        text = json.dumps(FORMATS[format_].config_json(config, tokenizer.eot_token), indent=2)
+        write_atomically(folder / CONFIG, text + "\n")
+        note = tokenizers.export_tokenizer(config, tokenizer, folder)
+        lines = [_verified(folder, checkpoint, config)] if verify else []
+    shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
+    return [f"{out}: {shards} of step {step}, {_describe(config.model)}", note, *lines]
+
+
+def check_representable(model: ModelConfig, format_: Format) -> None:
+    """Raise `UserError` for what a format does not have."""
+    if model.architecture not in ("diff", "transformer"):
+        raise UserError(f"model.architecture={model.architecture!r} has no other format; 'diff' and 'transformer' have")
+    for name, usual in (("lambda_learned", True), ("lambda_init", None), ("post_scale", None)):
+        value = getattr(model, name)
+        if model.architecture == "diff" and value != usual:
+            raise UserError(f"model.{name}={value}: other formats learn λ, with λ_init and 1 - λ_init of the paper")
+    if model.architecture == "diff" and model.head_norm == "none":
+        raise UserError("model.head_norm='none': other formats normalise every differential head")
+    FORMATS[format_].check_model(model)
+
+
+def _describe(model: ModelConfig) -> str:
+    kv = "" if model.kv_heads == model.num_heads else f" ({model.kv_heads} key/value)"
+    heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {model.d_head}"
+    return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
+
+
+def _verified(folder: Path, checkpoint: Path, config: Config) -> str:
+    from difftx.interop.verify import compare_logits  # torch takes seconds to import.
+
+    return compare_logits(folder, checkpoint, config)

@@ -1,0 +1,162 @@
+"""safetensors files, read by rows and written a tensor at a time (https://huggingface.co/docs/safetensors).
+
+The library of that name writes a file from memory alone, and does not name the tensor that a truncated file lacks.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from difftx.errors import UserError
+from difftx.files import misfit, read_json, write_atomically
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}  # What float32 holds exactly.
+LONGEST_HEADER = 100_000_000  # Bytes; the library's limit.
+SHAPE = {"dtype": str, "shape": [int], "data_offsets": [int]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # Of its first byte in the file.
+
+    def read(self, rows: slice = slice(None)) -> np.ndarray:
+        """Return it, or so many rows of its first axis, as float32."""
+        start, stop, _ = rows.indices(self.shape[0])
+        width = math.prod(self.shape[1:]) * self.dtype.itemsize
+        raw = np.fromfile(self.file, np.uint8, (stop - start) * width, offset=self.offset + start * width)
+        return raw.view(self.dtype).reshape(stop - start, *self.shape[1:]).astype(np.float32, copy=False)
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of `model.safetensors`, or of the files that its index names, by name.
+
+    Raises:
+        UserError: a file is missing, damaged or without a tensor that the index says it has.
+    """
+    if not (folder / INDEX).is_file():
+        if (folder / FILE).is_file():
+            return read_header(folder / FILE)
+        others = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".bin", ".pt", ".pth")]
+        hint = f"; {others[0]} must be saved as safetensors first" if others else ""
+        raise UserError(f"{folder}: neither {FILE} nor {INDEX} there{hint}")
+    index = read_json(folder / INDEX)
+    if why := misfit(index, {"weight_map": {str: str}}):
+        raise UserError(f"{folder / INDEX}: {why}")
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, str] = index["weight_map"]
+    for file in sorted(set(places.values())):
+        first = next(name for name, place in places.items() if place == file)
+        if Path(file).name != file:
+            raise UserError(f"{folder / INDEX}: {first} is in {file!r}, which is not a file of this folder")
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file}: missing; {INDEX} says that {first} is in it")
+        tensors |= read_header(folder / file)
+    for name, file in places.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError(f"{folder / file}: {name} is not in it, though {INDEX} says so")
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Return a file's tensors by name.
+
+    Raises:
+        UserError: the file is damaged, or shorter than its tensors.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            text = stream.read(length) if 8 + length <= size and length <= LONGEST_HEADER else b""
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    try:
+        header: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not a safetensors file, or its header is truncated") from error
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    if why := misfit(header, {str: SHAPE}):
+        raise UserError(f"{file}: header: {why}")
+    return {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
+
+
+def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+    if entry["dtype"] not in DTYPES:
+        raise UserError(f"{file}: {name} has dtype {entry['dtype']}; only {', '.join(DTYPES)} convert without loss")
+    dtype, shape, offsets = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise UserError(f"{file}: {name}: {entry['dtype']} {shape} does not take the bytes {offsets}")
+    if data + offsets[1] > size:
+        raise UserError(f"{file}: truncated: {name} ends at byte {data + offsets[1]}, and the file has {size}")
+    return Tensor(name, file, dtype, shape, data + offsets[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A float32 tensor to write: its rows come in blocks."""
+
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterable[np.ndarray]]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * DTYPES["F32"].itemsize
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Written], shard_bytes: int) -> list[str]:
+    """Write tensors to one file, or to several of at most `shard_bytes` with an index; return the files' names."""
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensor.bytes
+    count = len(shards)
+    files = [FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: tensors[name] for name in names})
+    if count > 1:
+        total = sum(tensor.bytes for tensor in tensors.values())
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+        write_atomically(folder / INDEX, text + "\n")
+    return files
+
+
+def _write_file(path: Path, tensors: Mapping[str, Written]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it.
+    end = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (end, end + tensor.bytes)}
+        end += tensor.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # So that the tensors are aligned.
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            for block in tensor.blocks():
+                file.write(np.ascontiguousarray(block, DTYPES["F32"]).data)
+            if file.tell() != 8 + len(text) + header[name]["data_offsets"][1]:
+                raise AssertionError(f"{name} was not written whole")

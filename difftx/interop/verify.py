@@ -1,0 +1,62 @@
+"""Logits of a checkpoint beside those that transformers computes from a folder."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from difftx.config import Config
+from difftx.errors import RunError
+from difftx.parallel.mesh import batch_shards, make_mesh
+from difftx.training.checkpoint import restore_params
+from difftx.training.state import graph, init_state
+
+TOKENS = 64  # Of a row, at most.
+TOLERANCE = 1e-4  # Of the largest logit: float32 sums in another order.
+
+
+def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
+    """Return a line that says how far apart logits of random tokens are, both models in float32.
+
+    Raises:
+        RunError: too far.
+    """
+    mesh = make_mesh(config.mesh)
+    length = min(TOKENS, config.data.sequence_length) // mesh.shape["context"] * mesh.shape["context"]
+    tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
+    theirs_BTV = transformers_logits(folder, tokens_BT)
+    ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT)
+    apart, largest = float(np.abs(ours_BTV - theirs_BTV).max()), float(np.abs(theirs_BTV).max())
+    line = f"logits of {tokens_BT.size} random tokens differ from transformers' by at most {apart:.1e} of {largest:.1f}"
+    if not apart <= TOLERANCE * largest:
+        raise RunError(f"{line}: more than rounding; nothing was written")
+    return f"verified: {line}"
+
+
+def our_logits(checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray) -> np.ndarray:
+    """Return the logits of a verified checkpoint, computed in float32."""
+    model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")
+    config = dataclasses.replace(config, model=model)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh)
+        definition = graph(config)
+
+        @jax.jit
+        def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
+            return nnx.merge(definition, params)(tokens_BT)[0]
+
+        return np.asarray(logits(params, tokens_BT.astype(np.int32)))
+
+
+def transformers_logits(folder: Path, tokens_BT: np.ndarray) -> np.ndarray:
+    """Return the logits of the model that transformers loads from a folder, in float32 on the CPU."""
+    import torch  # pyrefly: ignore[missing-import]  # Of `make parity`.
+    import transformers  # pyrefly: ignore[missing-import]
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens_BT)).logits.numpy()

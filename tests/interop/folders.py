@@ -1,0 +1,88 @@
+"""Folders of models for the tests of `difftx convert`, and what the command makes of them."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+from conftest import ROOT
+
+from difftx.data.tokenizer import fingerprint
+from difftx.files import write_atomically
+from difftx.interop.convert import main
+from difftx.interop.safetensors import Written, read_folder, write_folder
+from difftx.training.checkpoint import Checkpointer, restore_params
+from difftx.training.manifest import array_name
+from difftx.training.run import read_config
+from difftx.training.state import init_state
+from difftx.training.weights import Streamed, save_params
+
+FIXTURES = Path(__file__).parent / "fixtures"  # By transformers: fixtures/make.py.
+# As a user would import them on one device.
+IMPORT = [
+    f"--config={ROOT / 'configs' / 'quickstart.py'}:diff",
+    "--config.data.tokenizer=bytes",
+    "--config.model.compute_dtype=float32",
+]
+
+
+def import_(source, out, *flags, format_="hf"):
+    """The new run's directory."""
+    assert main([f"--from={format_}", "--to=difftx", f"--input={source}", f"--out={out}", *IMPORT, *flags]) == 0
+    return out
+
+
+def export(workdir, out, *flags, format_="hf"):
+    """The new folder."""
+    assert main(["--from=difftx", f"--to={format_}", f"--input={workdir}", f"--out={out}", *flags]) == 0
+    return out
+
+
+def parameters(workdir, mesh):
+    """The newest checkpoint's config and parameters, on a mesh."""
+    checkpointer = Checkpointer(workdir)
+    step = checkpointer.newest()
+    config = read_config(workdir)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: init_state(config).params)
+    return config, restore_params(checkpointer.folder / str(step), abstract, mesh)
+
+
+def run_of(lm, workdir):
+    """The directory of a run with the parameters of `lm`, as far as readers look."""
+    workdir.mkdir(exist_ok=True)
+    write_atomically(workdir / "config.json", lm.config.to_json())
+    values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
+    arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
+    save_params(workdir, arrays, lm.config, {"tokenizer": fingerprint(lm.tokenizer)})
+    return workdir
+
+
+def tensors_of(folder):
+    """Name → float32 array."""
+    return {name: tensor.read() for name, tensor in read_folder(folder).items()}
+
+
+def rewrite(folder, out, **changes):
+    """A copy of a folder in one file, with tensors replaced; None: left out."""
+    out.mkdir()
+    shutil.copy(folder / "config.json", out)
+    tensors = tensors_of(folder) | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    write_folder(out, {n: Written(v.shape, lambda v=v: [v]) for n, v in kept.items()}, 2**30)
+    return out
+
+
+def edit_config(folder, out, **changes):
+    """A copy of a folder with another config.json."""
+    shutil.copytree(folder, out)
+    path = out / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return out
+
+
+def with_model(config, **changes):
+    """The config with other fields of `model`."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))

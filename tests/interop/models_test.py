@@ -1,0 +1,145 @@
+"""`difftx convert` against transformers (committed results) and the official code's formulas."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from inference.cache_test import TENSOR, language_model
+
+from difftx.data.tokenizer import load_tokenizer
+from difftx.inference.decode import LanguageModel
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY
+from difftx.interop.verify import our_logits
+from difftx.model.attention import depth_schedule
+from difftx.model.decoder import Block
+from difftx.model.layers import rotary_angles
+from difftx.parallel.layout import Layout
+from difftx.training.run import read_config
+from interop import official_oracle
+from interop.folders import FIXTURES, export, import_, parameters, run_of, tensors_of
+
+MODELS = ["diff", "diff_grouped", "llama"]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """Name → run directory."""
+    folder = tmp_path_factory.mktemp("imported")
+    return {name: import_(FIXTURES / name, folder / name) for name in MODELS}
+
+
+def expected(name):
+    return np.load(FIXTURES / name / "expected.npz")
+
+
+def check_logits(workdir, theirs, mesh):
+    ours = our_logits(workdir / "checkpoints" / "0", read_config(workdir), mesh, theirs["tokens"])
+    np.testing.assert_allclose(ours, theirs["logits"], rtol=0, atol=1e-5)
+
+
+def check_maps(workdir, theirs, mesh):
+    config, params = parameters(workdir, mesh)
+    model = config.model
+    with jax.set_mesh(mesh):
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Block(model, Layout(), rngs=nnx.Rngs(0))))
+        angles = rotary_angles(jnp.arange(theirs["tokens"].shape[1])[None], model.d_head, model.rope_theta)
+        x_BTD = params["embedding_VD"].at[theirs["tokens"]].get(out_sharding=jax.P())
+
+        @jax.jit
+        def step(params, depth, x_BTD):
+            block = nnx.merge(graphdef, params)
+            q_BTHGd, k_BTKGd, _ = block.attention.project(block.attention_norm(x_BTD), angles)
+            return q_BTHGd[0], k_BTKGd[0], block(x_BTD, angles, depth, None)[0]
+
+        for layer in range(model.num_layers):
+            of_layer = jax.tree.map(lambda a, layer=layer: a[layer], (params["blocks"], depth_schedule(model)))
+            q_THGd, k_TKGd, x_BTD = step(*of_layer, x_BTD)
+            k_THGd = np.repeat(np.asarray(k_TKGd), model.num_heads // model.kv_heads, axis=1)
+            scores_GHTS = np.einsum("thgd,shgd->ghts", q_THGd, k_THGd) / np.sqrt(model.d_head)
+            scores_GHTS[..., ~np.tri(scores_GHTS.shape[-1], dtype=bool)] = -np.inf
+            exp_GHTS = np.exp(scores_GHTS)
+            maps_GHTS = exp_GHTS / exp_GHTS.sum(axis=-1, keepdims=True)
+            halves = np.split(theirs["attentions"][layer], 2)
+            np.testing.assert_allclose(maps_GHTS, halves, rtol=0, atol=1e-5)
+
+
+def check_generation(workdir, theirs, mesh):
+    config, params = parameters(workdir, mesh)
+    lm = LanguageModel(config, mesh, params, load_tokenizer("bytes"))
+    request = Request(prompt=theirs["tokens"][0].tolist(), new_tokens=64, seed=0)
+    assert generate(lm, [request], GREEDY)[0].tokens == theirs["generated"].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(imported, mesh_of, name):
+    check_logits(imported[name], expected(name), mesh_of())
+
+
+@pytest.mark.parametrize("name", ["diff", "diff_grouped"])
+def test_the_two_maps_are_the_halves_of_eager_attentions(imported, mesh_of, name):
+    check_maps(imported[name], expected(name), mesh_of())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_generation_is_that_of_transformers(imported, mesh_of, name):
+    check_generation(imported[name], expected(name), mesh_of())
+
+
+def test_a_run_is_read_straight_onto_a_mesh(imported, mesh_of):
+    theirs = expected("diff")
+    config = read_config(imported["diff"])
+    _, params = parameters(imported["diff"], mesh_of(**TENSOR))
+    query = params["blocks"]["attention"]["query_DHGd"]
+    assert {shard.data.shape for shard in query.addressable_shards} == {(3, 16, 2, 2, 4)}
+    tokens = np.repeat(theirs["tokens"], 4, axis=0)
+    ours = our_logits(imported["diff"] / "checkpoints" / "0", config, mesh_of(**TENSOR), tokens)
+    np.testing.assert_allclose(ours[:1], theirs["logits"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_bit_for_bit(imported, mesh_of, tmp_path, name):
+    original, back = tensors_of(FIXTURES / name), tensors_of(export(imported[name], tmp_path / "back"))
+    assert original.keys() == back.keys()
+    for tensor, value in original.items():
+        np.testing.assert_array_equal(back[tensor].view(np.uint32), value.view(np.uint32))
+    again = import_(tmp_path / "back", tmp_path / "again")
+    old, new = (parameters(workdir, mesh_of())[1] for workdir in (imported[name], again))
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+    # config.json says the same model, though not in the same words.
+    assert read_config(again).model == read_config(imported[name]).model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("diff", {"model__num_heads": 4, "model__num_kv_heads": 2, "model__tie_embeddings": False}),
+        ("transformer", {"model__num_heads": 4, "model__num_kv_heads": 2}),
+    ],
+)
+def test_the_official_layout_computes_the_same(config, mesh_of, tmp_path, architecture, changes):
+    lm = language_model(config, mesh_of(), architecture, model__compute_dtype="float32", **changes)
+    workdir = run_of(lm, tmp_path)
+    official = export(workdir, tmp_path / "official", format_="official")
+    settings = json.loads((official / "config.json").read_text())
+    tokens_BT = np.random.default_rng(0).integers(260, size=(1, 20))
+    oracle_TV = official_oracle.logits(tensors_of(official), settings, tokens_BT[0])
+    ours = our_logits(workdir / "checkpoints" / "0", lm.config, mesh_of(), tokens_BT)
+    np.testing.assert_allclose(ours[0], oracle_TV, rtol=0, atol=1e-5)
+    back = import_(official, tmp_path / "back", format_="official")
+    jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)
+
+
+def test_the_head_norms_gain_is_folded_into_the_output(config, mesh_of, tmp_path):
+    lm = language_model(config, mesh_of(), model__compute_dtype="float32")
+    assert lm.config.model.head_norm == "rms_affine"
+    workdir = run_of(lm, tmp_path)
+    back = import_(export(workdir, tmp_path / "hf"), tmp_path / "back")
+    assert read_config(back).model.head_norm == "rms"
+    tokens_BT = np.random.default_rng(0).integers(260, size=(1, 20))
+    ours, theirs = (our_logits(w / "checkpoints" / "0", read_config(w), mesh_of(), tokens_BT) for w in (workdir, back))
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)
+    assert np.abs(ours).max() > 0.1

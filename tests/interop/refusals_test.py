@@ -1,0 +1,159 @@
+"""What `difftx convert` refuses: nothing is written, and the message names the tensor, field or file."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from inference.cache_test import language_model
+
+from difftx.errors import UserError
+from difftx.interop.convert import main
+from difftx.interop.runs import check_representable
+from interop.folders import FIXTURES, IMPORT, edit_config, export, import_, rewrite, run_of, tensors_of, with_model
+
+GROUPED = FIXTURES / "diff_grouped"
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def refused(source, tmp_path, message, *flags):
+    """Import, and find the message and nothing else."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        import_(source, tmp_path / "out", *flags)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_shard(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GROUPED, source)
+    (source / "model-00002-of-00005.safetensors").unlink()
+    refused(source, tmp_path, r"model-00002-of-00005\.safetensors: missing; .* says that model\.\S+ is in it")
+
+
+def test_a_truncated_file_names_its_tensor(tmp_path):
+    source = rewrite(GROUPED, tmp_path / "source")
+    file = source / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    refused(source, tmp_path, r"model\.safetensors: truncated: \S+ ends at byte \d+, and the file has \d+")
+    for length in (0, 7, 100):
+        file.write_bytes(whole[:length])
+        refused(source, tmp_path, r"model\.safetensors: not a safetensors file, or its header is truncated")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({Q: np.zeros((32, 31), np.float32)}, rf"{Q} has shape \(32, 31\); config\.json makes it \(32, 32\)"),
+        ({Q: None}, rf"no tensor {Q}\. Did you mean 'model\.layers\.\d\.self_attn\.\S_proj\.weight'\?"),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)},
+            r"model\.layers\.0\.self_attn\.q_proj\.bias has no place in the model of config\.json",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, changes, message):
+    refused(rewrite(GROUPED, tmp_path / "source", **changes), tmp_path, message)
+
+
+def test_two_embeddings_of_a_tied_model_must_be_one(tmp_path):
+    embedding = tensors_of(FIXTURES / "diff")["model.embed_tokens.weight"]
+    again = rewrite(FIXTURES / "diff", tmp_path / "again", **{"lm_head.weight": embedding})
+    import_(again, tmp_path / "run")
+    other = rewrite(FIXTURES / "diff", tmp_path / "other", **{"lm_head.weight": embedding + 1})
+    refused(other, tmp_path, r"lm_head\.weight differs from model\.embed_tokens\.weight, though .*; set it to false")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DiffLlamaForCausalLN"]}, "does not convert. Did you mean 'DiffLlamaForCausalLM'"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures='GPT2LMHeadModel' does not convert"),
+        ({"attention_bias": True}, "attention_bias=True does not convert; only False does"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' does not convert; only 'silu' does"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* does not convert; only None does"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3' does not convert"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope scaling of type 'linear' does not"),
+        ({"num_attention_heads": 7}, "num_attention_heads=7 must be even"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=1 must be even"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None: expected a positive number"),
+        ({"hidden_size": "32"}, "hidden_size='32': expected a count"),
+        ({"vocab_size": 200}, r"model\.embed_tokens\.weight has shape \(260, 32\); config\.json makes it \(200, 32\)"),
+    ],
+)
+def test_models_that_ours_cannot_represent(tmp_path, changes, message):
+    refused(edit_config(GROUPED, tmp_path / "source", **changes), tmp_path, message)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(tmp_path):
+    small = {"model.embed_tokens.weight": np.zeros((200, 32), np.float32), "lm_head.weight": np.zeros((200, 32), "f4")}
+    source = edit_config(rewrite(GROUPED, tmp_path / "a", **small), tmp_path / "b", vocab_size=200)
+    refused(source, tmp_path, "model.vocab_size=200 is less than the 257 tokens of data.tokenizer='bytes'")
+
+
+def test_an_index_that_leads_out_of_the_folder(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GROUPED, source)
+    index = source / "model.safetensors.index.json"
+    places = json.loads(index.read_text())
+    places["weight_map"][Q] = "../secret.safetensors"
+    index.write_text(json.dumps(places))
+    refused(source, tmp_path, rf"{Q} is in '\.\./secret\.safetensors', which is not a file of this folder")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config.model.num_layers=3"], r"--config\.model\.num_layers: .*config\.json decides it; leave it out"),
+        (["--config.model.num_layer=3"], "no such field. Did you mean"),
+        (["--step=3"], "--step is of a run that is read"),
+    ],
+)
+def test_flags_that_do_not_fit(tmp_path, flags, message):
+    refused(GROUPED, tmp_path, message, *flags)
+
+
+def test_an_output_that_is_there_or_has_no_parent(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="is there already; name a new folder"):
+        import_(GROUPED, tmp_path / "out")
+    with pytest.raises(UserError, match="there is no folder"):
+        import_(GROUPED, tmp_path / "none" / "out")
+    with pytest.raises(UserError, match="one of them, and only one, must be difftx"):
+        main(["--from=hf", "--to=official", f"--input={GROUPED}", f"--out={tmp_path / 'x'}", *IMPORT])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "format_", "changes", "message"),
+    [
+        ("diff_v2", "hf", {}, "model.architecture='diff_v2' has no other format"),
+        ("gated", "official", {}, "model.architecture='gated' has no other format"),
+        ("diff", "hf", {"lambda_learned": False}, "model.lambda_learned=False: other formats learn λ"),
+        ("diff", "hf", {"lambda_init": 0.8}, "model.lambda_init=0.8: other formats learn λ"),
+        ("diff", "official", {"post_scale": 0.2}, "model.post_scale=0.2: other formats learn λ"),
+        ("diff", "hf", {"head_norm": "none"}, "other formats normalise every differential head"),
+        ("diff", "hf", {"num_heads": 4, "num_kv_heads": 2}, "model.head_norm='rms_affine': DiffLlama's head norm has"),
+        ("diff", "hf", {"head_norm_eps": 1e-6}, "DiffLlama has one for both"),
+        ("diff", "official", {"head_norm_eps": 1e-6}, "the official code has 1e-05"),
+        ("diff", "official", {"head_dim": 4}, "the official code takes it from d_model and num_heads"),
+        ("transformer", "hf", {"head_norm": "rms"}, "Llama has no norm behind its heads"),
+        ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no norm behind its heads"),
+    ],
+)
+def test_runs_that_other_formats_cannot_represent(config, architecture, format_, changes, message):
+    model = with_model(config(architecture), **changes).model
+    with pytest.raises(UserError, match=message):
+        check_representable(model, format_)
+
+
+def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):
+    grouped = language_model(config, mesh_of(), model__num_heads=4, model__num_kv_heads=2)
+    workdir = run_of(grouped, tmp_path / "run")
+    with pytest.raises(UserError, match="folds one into W_O only where num_kv_heads=2 is num_heads=4; --to=official"):
+        export(workdir, tmp_path / "out")
+    with pytest.raises(UserError, match="step 7: no such checkpoint; there are 0"):
+        export(workdir, tmp_path / "out", "--step=7")
+    with pytest.raises(UserError, match=r"no config\.json there, so it is no run"):
+        export(tmp_path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,52 @@
+"""safetensors files that difftx writes and reads; the library reads them in parity_test.py."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from difftx.errors import UserError
+from difftx.interop.safetensors import INDEX, Written, read_folder, write_folder
+
+VALUES = {f"t{i}": np.random.default_rng(i).normal(size=(5 + i, 3)).astype(np.float32) for i in range(7)}
+
+
+def write(folder, shard_bytes):
+    tensors = {n: Written(v.shape, lambda v=v: np.array_split(v, 2)) for n, v in VALUES.items()}
+    return write_folder(folder, tensors, shard_bytes)
+
+
+@pytest.mark.parametrize(("shard_bytes", "count"), [(10**6, 1), (200, 5), (1, 7)])
+def test_files_of_a_limited_size_and_their_index(tmp_path, shard_bytes, count):
+    files = write(tmp_path, shard_bytes)
+    assert len(files) == count
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == sorted(files)
+    assert (tmp_path / INDEX).exists() == (count > 1)
+    if count > 1:
+        total = sum(value.nbytes for value in VALUES.values())
+        assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"] == total
+    back = read_folder(tmp_path)
+    assert back.keys() == VALUES.keys()
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(back[name].read(), value)
+        np.testing.assert_array_equal(back[name].read(slice(2, 4)), value[2:4])
+
+
+def test_a_damaged_header_is_refused_or_still_fits(tmp_path):
+    (name,) = write(tmp_path, 10**6)
+    whole = (tmp_path / name).read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    draw, refused = random.Random(0), []
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 4])):
+            damaged[draw.randrange(length)] = draw.randrange(256)
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            for tensor in read_folder(tmp_path).values():
+                tensor.read()
+        except UserError as error:
+            refused.append(str(error))
+    assert len(refused) > 150
+    assert all(name in message for message in refused)

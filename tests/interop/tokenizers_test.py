@@ -1,0 +1,89 @@
+"""tokenizer.json out and in; what the library makes of it is in parity_test.py."""
+
+import base64
+import json
+import shutil
+
+import pytest
+
+from difftx.config_reader import load_config
+from difftx.data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
+from difftx.interop import tokenizers
+from difftx.training.run import read_config
+from interop.folders import FIXTURES, IMPORT, export, import_
+
+LLAMA = FIXTURES / "llama"
+WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.
+
+
+def words_file(path):
+    """A vocabulary of bytes and a few words, as `data.tokenizer` takes it."""
+    tokens = [bytes([value]) for value in range(256)] + WORDS
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    return path
+
+
+def with_json(tmp_path, raw):
+    folder = tmp_path / "model"
+    shutil.copytree(LLAMA, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_bytes_go_out_and_are_recognised(tmp_path, capsys):
+    workdir = import_(LLAMA, tmp_path / "run")
+    assert "has no tokenizer.json; data.tokenizer='bytes' stays, and must be the model's" in capsys.readouterr().out
+    raw = json.loads((export(workdir, tmp_path / "hf") / "tokenizer.json").read_text())
+    assert raw["model"]["vocab"]["Ġ"] == ord(" ")
+    assert raw["added_tokens"][0]["id"] == 256
+    again = import_(tmp_path / "hf", tmp_path / "again", "--config.data.tokenizer=no_such_encoding.tiktoken")
+    assert read_config(again).data.tokenizer == "bytes"
+
+
+def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
+    encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
+    folder = with_json(tmp_path, tokenizers.tokenizer_json(encoding, "words.tiktoken"))
+    config = load_config(IMPORT[0].partition("=")[2], {"data.tokenizer": "bytes"})
+    (tmp_path / "run").mkdir()
+    config, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", config)
+    assert config.data.tokenizer == str(tmp_path / "run" / "tokenizer.tiktoken")
+    assert note.startswith("tokenizer: converted")
+    assert fingerprint(load_tokenizer(config.data.tokenizer)) == fingerprint(encoding)
+    # Where the run's config names it already, it stays.
+    config = load_config(IMPORT[0].partition("=")[2], {"data.tokenizer": str(tmp_path / "words.tiktoken")})
+    same, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", config)
+    assert same == config
+    assert "that of the model" in note
+
+
+def test_every_cut_of_a_token_is_a_merge(tmp_path):
+    encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
+    merges = tokenizers.tokenizer_json(encoding, "words.tiktoken")["model"]["merges"]
+    assert [m for m in merges if "".join(m) == "Ġthe"] == [["Ġ", "the"], ["Ġth", "e"]]
+    assert merges[0] == ["t", "h"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw["model"].update(type="Unigram"),
+        lambda raw: raw["model"]["merges"].pop(),
+        lambda raw: raw.update(pre_tokenizer={"type": "Whitespace"}),
+        lambda raw: raw.update(normalizer={"type": "NFC"}),
+        lambda raw: raw["added_tokens"][0].update(content="<|begin|>"),
+        lambda raw: raw["model"]["vocab"].update({"▁": 300}),
+        lambda raw: raw["model"].pop("vocab"),
+    ],
+)
+def test_what_is_not_the_same_is_not_converted(tmp_path, change):
+    encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
+    raw = tokenizers.tokenizer_json(encoding, "words.tiktoken")
+    change(raw)
+    config = load_config(IMPORT[0].partition("=")[2], {"data.tokenizer": "bytes"})
+    (tmp_path / "run").mkdir()
+    same, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), tmp_path / "run", tmp_path / "run", config)
+    assert same == config
+    assert note.startswith("tokenizer: not converted")
+    assert "data.tokenizer='bytes' stays, and means other text" in note
+    assert not list((tmp_path / "run").iterdir())
+    assert END_OF_TEXT in encoding.special_tokens_set
