@@ -13,6 +13,7 @@ FIXED = {
     "lambda_init": None,
     "lambda_learned": True,
     "post_scale": None,
+    "attention_logit_bits": None,
 }
 EXPECTED: dict[type, str] = {
     int: "a count",

@@ -98,8 +98,10 @@ def check_representable(model: ModelConfig, format_: Format) -> None:
         value = getattr(model, name)
         if model.architecture == "diff" and value != usual:
             raise UserError(f"model.{name}={value}: other formats learn λ, with λ_init and 1 - λ_init of the paper")
-    if model.architecture == "diff" and model.head_norm == "none":
-        raise UserError("model.head_norm='none': other formats normalise every differential head")
+    if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
+        raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise every differential head")
+    if model.attention_logit_bits is not None:
+        raise UserError(f"model.attention_logit_bits={model.attention_logit_bits}: other formats do not quantise logits")
     FORMATS[format_].check_model(model)
 
 
