@@ -101,7 +101,9 @@ def check_representable(model: ModelConfig, format_: Format) -> None:
     if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
         raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise every differential head")
     if model.attention_logit_bits is not None:
-        raise UserError(f"model.attention_logit_bits={model.attention_logit_bits}: other formats do not quantise logits")
+        raise UserError(
+            f"model.attention_logit_bits={model.attention_logit_bits}: other formats do not quantise logits"
+        )
     FORMATS[format_].check_model(model)
 
 

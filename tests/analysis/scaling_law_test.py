@@ -16,6 +16,7 @@ def noisy(law, x, generator, noise=1e-3):
     return law(x) * np.exp(noise * generator.standard_normal(len(x)))
 
 
+@pytest.mark.long
 def test_planted_parameters_lie_in_their_intervals():
     """Issue 7: in at least 90 of 100 simulations, each parameter in its own 95 % interval."""
     generator = np.random.default_rng(1)

@@ -113,7 +113,8 @@ def check(found, numbers, prefix, value, gradient):
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("diff", {"fsdp": 2, "tensor": 2}), pytest.param("transformer", {}, marks=pytest.mark.long)]
+    ("name", "axes"),
+    [pytest.param("diff", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.long), ("transformer", {})],
 )
 def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, monkeypatch, name, axes):
     changes = {f"mesh__{axis}": size for axis, size in axes.items()}

@@ -106,7 +106,7 @@ def check_against_full_pass(lm, one, host, limits, chunk):
         ("diff", None, {}, False, [16, 128]),
         ("diff", 2, TENSOR, True, [32]),
         ("transformer", None, CONTEXT, True, [32]),
-        ("transformer", 2, {}, False, [64]),
+        pytest.param("transformer", 2, {}, False, [64], marks=pytest.mark.long),
     ],
 )
 def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, kv_heads, sizes, packed, chunks):

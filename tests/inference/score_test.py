@@ -38,7 +38,8 @@ def some_items(rng):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sizes", "rows", "branch_tokens"), [("diff", {}, 2, 12), ("transformer", CONTEXT, 4, 256)]
+    ("architecture", "sizes", "rows", "branch_tokens"),
+    [("diff", {}, 2, 12), pytest.param("transformer", CONTEXT, 4, 256, marks=pytest.mark.long)],
 )
 def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, sizes, rows, branch_tokens):
     monkeypatch.setattr(score, "BRANCH_TOKENS", branch_tokens)  # So that branches need several passes, or one.

@@ -53,6 +53,7 @@ def result(run, suite):
     return json.loads((run.workdir / "evals" / suite / f"{STEP}.json").read_text())
 
 
+@pytest.mark.long
 def test_both_suites_end_to_end(run, monkeypatch, capsys):
     assert evaluate(run, monkeypatch) == 0
     needle, icl = result(run, "needle"), result(run, "icl")

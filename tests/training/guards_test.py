@@ -45,7 +45,7 @@ class Examples:
         return row
 
 
-def evaluate(run, params, step, suites):
+def evaluate(run, params, step, suites, work):
     return {}
 
 
