@@ -247,8 +247,9 @@ def get_config() -> ConfigDict:
     c.eval.harness.tasks = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
     c.eval.harness.num_fewshot = placeholder(int)  # Examples in a prompt; None: as the task says, 0 for those above.
     c.eval.harness.limit = placeholder(int)  # Of each task only so many questions, the first; None: all.
-    # Folder of JSON lines for the tasks above, <task>_test.jsonl and, for examples, <task>_train.jsonl (plain, .gz,
-    # .zst, .xz; fields: difftx/evals/harness_data.py). None: data from the Hugging Face hub, as of other tasks.
+    # Folder of JSON lines for the tasks above: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
+    # openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst, .xz; fields:
+    # difftx/evals/harness_data.py). None: data from the Hugging Face hub, as of other tasks.
     c.eval.harness.data_path = placeholder(str)
     c.eval.harness.include_path = placeholder(str)  # Folder of lm-eval's YAML files of other tasks.
     # What is longer than the context: True: cut at its left, as lm-eval's own models do, and counted; False: an error.

@@ -3,8 +3,9 @@
     query, choices, gold                     the task's prompt, its answers, the number of the right one
     context_options, continuation, gold      winogrande: what may stand before the continuation
 
-A query is the prompt as the task of that name has it. Of boolq "Passage: " in front and "Answer:" at the end may be
-there or not.
+Files are named <task>_test or, of boolq, hellaswag, piqa and winogrande, <task>_val, as their splits are, and
+<task>_train. A query is the prompt as the task of that name has it. Of boolq "Passage: " in front and "Answer:" at the
+end may be there or not.
 """
 
 import functools
