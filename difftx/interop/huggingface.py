@@ -111,9 +111,9 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
         "use_cache": True,
-        "bos_token_id": None,
+        "bos_token_id": None,  # nosec B105: a token of text, no password, and so below
         "eos_token_id": end_of_text,
-        "pad_token_id": None,
+        "pad_token_id": None,  # nosec B105
         "dtype": "float32",
         "torch_dtype": "float32",
         **special,

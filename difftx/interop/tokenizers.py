@@ -109,7 +109,7 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,
+            "unk_token": None,  # nosec B105: a token of text, no password
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": False,

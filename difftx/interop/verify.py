@@ -57,6 +57,8 @@ def transformers_logits(folder: Path, tokens_BT: np.ndarray) -> np.ndarray:
     import transformers  # pyrefly: ignore[missing-import]
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # A folder of this machine, local_files_only: nothing is downloaded.
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.float32, local_files_only=True)  # nosec B615
     with torch.no_grad():
         return model(torch.from_numpy(tokens_BT)).logits.numpy()

@@ -125,7 +125,8 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh
 def _line_chart(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     lines = []
     for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
-        columns = {name: as_floats(series[name]) for name in ("x", "y", "low", "high") if series.get(name) is not None}
+        names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
+        columns: dict[str, Any] = {name: as_floats(series[name]) for name in names}
         band = ("low", "high") if {"low", "high"} <= columns.keys() else None
         source = bokeh.models.ColumnDataSource(columns)
         lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, band=band))

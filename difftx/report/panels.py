@@ -204,10 +204,8 @@ def _training(runs: Sequence[RunRecord]) -> dict[str, bokeh.models.ColumnDataSou
         kept = thinned(as_floats(raw), MOST_POINTS)
         columns = run.progress([steps[i] for i in kept])
         smooth = np.array(smoothed(raw))[kept]
-        data = {name: np.array(column) for name, column in columns.items()} | {
-            "raw": np.array(raw)[kept],
-            "value": smooth,
-        }
+        data: dict[str, Any] = {name: np.array(column) for name, column in columns.items()}
+        data |= {"raw": np.array(raw)[kept], "value": smooth}
         sources[run.name] = bokeh.models.ColumnDataSource(data)
     return sources
 
@@ -217,7 +215,8 @@ def _validation(runs: Sequence[RunRecord], metric: Metric) -> dict[str, bokeh.mo
     for run in runs:
         rows = run.evaluations(metric)
         if rows:
-            columns = run.progress([row["step"] for row in rows]) | {"value": [row[metric] for row in rows]}
+            columns: dict[str, Any] = run.progress([row["step"] for row in rows])
+            columns |= {"value": [row[metric] for row in rows]}
             sources[run.name] = bokeh.models.ColumnDataSource(columns)
     return sources
 
