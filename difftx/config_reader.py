@@ -93,7 +93,7 @@ def _mistakes_in(path_text: str) -> Iterator[None]:
     """Whatever a user's config file raises is a mistake in that file: say where."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # Any: the file is the user's own program.
         path = Path(path_text).resolve()
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path]
         at = f"{path_text}:{lines[-1]}" if lines else path_text

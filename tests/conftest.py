@@ -44,6 +44,15 @@ TINY = {
 }
 
 
+def suite_config(folder: Path, window: int, **changes: object) -> Config:
+    """Return a tiny config whose rows are `window` tokens of `folder`/text.txt; other fields by their full names."""
+    fields = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
+    fields |= {"data.path": folder / "text.txt"} | changes
+    return load_config(
+        f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in fields.items()}
+    )
+
+
 @pytest.fixture
 def config() -> Callable[..., Config]:
     """Return a function: architecture and overrides → a tiny config."""

@@ -45,7 +45,10 @@ def depth_schedule(config: ModelConfig) -> Depth:
 
 
 class SelfAttention(nnx.Module):
-    """The way from a layer's input to its update; architectures say how they project, attend and end."""
+    """The way from a layer's input to its update; architectures say how they project, attend and end.
+
+    `project`, `map_of` and `output` have no answer here: each architecture gives its own.
+    """
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout

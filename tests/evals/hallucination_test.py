@@ -1,6 +1,5 @@
 import gzip
 import json
-import os
 import re
 import subprocess
 import sys
@@ -8,10 +7,10 @@ import types
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import ROOT, TINY, child_environment, suite_config
 
 from difftx import evals
-from difftx.config_reader import load_config, override
+from difftx.config_reader import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.hallucination_prompts import STOP, HallucinationSet
@@ -19,7 +18,7 @@ from difftx.inference.generate import Completion
 from difftx.training.run import Run
 from evals.chat_server import KEY, ChatServer, completion, verdict_on
 
-HOTPOTQA = "/work/shared/data/eval/hotpotqa_distractor_100.jsonl.gz"
+HOTPOTQA = ROOT.parent / "shared" / "data" / "eval" / "hotpotqa_distractor_100.jsonl.gz"
 KINDS = {"qa": "question_answering", "news": "summarisation"}
 QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)
 SUMMARY = re.compile(r"Document:\n(.*)\n\nSummary of the document:$", re.DOTALL)
@@ -62,11 +61,8 @@ def set_of(folder, name="qa", **changes):
 
 
 def config_of(folder, *sets, window=512, **changes):
-    data = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
-    data["data.path"] = folder / "text.txt"
-    data["eval.hallucination.sets"] = json.dumps(sets or [set_of(folder)])
-    data |= {f"eval.{name.replace('__', '.')}": value for name, value in changes.items()}
-    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+    changes = {f"eval.{name.replace('__', '.')}": value for name, value in changes.items()}
+    return suite_config(folder, window, **{"eval.hallucination.sets": json.dumps(sets or [set_of(folder)])} | changes)
 
 
 def loaded(config):
@@ -316,9 +312,9 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path, monkeypatch):
         evals.check_run(run, ["hallucination"])
 
 
-@pytest.mark.skipif(not os.path.exists(HOTPOTQA), reason=f"no {HOTPOTQA}")
+@pytest.mark.skipif(not HOTPOTQA.exists(), reason="needs HotpotQA of ../shared/data")
 def test_the_file_of_hotpotqa_is_read(folder):
-    fields = {"path": HOTPOTQA, "answers": "answer", "question": "question"}
+    fields = {"path": str(HOTPOTQA), "answers": "answer", "question": "question"}
     (qa,) = loaded(config_of(folder, set_of(folder, **fields), window=16384))
     assert len(qa.items) == 100
     first = next(item for item in qa.items if item.id == "qa/0")

@@ -9,11 +9,11 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import suite_config
 from flax import nnx
 
 from difftx import evals
-from difftx.config_reader import load_config, override
+from difftx.config_reader import override
 from difftx.errors import UserError
 from difftx.evals.harness_data import data_files, splits
 from difftx.training.run import Run
@@ -68,7 +68,10 @@ def local_record(task, doc):
         query = f"Passage: {doc['passage']}\nQuestion: {doc['question']}?"
         return {"query": query, "choices": ["no", "yes"], "gold": doc["label"]}
     if task == "hellaswag":
-        clean = lambda text: text.strip().replace(" [title]", ". ").replace(" [step]", " ").replace("  ", " ")  # noqa: E731
+
+        def clean(text):
+            return text.strip().replace(" [title]", ". ").replace(" [step]", " ").replace("  ", " ")
+
         query = f"{doc['activity_label']}: {doc['ctx_a']} {doc['ctx_b'].capitalize()}"
         return {"query": clean(query), "choices": list(map(clean, doc["endings"])), "gold": int(doc["label"])}
     if task == "piqa":
@@ -96,18 +99,18 @@ def folder(tmp_path_factory):
 
 
 def config_of(folder, **changes):
-    data = {"data.sequence_length": WINDOW, "train.global_batch_tokens": 8 * WINDOW, "mesh.fsdp": 8}
-    data |= {"data.path": folder / "text.txt", "eval.harness.data_path": folder}
-    data |= {name if "." in name else f"eval.harness.{name}": value for name, value in changes.items()}
-    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+    changes = {name if "." in name else f"eval.harness.{name}": value for name, value in changes.items()}
+    return suite_config(folder, WINDOW, **{"eval.harness.data_path": folder} | changes)
 
 
 def params_of(run, draw):
     with jax.set_mesh(run.mesh):
         shapes = jax.eval_shape(lambda: init_state(run.config).params)
-    put = lambda path, leaf: jax.device_put(  # noqa: E731
-        draw(jax.tree_util.keystr(path), leaf.shape).astype(leaf.dtype), jax.NamedSharding(run.mesh, leaf.sharding.spec)
-    )
+
+    def put(path, leaf):
+        drawn = draw(jax.tree_util.keystr(path), leaf.shape).astype(leaf.dtype)
+        return jax.device_put(drawn, jax.NamedSharding(run.mesh, leaf.sharding.spec))
+
     return jax.tree.map_with_path(put, shapes)
 
 

@@ -7,12 +7,12 @@ import types
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import suite_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx import evals
-from difftx.config_reader import load_config, override
+from difftx.config_reader import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.icl_prompts import IclTask
@@ -61,11 +61,8 @@ def task_of(folder, **changes):
 
 
 def config_of(folder, *tasks, window=1024, **changes):
-    data = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
-    data["data.path"] = folder / "text.txt"
-    data["eval.icl.tasks"] = json.dumps(tasks or [task_of(folder)])
-    data |= {f"eval.icl.{name}": value for name, value in changes.items()}
-    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+    changes = {f"eval.icl.{name}": value for name, value in changes.items()}
+    return suite_config(folder, window, **{"eval.icl.tasks": json.dumps(tasks or [task_of(folder)])} | changes)
 
 
 def loaded(config):

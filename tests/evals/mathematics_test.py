@@ -10,11 +10,11 @@ import types
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import suite_config
 from report.suites_test import save_run
 
 from difftx import evals
-from difftx.config_reader import load_config, override
+from difftx.config_reader import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.math_answers import final_answer, is_right
@@ -95,11 +95,9 @@ def folder(tmp_path_factory):
 
 
 def config_of(folder, *tasks, window=512, **changes):
-    data = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
-    data |= {"data.path": folder / "text.txt", "model.num_layers": 1}
-    data["eval.math.tasks"] = json.dumps(tasks or [task_of(f"{folder}/test.jsonl.gz", train=f"{folder}/train.jsonl")])
-    data |= {f"eval.math.{name}": value for name, value in changes.items()}
-    return load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | {name: str(value) for name, value in data.items()})
+    tasks = json.dumps(tasks or [task_of(f"{folder}/test.jsonl.gz", train=f"{folder}/train.jsonl")])
+    changes = {f"eval.math.{name}": value for name, value in changes.items()}
+    return suite_config(folder, window, **{"model.num_layers": 1, "eval.math.tasks": tasks} | changes)
 
 
 def loaded(config):

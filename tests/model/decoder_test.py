@@ -34,6 +34,11 @@ def batch_on(mesh, config, rows=8, seed=0):
     return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
 
 
+def loss_of(c):
+    graphdef = graph(c)
+    return lambda params, batch: batch_nll(nnx.merge(graphdef, params), batch)[0]
+
+
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradient_agree_on_every_mesh(config, mesh_of, architecture):
     c = config(architecture)
@@ -41,9 +46,7 @@ def test_loss_and_gradient_agree_on_every_mesh(config, mesh_of, architecture):
     for sizes in [{}, *MESHES]:
         mesh = mesh_of(**sizes)
         with jax.set_mesh(mesh):
-            graphdef = graph(c)
-            loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
-            loss, grads = jax.jit(jax.value_and_grad(loss_of))(parameters_of(c), batch_on(mesh, c))
+            loss, grads = jax.jit(jax.value_and_grad(loss_of(c)))(parameters_of(c), batch_on(mesh, c))
         results.append((float(loss), float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))))))
     for loss, norm in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-5)
@@ -123,9 +126,7 @@ def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
         c = config(model__remat=policy)
         mesh = mesh_of()
         with jax.set_mesh(mesh):
-            graphdef = graph(c)
-            loss_of = lambda p, b: batch_nll(nnx.merge(graphdef, p), b)[0]  # noqa: E731, B023
-            results[policy] = jax.jit(jax.grad(loss_of))(parameters_of(c), batch_on(mesh, c))
+            results[policy] = jax.jit(jax.grad(loss_of(c)))(parameters_of(c), batch_on(mesh, c))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), results["none"], results[remat])
 
 
