@@ -102,7 +102,8 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
     for note in sources.notes:
         print(note)
     mesh = make_mesh(
-        MeshConfig(data=1, fsdp=1, context=1, tensor=1, slices=1, preset="none"), devices=jax.devices()[:1]
+        MeshConfig(data=1, fsdp=1, context=1, tensor=1, context_method="heads", slices=1, preset="none"),
+        devices=jax.devices()[:1],
     )
     prefetch = config.data.prefetch_batches
     on_host = host_batches(HostSlice(sources.examples, args.rows, np.arange(args.rows)), prefetch)

@@ -115,7 +115,10 @@ def get_config() -> ConfigDict:
     c.mesh = ConfigDict()  # Devices along each axis; -1, once: all that are left.
     c.mesh.data = 1  # Copies of the parameters.
     c.mesh.fsdp = -1  # Shards of parameters, moments and batch.
-    c.mesh.context = 1  # Shards of a row's tokens; attention swaps them for heads.
+    c.mesh.context = 1  # Shards of a row's tokens.
+    # How attention crosses them. "heads": tokens are swapped for heads, whose number must divide; "gather": a device's
+    # tokens attend to keys and values of whole rows, gathered; "zigzag": the same, causal work shared out evenly.
+    c.mesh.context_method = "heads"
     c.mesh.tensor = 1  # Shards of heads, MLP width and vocabulary.
     c.mesh.slices = 1  # Slices of a multi-slice TPU pod, joined by the data-centre network; they cut mesh.data.
     # "auto": mesh, remat and accumulation come from the table in difftx/parallel/presets.py, by devices and size.

@@ -71,7 +71,7 @@ def mesh_of() -> Callable[..., jax.sharding.Mesh]:
 
     def make(**sizes: int) -> jax.sharding.Mesh:
         axes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
-        config = MeshConfig(**axes, slices=1, preset="none")
+        config = MeshConfig(**axes, context_method="heads", slices=1, preset="none")
         return make_mesh(config, jax.devices()[: math.prod(axes.values())])
 
     return make

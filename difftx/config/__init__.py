@@ -154,6 +154,7 @@ class MeshConfig:
     fsdp: int
     context: int
     tensor: int
+    context_method: Literal["heads", "gather", "zigzag"]
     slices: int
     preset: Literal["none", "auto"]
 

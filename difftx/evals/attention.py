@@ -30,7 +30,7 @@ from difftx.evals.resume import resumable
 from difftx.evals.retrieval_prompts import TASK as RETRIEVAL
 from difftx.evals.retrieval_prompts import RetrievalPrompts
 from difftx.inference import decode
-from difftx.parallel.layout import INFERENCE
+from difftx.parallel.layout import Layout
 from difftx.training.run import Run
 from difftx.training.state import graph
 
@@ -191,8 +191,9 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
-    # Layout INFERENCE: a prompt's tokens stay together, as its length need not divide by the mesh's context.
-    graphdef, settings = graph(config, INFERENCE), config.eval.attention
+    # As in inference a prompt's tokens stay together: its length need not divide by the mesh's context.
+    graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
+    settings = config.eval.attention
 
     @jax.jit
     def statistics(params: Any, batch: _Batch) -> Mapping[str, jax.Array]:

@@ -50,7 +50,8 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
     """Make a pass over the validation data."""
-    run, graphdef = evaluation.run, graph(evaluation.run.config)
+    run, layout = evaluation.run, Layout.of(evaluation.run.config.mesh.context_method).with_whole_rows()
+    graphdef = graph(run.config, layout)
     rows, limit = run.microbatch_rows, run.config.eval.outliers.tokens
     slots = slots_for(run.config.eval.outliers.ranks)
     counts = {kind: no_counts(run.mesh, slots) for kind in KINDS}
@@ -73,7 +74,8 @@ def _add_batch(
     counts: Mapping[str, Counts],
 ) -> dict[str, Counts]:
     """Count the values that a batch's first `rows` rows make."""
-    model, layout, ids_BT = nnx.merge(graphdef, params), Layout(), batch.segment_ids_BT
+    model, ids_BT = nnx.merge(graphdef, params), batch.segment_ids_BT
+    layout = model.layout
     row_BT = jax.lax.broadcasted_iota(jnp.int32, batch.tokens_BT.shape, 0, out_sharding=layout.act_BT)
     real_BT = row_BT < rows
     if ids_BT is not None:
@@ -86,7 +88,7 @@ def _add_batch(
     def visit(counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, out_BTD: jax.Array) -> dict[str, Counts]:
         spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
         count_logits = jax.shard_map(
-            _add_logits,
+            functools.partial(_add_logits, shared="context" not in over_heads),
             in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()),
             out_specs=per_device,
             check_vma=False,
@@ -113,13 +115,15 @@ def _is_own(config: ModelConfig) -> np.ndarray:
     return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
 
-def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit):
-    """On one device: those of its rows and heads, a chunk of queries at a time."""
+def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
+    """On one device: those of its rows and heads, a chunk of queries at a time; devices that share them count once."""
     real_BT, ids_BT = by_row
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, _, H, G, _ = q_BTHGd.shape
     K = k_BTKGd.shape[2]
     counted_BTHG = real_BT[:, :, None, None] & own_HG
+    if shared:
+        counted_BTHG &= jax.lax.axis_index("context") == 0
 
     def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
         logits_BKRGCS = xla.masked_logits(rows, k_BTKGd, ids_BT, None)
@@ -127,7 +131,7 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit):
         counted_BKRGCS = counted_BKRGC[..., None] & (logits_BKRGCS > xla.MASKED)
         return add_counts(counts_P2V, logits_BKRGCS, counted_BKRGCS, digit), None
 
-    rows = xla.chunks(ids_BT, B * H * G, q=q_BTHGd, counted=counted_BTHG)
+    rows = xla.chunks(ids_BT, None, B * H * G, q=q_BTHGd, counted=counted_BTHG)
     return jax.lax.scan(chunk, counts_1P2V[0], rows)[0][None]
 
 

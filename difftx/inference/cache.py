@@ -15,7 +15,7 @@ from jax.sharding import reshard
 
 from difftx.kernels.cached import EMPTY, Ids, Past
 from difftx.model.decoder import Decoder
-from difftx.parallel.layout import BATCH, INFERENCE
+from difftx.parallel.layout import BATCH
 
 UNIT = 256  # Slots of the smallest cache; larger ones double, so that few programs are compiled.
 ROWS = P(BATCH, None)
@@ -45,7 +45,7 @@ def empty_cache(model: Decoder, rows: int, capacity: int) -> Cache:
 
     def zeros(entry: jax.ShapeDtypeStruct) -> jax.Array:
         layers, _, _, *heads, width = entry.shape
-        return jnp.zeros((layers, rows, *heads, capacity, width), entry.dtype, out_sharding=INFERENCE.cache_LBK)
+        return jnp.zeros((layers, rows, *heads, capacity, width), entry.dtype, out_sharding=model.layout.cache_LBK)
 
     layers = tuple(map(zeros, model.entry_shapes(rows)))
     return Cache(layers, jnp.full((rows, capacity), EMPTY, jnp.int32, out_sharding=ROWS))
@@ -92,7 +92,8 @@ def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array,
         ids = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)  # As an array of one layer.
         return tuple(written), ids[0, ..., 0]
 
-    heads, by_token = INFERENCE.cache_LBK, P(None, BATCH, None, *INFERENCE.cache_LBK[2:])
+    over_heads = jax.typeof(cache.layers[0]).sharding.spec[2]
+    heads, by_token = P(None, BATCH, over_heads), P(None, BATCH, None, over_heads)
     in_specs = (heads, ROWS, by_token, ROWS, P(BATCH) if where.ndim else P())
     # On each device by itself: rows and heads are cut, slots are not.
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=(heads, ROWS), check_vma=False)

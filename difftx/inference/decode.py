@@ -24,7 +24,7 @@ from difftx.inference.cache import ROWS, Cache, capacity_for, empty_cache, exten
 from difftx.inference.sampling import Sampling, choose
 from difftx.kernels.cached import EMPTY
 from difftx.model.decoder import Decoder
-from difftx.parallel.layout import BATCH, INFERENCE
+from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.training.manifest import array_name
 from difftx.training.state import graph
@@ -189,7 +189,7 @@ class Programs(NamedTuple):
 @functools.cache
 def programs_of(config: Config) -> Programs:
     """Return the programs of a config's model, for whatever mesh is current when they are called."""
-    graphdef = graph(config, INFERENCE)
+    graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def empty(params: Any, rows: int, capacity: int) -> tuple[Cache, jax.Array]:

@@ -35,7 +35,7 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
     config = override(read_config(workdir), overrides)
     multihost.start(processes, config.multihost)
     mesh = make_mesh(config.mesh)
-    check_model_divisible(config.model, mesh)
+    check_model_divisible(config, mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     checkpointer = Checkpointer(workdir)
     step = checkpointer.newest() if step is None else checkpointer.verified(step)

@@ -22,7 +22,7 @@ from difftx.inference import decode
 from difftx.inference.cache import Cache, capacity_for, extend, write_chunk
 from difftx.inference.decode import LanguageModel, Tokens
 from difftx.kernels.cached import EMPTY
-from difftx.parallel.layout import INFERENCE, Layout
+from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
 from difftx.training.state import graph
 
@@ -220,7 +220,8 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _programs(config: Config) -> _Programs:
-    graphdef, layout = graph(config, INFERENCE), Layout()
+    layout = Layout.of(config.mesh.context_method)
+    graphdef = graph(config, layout.for_inference())
 
     def score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT):
         model = nnx.merge(graphdef, params)

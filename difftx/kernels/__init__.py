@@ -2,7 +2,8 @@
 
 A backend that is named serves the call or says why it cannot; "auto" takes the first of the platform's list that can,
 and logs once which. Under a mesh with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the
-arrays' own types say. A Pallas backend that is named where there is no such device runs in its interpreter.
+arrays' own types say; where they say that rows are cut along their tokens, keys and values are gathered (`context.py`).
+A Pallas backend that is named where there is no such device runs in its interpreter.
 """
 #   B = batch, T = query tokens, S = key tokens (= T), H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import baseline, cudnn, fused, mapped, pallas_tpu, reference, target, xla
+from difftx.kernels.context import Cut, with_whole_keys
 from difftx.kernels.maps import Map
 
 try:
@@ -54,6 +56,8 @@ AUTO = {
     "mapped_attention": {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)},
 }
 
+WHOLE_ROWS = "it takes whole rows, and these are cut along their tokens over {!r}"
+
 log = logging.getLogger(__name__)
 
 distrusted: dict[str, str] = {}  # Backends that gave wrong gradients when the program started, and how wrong.
@@ -68,6 +72,7 @@ def diff_attention(
     *,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
+    zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal differential attention, Eq. 1 of arXiv 2410.05258: (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V.
@@ -79,6 +84,7 @@ def diff_attention(
         lam: λ, float32: a scalar, or one for each token and head, `[B, T, H]`.
         segment_ids_BT: int32; a token sees only its own segment. None: one segment a row.
         window: a token sees itself and the `window - 1` tokens before it. None: all before it.
+        zigzag: tokens stand in zig-zag order, see `context.to_zigzag`, if rows are cut over devices.
         implementation: a backend's name, or "auto".
 
     Returns:
@@ -89,16 +95,17 @@ def diff_attention(
     """
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
+    cut = Cut.of(q_BTHGD, zigzag=zigzag)
     name = _choose(
         "diff_attention",
         implementation,
         (*DIFF_FUNCTIONS, *FUSED_BACKENDS),
-        lambda name: _diff_unsupported(name, q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window),
+        lambda name: _diff_unsupported(name, q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, cut),
     )
     if name in FUSED_BACKENDS:
         backend = FUSED_BACKENDS[name]
-        return fused.diff_attention(backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window)
-    call = functools.partial(DIFF_FUNCTIONS[name], window=window)
+        return fused.diff_attention(backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window, cut=cut)
+    call = with_whole_keys(functools.partial(DIFF_FUNCTIONS[name], window=window), cut)
     lam_BTH = fused.lam_per_token(lam, q_BTHGD)
     return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, saves=False)
 
@@ -110,6 +117,7 @@ def attention(
     *,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
+    zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal softmax attention, the matched Transformer's: arguments and errors as in `diff_attention`.
@@ -122,13 +130,14 @@ def attention(
             f"attention wants q [B, T, H, D] and k, v [B, S, K, D]; got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
         )
     _check_common(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window)
+    cut = Cut.of(q_BTHD, zigzag=zigzag)
     name = _choose(
         "attention",
         implementation,
         tuple(SOFTMAX_BACKENDS),
-        lambda name: _softmax_unsupported(name, q_BTHD, segment_ids_BT),
+        lambda name: _softmax_unsupported(name, q_BTHD, segment_ids_BT, cut),
     )
-    call = functools.partial(SOFTMAX_BACKENDS[name], window=window)
+    call = with_whole_keys(functools.partial(SOFTMAX_BACKENDS[name], window=window), cut)
     return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, saves=False)
 
 
@@ -141,6 +150,7 @@ def mapped_attention(
     per_query: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
+    zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal attention by a map of `difftx.kernels.maps`, for which there is no fused kernel: on XLA, in query chunks.
@@ -164,7 +174,8 @@ def mapped_attention(
         )
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
     name = _choose("mapped_attention", implementation, tuple(MAPPED_BACKENDS), lambda _: None)
-    call = functools.partial(MAPPED_BACKENDS[name], map_of, window=window)
+    cut = Cut.of(q_BTHGD, zigzag=zigzag)
+    call = with_whole_keys(functools.partial(MAPPED_BACKENDS[name], map_of, window=window), cut)
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
     return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, saves=False)
 
@@ -179,7 +190,7 @@ def check_gradients(head_dim: int) -> dict[str, str]:
     shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
     q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
     names = [name for name in AUTO["diff_attention"][target.platform()] if name != "xla"]  # It needs no check.
-    names = [name for name in names if _diff_unsupported(name, q, k, v, None, None) is None]
+    names = [name for name in names if _diff_unsupported(name, q, k, v, None, None, None) is None]
     if not names:
         return distrusted
 
@@ -228,10 +239,12 @@ def _choose(
     )
 
 
-def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None) -> str | None:
+def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None, cut: Cut | None) -> str | None:
     shapes = (q.shape, k.shape, v.shape, q.dtype)
     if name == "pallas_tpu":
-        return pallas_tpu.unsupported(*shapes, window=window)
+        return pallas_tpu.unsupported(*shapes, window=window, cut=cut)
+    if name in ("pallas_gpu", "cudnn", "cudnn_wide") and cut is not None:
+        return WHOLE_ROWS.format(cut.axis)
     if name == "pallas_gpu":
         return pallas_gpu.unsupported(*shapes) if pallas_gpu else "this jaxlib has no Mosaic GPU"
     if name == "cudnn":
@@ -241,9 +254,11 @@ def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None) ->
     return None
 
 
-def _softmax_unsupported(name: str, q, segment_ids_BT) -> str | None:
+def _softmax_unsupported(name: str, q, segment_ids_BT, cut: Cut | None) -> str | None:
     if name == "splash":
-        return baseline.splash_unsupported(q)
+        return baseline.splash_unsupported(q, cut)
+    if name == "cudnn" and cut is not None:
+        return WHOLE_ROWS.format(cut.axis)
     if name == "cudnn":
         return baseline.cudnn_unsupported(q, segment_ids_BT)
     return None

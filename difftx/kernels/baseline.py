@@ -1,5 +1,6 @@
 """Softmax attention for the matched Transformer: the best kept library kernel of each platform, with the same masks."""
-#   B = batch, T = tokens, X = T padded to whole tiles, H = heads, K = key/value heads,
+#   B = batch, T = query tokens, S = key tokens (= T, or all devices'), X, Y = S, T padded to whole tiles,
+#   H = heads, K = key/value heads,
 #   R = H / K query heads a key/value head, D = width of a head
 
 import functools
@@ -7,12 +8,16 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from difftx.kernels import target
+from difftx.kernels import mapped, maps, target
+from difftx.kernels.context import Cut
 
 SPLASH_TILE = 512
+SPLASH_FUSED_TOKENS = 4096  # Its fused backward pass keeps a dQ for every key tile: T² / 512.
+XLA_MAP_TOKENS = 1024  # XLA's own attention holds T × T maps; longer rows go by chunks of queries.
 DENSE_MASK_TOKENS = 16_384  # cuDNN takes segments only as a T × T bias, 0.5 GiB a row at this length.
 
 
@@ -23,9 +28,25 @@ def xla_attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-    implementation: Literal["xla", "cudnn"] = "xla",
+    cut: Cut | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`; arguments as in `difftx.kernels.attention`."""
+    """`jax.nn.dot_product_attention`, or the same in chunks; arguments as in `difftx.kernels.attention`."""
+    if cut is None and q_BTHD.shape[1] <= XLA_MAP_TOKENS:
+        return _library_attention(q_BTHD, k_BTKD, v_BTKD, segment_ids_BT, window=window, implementation="xla")
+    options = {"window": window, "cut": cut}
+    groups = (q_BTHD[:, :, :, None], k_BTKD[:, :, :, None])
+    return mapped.attention(maps.softmax, *groups, v_BTKD, None, segment_ids_BT, **options)
+
+
+def _library_attention(
+    q_BTHD: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    window: int | None,
+    implementation: Literal["xla", "cudnn"],
+) -> jax.Array:
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
@@ -40,7 +61,7 @@ def xla_attention(
     )
 
 
-cudnn_attention = functools.partial(xla_attention, implementation="cudnn")
+cudnn_attention = functools.partial(_library_attention, implementation="cudnn")
 
 
 def cudnn_unsupported(q_BTHD: jax.Array, segment_ids_BT: jax.Array | None) -> str | None:
@@ -64,17 +85,26 @@ def splash_attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> jax.Array:
     """Splash attention, from jax, interpreted without a TPU. Arguments as in `difftx.kernels.attention`."""
     B, T, H, D = q_BTHD.shape
-    K = k_BTKD.shape[2]
-    tile = min(SPLASH_TILE, -(-T // 128) * 128)
-    X = -(-T // tile) * tile
+    S, K = k_BTKD.shape[1:3]
+    tile = _splash_tile(S, cut)
+    X = -(-S // tile) * tile
+    Y = X if cut is None else T
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
         mask = splash_mask.LocalMask((X, X), (window - 1, 0), offset=0)
-    kernel = splash.make_splash_mqa_single_device(
+    if cut is not None:  # Of all devices' queries, one device after the other.
+        chunk = T // cut.chunks
+        starts = [start for device in range(cut.devices) for start in cut.starts(device, chunk)]
+        mask.q_sequence = np.concatenate([start + np.arange(chunk, dtype=np.int32) for start in starts])
+    is_fused = S <= SPLASH_FUSED_TOKENS
+    kernel = splash.make_splash_mqa(
         splash_mask.MultiHeadMask([mask] * (H // K)),
+        head_shards=1,
+        q_seq_shards=1 if cut is None else cut.devices,
         block_sizes=splash.BlockSizes(
             block_q=tile,
             block_kv=tile,
@@ -82,28 +112,49 @@ def splash_attention(
             block_q_dkv=tile,
             block_kv_dkv=tile,
             block_kv_dkv_compute=tile,
-            use_fused_bwd_kernel=True,
+            block_q_dq=None if is_fused else tile,
+            block_kv_dq=None if is_fused else tile,
+            use_fused_bwd_kernel=is_fused,
         ),
         interpret=target.platform() != "tpu",
     )
+    if cut is not None:
+        kernel = jax.tree.map(lambda x: _share_of(x, cut), kernel)
 
-    def padded(x_BT: jax.Array) -> jax.Array:
-        return jnp.pad(x_BT, [(0, 0), (0, X - T)] + [(0, 0)] * (x_BT.ndim - 2), mode="edge")
+    def padded(x_BT: jax.Array, length: int) -> jax.Array:
+        return jnp.pad(x_BT, [(0, 0), (0, length - x_BT.shape[1])] + [(0, 0)] * (x_BT.ndim - 2), mode="edge")
 
-    q_BKRXD = (padded(q_BTHD) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, X, K, H // K, D)
-    q_BKRXD = q_BKRXD.transpose(0, 2, 3, 1, 4)
-    k_BKXD, v_BKXD = (jnp.moveaxis(padded(x), 1, 2) for x in (k_BTKD, v_BTKD))
+    q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
+    q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
+    k_BKXD, v_BKXD = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BTKD, v_BTKD))
     ids = None
     if segment_ids_BT is not None:
-        ids_BX = padded(segment_ids_BT)
-        ids = splash.SegmentIds(q=ids_BX, kv=ids_BX)
+        ids_BX = padded(segment_ids_BT, X)
+        ids = splash.SegmentIds(q=ids_BX if cut is None else segment_ids_BT[:, cut.positions(T)], kv=ids_BX)
     per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-    out_BKRXD = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRXD, k_BKXD, v_BKXD, ids)
-    return jnp.moveaxis(jnp.asarray(out_BKRXD), 3, 1).reshape(B, X, H, D)[:, :T]
+    out_BKRYD = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYD, k_BKXD, v_BKXD, ids)
+    return jnp.moveaxis(jnp.asarray(out_BKRYD), 3, 1).reshape(B, Y, H, D)[:, :T]
 
 
-def splash_unsupported(q_BTHD: jax.Array) -> str | None:
+def _share_of(mask_info: jax.Array, cut: Cut) -> jax.Array:
+    """Return this device's part of an array of splash's `MaskInfo`: `[heads, query tiles, …]`, or `[queries]`."""
+    axis = min(1, mask_info.ndim - 1)
+    size = mask_info.shape[axis] // cut.devices
+    return jax.lax.dynamic_slice_in_dim(mask_info, cut.device() * size, size, axis)
+
+
+def _splash_tile(tokens: int, cut: Cut | None) -> int:
+    """Return the side of a tile; where rows are cut, it divides a chunk, and is 0 if no multiple of 128 does."""
+    if cut is None:
+        return min(SPLASH_TILE, -(-tokens // 128) * 128)
+    chunk = tokens // (cut.devices * cut.chunks)
+    return max((tile for tile in (128, 256, SPLASH_TILE) if chunk % tile == 0), default=0)
+
+
+def splash_unsupported(q_BTHD: jax.Array, cut: Cut | None) -> str | None:
     """Return why splash attention cannot serve a call, or None."""
+    if not _splash_tile(q_BTHD.shape[1], cut):
+        return f"splash attention takes chunks of a row of multiples of 128 tokens; {q_BTHD.shape[1]} are cut for {cut}"
     if q_BTHD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"splash attention takes bfloat16 or float32, not {q_BTHD.dtype}"
     return None

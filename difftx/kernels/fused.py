@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
+from difftx.kernels.context import Cut, with_whole_keys
+
 
 class Saved(NamedTuple):
-    """What a forward pass keeps for its backward pass: arrays `[B, T, H, …]`, and arrays `[B, H, …]`."""
+    """What a forward pass keeps for its backward pass: arrays `[B, T, H, …]`, `[B, H, T, …]` and `[B, H, G, T]`."""
 
     by_token: Any = ()  # Tuples of arrays; in `per_shard`, one PartitionSpec for each.
     by_head: Any = ()
+    by_map: Any = ()
 
 
 def diff_attention(
@@ -31,9 +34,10 @@ def diff_attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
+    cut: Cut | None,
 ) -> jax.Array:
     """Run `backend.forward` and, for the gradient, `backend.backward`; arguments as in `difftx.kernels`."""
-    return _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
+    return _attend(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
@@ -49,20 +53,23 @@ def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
     return jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=sharding)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
-    return _forward(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
+    return _forward(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)[0]
 
 
-def _forward(backend, window, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
+def _forward(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
     inputs = (q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)
-    out_BTHE, saved = per_shard(functools.partial(backend.forward, window=window), *inputs)
+    call = with_whole_keys(functools.partial(backend.forward, window=window), cut)
+    out_BTHE, saved = per_shard(call, *inputs)
     return out_BTHE, (*inputs, out_BTHE, saved)
 
 
-def _backward(backend, window, residuals, dout_BTHE):
+def _backward(backend, window, cut, residuals, dout_BTHE):
     segment_ids_BT = residuals[4]
-    call = functools.partial(backend.backward, window=window)
+    call = with_whole_keys(functools.partial(backend.backward, window=window), cut)
+    if cut is not None:
+        call = functools.partial(_with_summed_keys, call, cut)
     grads = per_shard(call, *residuals, dout_BTHE, saves=False)
     # Integers have no gradient; JAX wants that said with its own empty dtype.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
@@ -70,6 +77,12 @@ def _backward(backend, window, residuals, dout_BTHE):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _with_summed_keys(call, cut, *operands):
+    """Sum the gradients of keys and values over the devices whose queries saw them."""
+    dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands)
+    return dq_BTHGD, cut.scatter(dk_BSKGD), cut.scatter(dv_BSKE), dlam_BTH
 
 
 def deltas(
@@ -88,18 +101,17 @@ def is_explicit_mesh() -> bool:
 
 
 def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True) -> Any:
-    """Run `call` on each device's batch rows and heads; attention needs no communication between them.
+    """Run `call` on each device's batch rows, heads and, where rows are cut, tokens.
 
-    Operands are `[B, T or S, H or K, …]`, or `[B, T]`, or None, or a `Saved`. Results: with `saves` an output and a
-    `Saved`, else arrays like the operands.
+    Attention needs no communication between rows or heads, and between tokens what `context.py` does. Operands are
+    `[B, T or S, H or K, …]`, or `[B, T]`, or None, or a `Saved`. Results: with `saves` an output and a `Saved`, else
+    arrays like the operands.
     """
     if not is_explicit_mesh():
         return call(*operands)
     batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
-    if tokens is not None:
-        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
-    by_token, row = P(batch, None, heads), P(batch, None)
-    saved: Any = Saved(by_token, P(batch, heads))  # Each stands for all arrays of its kind.
+    by_token, row = P(batch, tokens, heads), P(batch, tokens)
+    saved: Any = Saved(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))  # For all arrays of a kind.
 
     def spec(operand: Any) -> Any:
         if isinstance(operand, Saved):

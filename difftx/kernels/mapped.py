@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import xla
+from difftx.kernels.context import Cut
 from difftx.kernels.maps import Map
 
 
@@ -24,6 +25,7 @@ def attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> jax.Array:
     """Return `[B, T, H, E]`; arguments as in `difftx.kernels.mapped_attention`."""
     B, T, H, G, _ = q_BTHGD.shape
@@ -43,5 +45,5 @@ def attention(
         return out_BCKRE.astype(dtype)
 
     per_query = {} if per_query_BTH is None else {"per_query": per_query_BTH}
-    out = jax.lax.map(chunk, xla.chunks(segment_ids_BT, q=q_BTHGD, **per_query))
+    out = jax.lax.map(chunk, xla.chunks(segment_ids_BT, cut, q=q_BTHGD, **per_query))
     return xla.joined(out, T).reshape(B, T, H, -1)

@@ -96,7 +96,7 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
         window=window,
         interpret=interpret_params(interpret),
     )
-    return out_BTHE[:, :length], Saved((out2_BTHE[:, :length],), (lse_BHGT[..., :length],))
+    return out_BTHE[:, :length], Saved(by_token=(out2_BTHE[:, :length],), by_map=(lse_BHGT[..., :length],))
 
 
 def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
@@ -104,7 +104,7 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
 
     out_BTHE and saved are `forward`'s, dout_BTHE the cotangent.
     """
-    (out2_BTHE,), (lse_BHGT,) = saved
+    (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_map
     delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
     length = q_BTHGD.shape[1]
     pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)

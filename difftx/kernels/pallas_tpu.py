@@ -37,7 +37,8 @@ from difftx.kernels.fused import Saved, deltas
 
 # Shapes:  B batch, T tokens (queries and keys), H query heads, K key/value heads, N = H / K query
 #          heads that share one key/value head, G = 2 attention maps, D sub-head width, E = 2D value
-#          width, R rows of per-query numbers, X = T padded to whole tiles.
+#          width, R rows of per-query numbers, X = T padded to whole tiles, Y = X or, where rows are
+#          cut, a device's queries of it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ _TILES = {
 _SMEM_WORDS = 2**17  # half of the 1 MiB of scalar memory, for the visits and the segment bounds
 
 
-def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None) -> str | None:
+def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None, cut=None) -> str | None:
     """Returns why this call cannot be served, or None if it can."""
     shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
     if len(q_shape) != 5 or len(k_shape) != 5 or len(v_shape) != 4:
@@ -81,15 +82,17 @@ def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None) -> str | None:
         return f"sub-head width must be a multiple of 8 up to 128; got {d}"
     if b < 1 or t < 1 or (window is not None and window < 1):
         return f"batch, length and window must be at least 1; got {b}, {t} and {window}"
-    side = min(_tiles(d).forward, _tiles(d).backward)
-    words = len(kernels.list_visits(pl.cdiv(t, side), side, window, keys_outer=False))
-    words += 2 * b * pl.cdiv(t, side)
+    block = kernels.block_tokens(t, cut, min(_tiles(d).forward, _tiles(d).backward))
+    if cut is not None and not block:
+        return f"rows of {t} tokens are cut in {cut.devices * cut.chunks}, which leaves no multiple of 128 tokens"
+    words = kernels.list_visits(pl.cdiv(t, block), block, window, cut, keys_outer=True).shape[-1]
+    words += 2 * b * pl.cdiv(t, block)
     if words > _SMEM_WORDS:
         return f"batch {b} of {t} tokens needs {words} words of scalar memory, over {_SMEM_WORDS}"
     return None
 
 
-def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interpret=None, block=None):
+def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=None, interpret=None, block=None):
     """Differential attention.
 
     Args:
@@ -97,6 +100,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interp
         lam_BTH: float32.
         segment_ids_BT: int32 or None; a query sees only keys of its own segment.
         window: None, or how many keys a query sees, itself included.
+        cut: None, or how rows are cut: q_BTHGD and lam_BTH are a device's, the others whole rows'.
         interpret: False, True or a `pltpu.InterpretParams`; None: unless the target is a TPU.
         block: tile side in tokens, a multiple of 128; None takes the table's.
 
@@ -106,22 +110,22 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interp
     """
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     side = block or _tiles(d).forward
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, side, keys_outer=False)
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, keys_outer=False)
     spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
     out_spec = spec((block, e), of="query", axis=0)
-    out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.x, e), call.dtype)
-    lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.x), jnp.float32)
-    out_BHXE, out2_BHXE, lse_BHGX = _run(
+    out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
+    lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
+    out_BHYE, out2_BHYE, lse_BHGY = _run(
         call,
         kernels.forward_kernel,
         "diff_attention_forward",
         products=6,
-        inner_grid=(call.group, len(call.visits)),
+        inner_grid=(call.group, call.steps),
         in_specs=[*_qkv_specs(call, spec), spec((1, block), of="query", axis=1)],
         operands=[
             *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
-            _pad(call, lam_BTH.transpose(0, 2, 1)[:, :, None], axis=3),
+            _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3),
         ],
         segment_ids_BT=segment_ids_BT,
         spec=spec,
@@ -134,7 +138,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, interp
         ],
         interpret=interpret,
     )
-    return _tokens_first(out_BHXE, t), Saved(by_head=(out2_BHXE[:, :, :t], lse_BHGX[..., :t]))
+    return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_map=(lse_BHGY[..., :t],))
 
 
 def backward(
@@ -148,52 +152,54 @@ def backward(
     dout_BTHE,
     *,
     window,
+    cut=None,
     interpret=None,
     block=None,
 ):
     """Gradients of `forward`'s output.
 
     Args:
-        q_BTHGD ... segment_ids_BT, window, interpret, block: as in `forward`.
+        q_BTHGD ... segment_ids_BT, window, cut, interpret, block: as in `forward`.
         out_BTHE, saved: from `forward`.
         dout_BTHE: the cotangent, in q's dtype.
 
     Returns:
         dq_BTHGD, dk_BTKGD, dv_BTKE in the dtype of q, and dlam_BTH, float32.
     """
-    out2_BHTE, lse_BHGT = saved.by_head
+    (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_map
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     tiles = _tiles(d)
     side = block or tiles.backward
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, side, keys_outer=True)
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
     operands = [
         *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
-        _heads_first(call, dout_BTHE),
-        _pad(call, rows_BHRT, axis=3),
+        _heads_first(dout_BTHE, call.y),
+        _pad(rows_BHRT, call.y, axis=3),
     ]
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
-    dk_BKGXD, dv_BKXE, dq_BHGXD = _dkv(call, operands, segment_ids_BT, interpret, with_dq)
+    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, operands, segment_ids_BT, interpret, with_dq)
     if not with_dq:
-        dq_BHGXD = _dq(call.with_queries_outer(), operands, segment_ids_BT, interpret)
-    grads = (_tokens_first(x, t) for x in (dq_BHGXD, dk_BKGXD, dv_BKXE))
-    return *grads, -delta2_BTH
+        dq_BHGYD = _dq(call.with_queries_outer(), operands, segment_ids_BT, interpret)
+    keys = k_BTKGD.shape[1]
+    dk_BTKGD, dv_BTKE = _tokens_first(dk_BKGXD, keys), _tokens_first(dv_BKXE, keys)
+    return _tokens_first(dq_BHGYD, t), dk_BTKGD, dv_BTKE, -delta2_BTH
 
 
 def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
     """Returns dK, dV and, from the same kernel if `with_dq`, dQ (else None)."""
     block, group, d = call.block, call.group, call.d
     spec = functools.partial(_spec, call, lambda b, kv, step, n: (b, kv, n, step))
-    q_BHGXD, k_BKGXD, v_BKXE, *_ = operands
-    dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.x, d), call.dtype)
+    q_BHGYD, k_BKGXD, v_BKXE, *_ = operands
+    dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
     dk, dv, dq = _run(
         call,
         kernels.dkv_kernel,
         "diff_attention_dqkv" if with_dq else "diff_attention_dkv",
         products=10 if with_dq else 8,
-        inner_grid=(len(call.visits), group),
+        inner_grid=(call.steps, group),
         in_specs=_backward_specs(call, spec),
         operands=operands,
         segment_ids_BT=segment_ids_BT,
@@ -201,8 +207,7 @@ def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
         out_specs=[
             spec((2, block, d), of="key", axis=1),
             spec((block, 2 * d), of="key", axis=0),
-            # The last key tile that a query tile sees is its own: dQ's block moves along with dK's.
-            spec((group, 2, block, d), of="key", axis=2) if with_dq else None,
+            spec((group, 2, block, d), of="own", axis=2) if with_dq else None,
         ],
         out_shape=[
             jax.ShapeDtypeStruct(k_BKGXD.shape, call.dtype),
@@ -212,11 +217,11 @@ def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
         scratch_shapes=[
             pltpu.VMEM((2, block, d), jnp.float32),
             pltpu.VMEM((block, 2 * d), jnp.float32),
-            pltpu.VMEM((group, 2, call.x, d), jnp.float32) if with_dq else None,
+            pltpu.VMEM((group, 2, call.y, d), jnp.float32) if with_dq else None,
         ],
         interpret=interpret,
     )
-    return dk, dv, dq.reshape(q_BHGXD.shape) if with_dq else None
+    return dk, dv, dq.reshape(q_BHGYD.shape) if with_dq else None
 
 
 def _dq(call, operands, segment_ids_BT, interpret):
@@ -227,7 +232,7 @@ def _dq(call, operands, segment_ids_BT, interpret):
         kernels.dq_kernel,
         "diff_attention_dq",
         products=6,
-        inner_grid=(call.group, len(call.visits)),
+        inner_grid=(call.group, call.steps),
         in_specs=_backward_specs(call, spec),
         operands=operands,
         segment_ids_BT=segment_ids_BT,
@@ -257,19 +262,23 @@ def _run(
 
     `products` counts those of (block, block) by D in a visit, one with E as two.
     """
-    lows = highs = segments_B1X = None
+    visits, offsets, lows, highs, segments_B1X = jnp.asarray(call.visits), None, None, None, None
+    if call.cut is not None:
+        visits = visits[call.cut.device()]
+        starts = call.cut.starts(call.cut.device(), call.chunk_tiles)
+        offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
     if call.segmented:
-        segments_BX = _pad(call, segment_ids_BT, axis=1, mode="edge")
+        segments_BX = _pad(segment_ids_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
         by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
         lows, highs = by_tile.min(axis=1), by_tile.max(axis=1)
     segment_specs = [
-        spec((1, call.block), of=of, axis=1, has_heads=False) if call.segmented else None for of in ("query", "key")
+        spec((1, call.block), of=of, axis=1, has_heads=False) if call.segmented else None for of in ("place", "key")
     ]
     return pl.pallas_call(
         functools.partial(kernel, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(call.batch, call.kv_heads, *inner_grid),
             in_specs=[*in_specs, *segment_specs],
             out_specs=outputs["out_specs"],
@@ -283,12 +292,12 @@ def _run(
         interpret=target.platform() != "tpu" if interpret is None else interpret,
         name=name,
         cost_estimate=_cost(call, products, (*operands, *jax.tree.leaves(outputs["out_shape"]))),
-    )(jnp.asarray(call.visits), lows, highs, *operands, segments_B1X, segments_B1X)
+    )(visits, offsets, lows, highs, *operands, segments_B1X, segments_B1X)
 
 
 def _cost(call, products, arrays):
     """What the compiler is told, to hide communication behind the kernel; each array moves at least once."""
-    scores = call.batch * call.kv_heads * call.group * len(call.visits) * call.block**2
+    scores = call.batch * call.kv_heads * call.group * call.steps * call.block**2
     return pl.CostEstimate(
         flops=products * 2 * scores * call.d,
         transcendentals=2 * scores,  # Two maps, one exponential each.
@@ -297,14 +306,22 @@ def _cost(call, products, arrays):
 
 
 def _spec(call, grid_order, shape, *, of, axis, has_heads=True):
-    """Block of `shape`, whose `axis` steps through the tokens of the visit's query or key tile."""
+    """Block of `shape`, whose `axis` steps through the tokens of the visit's "query" or "key" tile.
+
+    `of` may also be "place", the key tile at which the queries stand, or "own", see `TileCall.own_tile`.
+    """
 
     def index(*grid_and_scalars):
-        *grid, visits_ref, _, _ = grid_and_scalars
+        *grid, visits_ref, offsets_ref, _, _ = grid_and_scalars
         b, kv, n, step = grid_order(*grid)
         visit = visits_ref[step]
         head = kv * call.group + n if of == "query" else kv
-        tile = kernels.query_tile(visit) if of == "query" else kernels.key_tile(visit)
+        tile = {
+            "query": lambda: kernels.query_tile(visit),
+            "key": lambda: kernels.key_tile(visit),
+            "place": lambda: call.place(visit, offsets_ref),
+            "own": lambda: call.own_tile(visit, offsets_ref),
+        }[of]()
         lead = (b, head) if has_heads else (b,)
         return (*lead, *(tile if a == axis else 0 for a in range(len(shape))))
 
@@ -331,29 +348,30 @@ def _backward_specs(call, spec):
 def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
     """Head-major, padded operands; q carries log2(e) / sqrt(D)."""
     q_BTHGD = q_BTHGD.astype(jnp.float32) * (call.scale * kernels.LOG2_E)
-    return [_heads_first(call, x) for x in (q_BTHGD.astype(call.dtype), k_BTKGD, v_BTKE)]
+    q_BHGYD = _heads_first(q_BTHGD.astype(call.dtype), call.y)
+    return [q_BHGYD, _heads_first(k_BTKGD, call.x), _heads_first(v_BTKE, call.x)]
 
 
-def _heads_first(call, x):
-    """[B, T, H, ..., W] to [B, H, ..., X, W]: a change of layout that XLA gives to the producer."""
-    return _pad(call, jnp.moveaxis(x, 1, -2), axis=x.ndim - 2)
+def _heads_first(x, length):
+    """[B, T, H, ..., W] to [B, H, ..., length, W]: a change of layout that XLA gives to the producer."""
+    return _pad(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
 
 
 def _tokens_first(x, t):
     return jnp.moveaxis(x[..., :t, :], -2, 1)
 
 
-def _pad(call, x, *, axis, mode="constant"):
+def _pad(x, length, *, axis, mode="constant"):
     # Padded queries have no dO, and causality hides padded keys from the real queries.
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, call.x - x.shape[axis])
+    widths[axis] = (0, length - x.shape[axis])
     return jnp.pad(x, widths, mode=mode)
 
 
 def _dq_bytes(call):
     """VMEM of one key head's float32 dQ and its two output buffers."""
     width = pl.cdiv(call.d, kernels.LANES) * kernels.LANES
-    return call.group * 2 * width * (call.x * 4 + 2 * call.block * call.dtype.itemsize)
+    return call.group * 2 * width * (call.y * 4 + 2 * call.block * call.dtype.itemsize)
 
 
 def _tiles(d):

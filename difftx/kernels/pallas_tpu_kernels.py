@@ -14,21 +14,27 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from difftx.kernels.context import Cut
+
 # Shapes:  T tokens (queries and keys), N query heads that share one key/value head, D sub-head
-#          width, E = 2D value width, X = T padded to whole tiles, i a query tile, j a key tile.
+#          width, E = 2D value width, X = T padded to whole tiles, Y = X or a device's queries of it,
+#          i a query tile, j a key tile.
 #
-# Every kernel's references begin with visits_ref, low_ref, high_ref in scalar memory: the packed
-# visits, and the lowest and highest segment id of each batch row's tiles (None without segments).
+# Every kernel's references begin with visits_ref, offsets_ref, low_ref, high_ref in scalar memory:
+# the packed visits; for each chunk of queries how many tiles further back in the row they stand than
+# here (None where rows are whole); the lowest and highest segment id of each batch row's tiles (None
+# without segments). Where rows are cut, queries are a device's, keys and segment ids whole rows'.
 
 LOG2_E = math.log2(math.e)
 LANES = 128
 HIDDEN = -1e30  # finite, so a tile whose rows see nothing yet does not compute inf - inf
 
 # One visit packs into an int32: query tile, key tile, then the flags.
-_QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 18, 5, 2**13 - 1
+_QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 19, 6, 2**13 - 1
 _FIRST, _LAST = 1, 2  # of the visits that share one accumulator
 MASKED = 4  # the diagonal or the window's edge crosses the tile
 _DQ_FIRST, _DQ_LAST = 8, 16  # of the visits to one query tile, when keys are the outer loop
+_EMPTY = 32  # nothing to compute: a key tile that no query here sees, or a filler
 
 # dot_general dimension numbers: contract last with last, last with first, first with first.
 _NT = (((1,), (1,)), ((), ()))
@@ -45,31 +51,34 @@ class TileCall:
     group: int  # N
     d: int
     x: int  # X
+    y: int  # Y
     block: int
     window: int | None
+    cut: Cut | None
     segmented: bool
     dtype: np.dtype
-    visits: np.ndarray  # int32, packed as above
+    visits: np.ndarray  # int32, packed as above; where rows are cut, with a row for each device
 
     @classmethod
-    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, side, *, keys_outer):
+    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, *, keys_outer):
         """Lays T out in equal tiles of at most `side` tokens."""
-        b, t, h, _, d = q_BTHGD.shape
-        kv_heads = k_BTKGD.shape[2]
-        # Equal tiles waste less on padding: 640 tokens make 2 tiles of 384, not 2 of 512.
-        tiles = pl.cdiv(t, side)
-        block = pl.cdiv(pl.cdiv(t, tiles), LANES) * LANES
+        b, _, h, _, d = q_BTHGD.shape
+        t, kv_heads = k_BTKGD.shape[1:3]
+        block = block_tokens(t, cut, side)
+        tiles = pl.cdiv(t, block)
         return cls(
             batch=b,
             kv_heads=kv_heads,
             group=h // kv_heads,
             d=d,
             x=tiles * block,
+            y=tiles * block if cut is None else q_BTHGD.shape[1],
             block=block,
             window=window,
+            cut=cut,
             segmented=segment_ids_BT is not None,
             dtype=q_BTHGD.dtype,
-            visits=list_visits(tiles, block, window, keys_outer=keys_outer),
+            visits=list_visits(tiles, block, window, cut, keys_outer=keys_outer),
         )
 
     @property
@@ -79,8 +88,37 @@ class TileCall:
 
     def with_queries_outer(self):
         """Returns the same call with its visits in the order of dQ's own kernel."""
-        visits = list_visits(self.tiles, self.block, self.window, keys_outer=False)
+        visits = list_visits(self.tiles, self.block, self.window, self.cut, keys_outer=False)
         return dataclasses.replace(self, visits=visits)
+
+    @property
+    def steps(self):
+        """Visits of a device."""
+        return self.visits.shape[-1]
+
+    @property
+    def chunk_tiles(self):
+        """Query tiles that lie together in the row."""
+        return self.y // self.block // (1 if self.cut is None else self.cut.chunks)
+
+    def place(self, visit, offsets_ref):
+        """Tile of the row at which a visit's queries stand."""
+        tile = query_tile(visit)
+        if self.cut is None:
+            return tile
+        if self.cut.chunks == 1:
+            return tile + offsets_ref[0]
+        return tile + jnp.where(tile < self.chunk_tiles, offsets_ref[0], offsets_ref[1])
+
+    def own_tile(self, visit, offsets_ref):
+        """Query tile whose last visit this is, or was, when keys are the outer loop; 0 before the first."""
+        if self.cut is None:
+            return key_tile(visit)  # The last key tile that a query tile sees is its own.
+        own = -1
+        for chunk in range(self.cut.chunks):
+            start = offsets_ref[chunk] + chunk * self.chunk_tiles
+            own += jnp.clip(key_tile(visit) + 1 - start, 0, self.chunk_tiles)
+        return jnp.maximum(own, 0)
 
     @property
     def scale(self):
@@ -94,26 +132,55 @@ class TileCall:
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
-def list_visits(tiles, block, window, *, keys_outer):
-    """Packs the tiles that causality and the window leave, in grid order."""
-    i, j = (index.ravel() for index in np.indices((tiles, tiles)))
+def block_tokens(t, cut, side):
+    """Tokens of a tile: a multiple of 128; where rows are cut, one that divides a chunk, or 0 if none does."""
+    if cut is None:
+        # Equal tiles waste less on padding: 640 tokens make 2 tiles of 384, not 2 of 512.
+        return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
+    chunk = t // (cut.devices * cut.chunks)
+    return max((block for block in range(LANES, side + 1, LANES) if chunk % block == 0), default=0)
+
+
+def list_visits(tiles, block, window, cut=None, *, keys_outer):
+    """Packs the tiles that causality and the window leave, in grid order.
+
+    Where rows are cut there is a row for each device, filled up to the longest.
+    """
+    if cut is None:
+        return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
+    of_chunk = np.arange(tiles // (cut.devices * cut.chunks))
+    rows = []
+    for device in range(cut.devices):
+        places = [start + of_chunk for start in cut.starts(device, len(of_chunk))]
+        rows.append(_visits_of(np.concatenate(places), tiles, block, window, keys_outer))
+    longest = max(map(len, rows))
+    fillers = [np.full(longest - len(row), row[-1] & ~(2**_KEY_SHIFT - 1) | _EMPTY) for row in rows]
+    return np.stack([np.concatenate(pair) for pair in zip(rows, fillers, strict=True)]).astype(np.int32)
+
+
+def _visits_of(places, tiles, block, window, keys_outer):
+    """Visits of the query tiles that stand at these tiles of the row."""
+    n, j = (index.ravel() for index in np.indices((len(places), tiles)))
+    i = places[n]
     nearest, farthest = (i - j) * block - (block - 1), (i - j) * block + block - 1
     keep = (j <= i) & (nearest < (window or math.inf))
+    oldest_key = np.full(len(places), tiles)
+    np.minimum.at(oldest_key, n[keep], j[keep])
     crossed = (i == j) | (farthest >= (window or math.inf))
-    order = np.lexsort((i, j) if keys_outer else (j, i))
+    flags = MASKED * crossed + _DQ_FIRST * (j == oldest_key[n]) + _DQ_LAST * (i == j)
+    if keys_outer:  # The gradients of keys that nobody here sees are zero, and shall be written.
+        unseen = (n == 0) & ~np.isin(j, j[keep])
+        flags, keep = np.where(unseen, _EMPTY, flags), keep | unseen
+    order = np.lexsort((n, j) if keys_outer else (j, n))
     order = order[keep[order]]
-    i, j, crossed = i[order], j[order], crossed[order]
-    outer = j if keys_outer else i
-    first = np.diff(outer, prepend=-1) != 0
-    last = np.diff(outer, append=-1) != 0
-    oldest_key = np.full(tiles, tiles)
-    np.minimum.at(oldest_key, i, j)
-    flags = _FIRST * first + _LAST * last + MASKED * crossed + _DQ_FIRST * (j == oldest_key[i]) + _DQ_LAST * (i == j)
-    return ((i << _QUERY_SHIFT) | (j << _KEY_SHIFT) | flags).astype(np.int32)
+    n, j, flags = n[order], j[order], flags[order]
+    outer = j if keys_outer else n
+    flags += _FIRST * (np.diff(outer, prepend=-1) != 0) + _LAST * (np.diff(outer, append=-1) != 0)
+    return ((n << _QUERY_SHIFT) | (j << _KEY_SHIFT) | flags).astype(np.int32)
 
 
 def query_tile(visit):
-    """Query tile of a packed visit."""
+    """Query tile of a packed visit, among those here."""
     return (visit >> _QUERY_SHIFT) & _TILE_MASK
 
 
@@ -124,6 +191,7 @@ def key_tile(visit):
 
 def forward_kernel(
     visits_ref,
+    offsets_ref,
     low_ref,
     high_ref,
     q_ref,
@@ -154,7 +222,7 @@ def forward_kernel(
         # Both products before either softmax: 15 % fewer bundles on v6e, the same on v5p.
         logits = [call.dot(k_ref[m], q_ref[m], _NT) for m in range(2)]
         if masked:
-            visible = _visible(call, visit, query_segment_ref, key_segment_ref)
+            visible = _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
             logits = [jnp.where(visible, s, HIDDEN) for s in logits]
         v_EX = v_ref[...].T
         for m, s in enumerate(logits):
@@ -167,7 +235,7 @@ def forward_kernel(
             sum_ref[row] = sum_ref[row] * decay + p.sum(axis=0, keepdims=True)
             acc_ref[m] = acc_ref[m] * decay + call.dot(v_EX, p.astype(v_EX.dtype), _NN)
 
-    _run(call, visit, low_ref, high_ref, tile)
+    _run(call, visit, offsets_ref, low_ref, high_ref, tile)
 
     @pl.when(visit & _LAST != 0)
     def _():
@@ -181,6 +249,7 @@ def forward_kernel(
 
 def dkv_kernel(
     visits_ref,
+    offsets_ref,
     low_ref,
     high_ref,
     q_ref,
@@ -195,7 +264,7 @@ def dkv_kernel(
     dq_ref,  # (N, 2, queries, D), or None: dQ is another kernel's
     dk_acc,
     dv_acc,
-    dq_acc,  # (N, 2, X, D), or None
+    dq_acc,  # (N, 2, Y, D), or None
     *,
     call,
 ):
@@ -215,7 +284,7 @@ def dkv_kernel(
             dq_acc[n, :, queries] = jnp.zeros_like(dq_acc[n, :, queries])
 
     def tile(masked):
-        visible = masked and _visible(call, visit, query_segment_ref, key_segment_ref)
+        visible = masked and _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
         ds, p = _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible)
         for m in range(2):
             dk_acc[m] += call.dot(ds[m], q_ref[m], _NN)
@@ -223,7 +292,7 @@ def dkv_kernel(
                 dq_acc[n, m, queries] += call.dot(ds[m], k_ref[m], _TN)
         dv_acc[...] += call.dot(p, dout_ref[...], _NN)
 
-    _run(call, visit, low_ref, high_ref, tile)
+    _run(call, visit, offsets_ref, low_ref, high_ref, tile)
 
     if dq_ref is not None:
 
@@ -240,6 +309,7 @@ def dkv_kernel(
 
 def dq_kernel(
     visits_ref,
+    offsets_ref,
     low_ref,
     high_ref,
     q_ref,
@@ -262,12 +332,12 @@ def dq_kernel(
         dq_acc[...] = jnp.zeros_like(dq_acc)
 
     def tile(masked):
-        visible = masked and _visible(call, visit, query_segment_ref, key_segment_ref)
+        visible = masked and _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
         ds, _ = _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible)
         for m in range(2):
             dq_acc[m] += call.dot(ds[m], k_ref[m], _TN)
 
-    _run(call, visit, low_ref, high_ref, tile)
+    _run(call, visit, offsets_ref, low_ref, high_ref, tile)
 
     @pl.when(visit & _LAST != 0)
     def _():
@@ -289,10 +359,10 @@ def _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible):
     return [x.astype(call.dtype) for x in ds], (p1 - p2).astype(call.dtype)
 
 
-def _visible(call, visit, query_segment_ref, key_segment_ref):
+def _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref):
     """Returns the (keys, queries) mask of one tile."""
     shape = (call.block, call.block)
-    first = (query_tile(visit) - key_tile(visit)) * call.block
+    first = (call.place(visit, offsets_ref) - key_tile(visit)) * call.block
     distance = first + lax.broadcasted_iota(jnp.int32, shape, 1)
     distance -= lax.broadcasted_iota(jnp.int32, shape, 0)
     visible = distance >= 0
@@ -304,14 +374,16 @@ def _visible(call, visit, query_segment_ref, key_segment_ref):
     return visible
 
 
-def _run(call, visit, low_ref, high_ref, tile):
+def _run(call, visit, offsets_ref, low_ref, high_ref, tile):
     """Runs `tile`: masked if an edge crosses it, not at all if no segment is on both its sides."""
     masked, seen = visit & MASKED != 0, True
+    if (call.visits & _EMPTY != 0).any():
+        seen = visit & _EMPTY == 0
     if call.segmented:
         row = pl.program_id(0) * call.tiles
-        query, key = row + query_tile(visit), row + key_tile(visit)
+        query, key = row + call.place(visit, offsets_ref), row + key_tile(visit)
         low, high = low_ref[query], high_ref[query]
-        seen = (low <= high_ref[key]) & (low_ref[key] <= high)
+        seen &= (low <= high_ref[key]) & (low_ref[key] <= high)
         one_segment = (low == high) & (low_ref[key] == low) & (high_ref[key] == low)
         masked |= ~one_segment
     # A branch that no visit takes is not compiled.

@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 
+from difftx.kernels.context import Cut
 from difftx.kernels.maps import Map
 
 
@@ -15,9 +16,10 @@ def diff_attention(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> jax.Array:
     """Eq. 1 of arXiv 2410.05258; arguments as in `difftx.kernels.diff_attention`, λ `[B, T, H]`."""
-    maps_BHGTS = attention_maps(q, k, segment_ids_BT, window=window)
+    maps_BHGTS = attention_maps(q, k, segment_ids_BT, window=window, cut=cut)
     map_BHTS = maps_BHGTS[:, :, 0] - jnp.moveaxis(lam_BTH, 2, 1)[..., None] * maps_BHGTS[:, :, 1]
     v_BSHE = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
     return jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BSHE).astype(v.dtype)
@@ -30,11 +32,12 @@ def attention(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> jax.Array:
     """Softmax attention; arguments as in `difftx.kernels.attention`."""
-    map_BHTS = attention_maps(q[:, :, :, None], k[:, :, :, None], segment_ids_BT, window=window)[:, :, 0]
-    v_BSHD = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(map_BHTS.dtype)
-    return jnp.einsum("BHTS,BSHD->BTHD", map_BHTS, v_BSHD).astype(v.dtype)
+    maps_BHGTS = attention_maps(q[:, :, :, None], k[:, :, :, None], segment_ids_BT, window=window, cut=cut)
+    v_BSHD = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(maps_BHGTS.dtype)
+    return jnp.einsum("BHTS,BSHD->BTHD", maps_BHGTS[:, :, 0], v_BSHD).astype(v.dtype)
 
 
 def attention_maps(
@@ -43,9 +46,10 @@ def attention_maps(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None = None,
+    cut: Cut | None = None,
 ) -> jax.Array:
     """Return softmax(Q Kᵀ / √D) of each group, `[B, H, G, T, S]`, float32 (float64 for float64 inputs)."""
-    return jax.nn.softmax(_logits(q_BTHGD, k_BSKGD, segment_ids_BT, window=window), axis=-1)
+    return jax.nn.softmax(_logits(q_BTHGD, k_BSKGD, segment_ids_BT, window, cut), axis=-1)
 
 
 def mapped_attention(
@@ -57,9 +61,10 @@ def mapped_attention(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> jax.Array:
     """Attention by another map; arguments as in `difftx.kernels.mapped_attention`."""
-    map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BT, window=window), 2, 0)]
+    map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BT, window, cut), 2, 0)]
     if per_query_BTH is not None:
         map_inputs.append(jnp.moveaxis(per_query_BTH, 2, 1)[..., None])
     map_BHTS = map_of(*map_inputs)
@@ -68,13 +73,15 @@ def mapped_attention(
 
 
 def _logits(
-    q_BTHGD: jax.Array, k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, *, window: int | None
+    q_BTHGD: jax.Array, k_BSKGD: jax.Array, segment_ids_BS: jax.Array | None, window: int | None, cut: Cut | None
 ) -> jax.Array:
     """Return Q Kᵀ / √D of each group, `[B, H, G, T, S]`, minus infinity where a query does not see a key."""
     dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)
     k_BSHGD = jnp.repeat(k_BSKGD, q_BTHGD.shape[2] // k_BSKGD.shape[2], axis=2).astype(dtype)
     logits_BHGTS = jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
-    seen_BTS = visible(q_BTHGD.shape[1], segment_ids_BT, window=window)
+    seen_BTS = visible(k_BSKGD.shape[1], segment_ids_BS, window=window)
+    if cut is not None:
+        seen_BTS = seen_BTS[:, cut.positions(q_BTHGD.shape[1])]
     return jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf)
 
 

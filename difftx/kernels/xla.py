@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from difftx.kernels.context import Cut
 from difftx.kernels.fused import Saved
 
 CHUNK_MAP_ELEMENTS = 2**20  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
@@ -30,6 +31,7 @@ def forward(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> tuple[jax.Array, Saved]:
     """Return the output `[B, T, H, E]` and, to be saved, the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
     B, T, H = lam_BTH.shape
@@ -43,7 +45,7 @@ def forward(
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
 
-    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH))
+    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, cut, q=q_BTHGD, lam=lam_BTH))
     lse_BTHG = joined(lse, T).reshape(B, T, H, 2)
     return joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
 
@@ -59,6 +61,7 @@ def backward(
     dout_BTHE: jax.Array,
     *,
     window: int | None,
+    cut: Cut | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes and of λ, float32 `[B, T, H]`.
 
@@ -90,7 +93,7 @@ def backward(
         return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = chunks(segment_ids_BT, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
+    rows = chunks(segment_ids_BT, cut, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
     (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
     dq_BTHGD, dlam_BTH = joined(dq, T).reshape(q_BTHGD.shape), joined(dlam, T).reshape(B, T, H)
     return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
@@ -123,23 +126,28 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
 
 
-def chunks(segment_ids_BT: jax.Array | None, maps: int = 1, /, **arrays_BT: jax.Array) -> dict[str, Any]:
+def chunks(
+    segment_ids_BS: jax.Array | None, cut: Cut | None = None, maps: int = 1, /, **arrays_BT: jax.Array
+) -> dict[str, Any]:
     """Cut per-query arrays `[B, T, …]` into `[N, B, C, …]`, the last chunk filled up with zeros.
 
-    So many `maps` have `CHUNK_MAP_ELEMENTS` in a chunk together.
+    So many `maps` have `CHUNK_MAP_ELEMENTS` in a chunk together. Segment ids are those of the keys, and where rows are
+    cut, the queries are some of them.
     """
     T = arrays_BT["q"].shape[1]
-    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (T * maps)))
+    keys = T if cut is None else T * cut.devices
+    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * maps)))
     count = -(-T // size)
+    position_T = jnp.arange(T) if cut is None else cut.positions(T)
 
-    def cut(x_BT: jax.Array) -> jax.Array:
+    def in_chunks(x_BT: jax.Array) -> jax.Array:
         padded = jnp.pad(x_BT, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x_BT.ndim - 2))
         return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
 
-    rows: dict[str, Any] = {name: cut(x_BT) for name, x_BT in arrays_BT.items()}
-    rows["position"] = jnp.arange(count * size).reshape(count, size)
-    if segment_ids_BT is not None:
-        rows["segment"] = cut(segment_ids_BT)
+    rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in arrays_BT.items()}
+    rows["position"] = in_chunks(position_T[None])[:, 0]
+    if segment_ids_BS is not None:
+        rows["segment"] = in_chunks(segment_ids_BS if cut is None else segment_ids_BS[:, position_T])
     return rows
 
 

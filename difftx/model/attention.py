@@ -9,7 +9,7 @@ with rows of the maps in their place. The others are in `variants.py`.
 #   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class SelfAttention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and statistics, a float32 scalar each."""
-        heads_BTHE = self.attend(*self._whole_rows(*self.project(x_BTD, angles)), depth, segment_ids_BT)
+        heads_BTHE = self.attend(*self._placed(*self.project(x_BTD, angles)), depth, segment_ids_BT)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), self.statistics(x_BTD, depth)
 
     def extend(
@@ -65,7 +65,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update of tokens that follow cached ones, and their keys and values."""
         q, k, v = self.project(x_BTD, angles)
-        heads_BTHE = self.attend_cached(*self._whole_rows(q, k, v), depth, past, ids)
+        heads_BTHE = self.attend_cached(*self._placed(q, k, v), depth, past, ids)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), (k, v)
 
     def look(
@@ -77,7 +77,7 @@ class SelfAttention(nnx.Module):
         queries_BC: jax.Array,
     ) -> tuple[jax.Array, MapRows]:
         """Return the residual update, and the rows of the layer's maps that belong to some of its tokens."""
-        q, k, v = self._whole_rows(*self.project(x_BTD, angles))
+        q, k, v = self._placed(*self.project(x_BTD, angles))
         heads_BTHE = self.attend(q, k, v, depth, segment_ids_BT)
         map_of, per_query = self.map(x_BTD, depth)
         options = {"per_query": per_query, "segment_ids_BT": segment_ids_BT}
@@ -85,8 +85,8 @@ class SelfAttention(nnx.Module):
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), rows
 
     def queries_and_keys(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-        """Return what the logits are products of; each device has whole rows of a share of the heads."""
-        return self._whole_rows(*self.project(x_BTD, angles))[:2]
+        """Return what the logits are products of, cut over devices as the layout says."""
+        return self._placed(*self.project(x_BTD, angles))[:2]
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
@@ -95,8 +95,8 @@ class SelfAttention(nnx.Module):
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
-        """Return the heads `[B, T, H, E]`; each device has whole rows of a share of them."""
-        options = {"segment_ids_BT": segment_ids_BT, "implementation": self.config.attention_implementation}
+        """Return the heads `[B, T, H, E]`, cut over devices as the layout says."""
+        options = self._options(segment_ids_BT)
         return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
 
     def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
@@ -140,7 +140,11 @@ class SelfAttention(nnx.Module):
             mesh_axes=self.layout.attend_BTHE[2],
         )
 
-    def _whole_rows(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _options(self, segment_ids_BT: jax.Array | None) -> dict[str, Any]:
+        implementation = self.config.attention_implementation
+        return {"segment_ids_BT": segment_ids_BT, "zigzag": self.layout.zigzag, "implementation": implementation}
+
+    def _placed(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         specs = {4: self.layout.attend_BTHE, 5: self.layout.attend_BTHGd}
         return reshard(q, specs[q.ndim]), reshard(k, specs[k.ndim]), reshard(v, specs[v.ndim])
 
@@ -187,14 +191,7 @@ class DiffAttention(SelfAttention):
         """(A1 - λ A2) V."""
         if self.config.attention_logit_bits is not None:
             return super().attend(q, k, v, depth, segment_ids_BT)
-        return kernels.diff_attention(
-            q,
-            k,
-            v,
-            self.lam(depth.lambda_init),
-            segment_ids_BT=segment_ids_BT,
-            implementation=self.config.attention_implementation,
-        )
+        return kernels.diff_attention(q, k, v, self.lam(depth.lambda_init), **self._options(segment_ids_BT))
 
     def map_of(self) -> maps.Map:
         """A1 - λ A2."""
@@ -243,9 +240,7 @@ class Attention(SelfAttention):
         """A V."""
         if self.config.attention_logit_bits is not None:
             return super().attend(q, k, v, depth, segment_ids_BT)
-        return kernels.attention(
-            q, k, v, segment_ids_BT=segment_ids_BT, implementation=self.config.attention_implementation
-        )
+        return kernels.attention(q, k, v, **self._options(segment_ids_BT))
 
     def map_of(self) -> maps.Map:
         """A."""

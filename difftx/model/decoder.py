@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from difftx.config import ModelConfig
+from difftx.kernels import context
 from difftx.kernels.cached import Ids, Past
 from difftx.kernels.rows import MapRows
 from difftx.model.attention import Angles, Attention, Depth, DiffAttention, SelfAttention, depth_schedule
@@ -108,7 +109,10 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics."""
-        config, angles = self.config, self._angles(tokens_BT, positions_BT)
+        config, is_zigzag = self.config, self.layout.zigzag
+        if is_zigzag:
+            tokens_BT, positions_BT, segment_ids_BT = self._zigzag(tokens_BT, positions_BT, segment_ids_BT)
+        angles = self._angles(tokens_BT, positions_BT)
         x_BTD = self._embed(tokens_BT)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -118,7 +122,8 @@ class Decoder(nnx.Module):
         # prevent_cse guards against the optimiser undoing the recomputation; inside a scan nothing could.
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
-        return self.final_norm(x_BTD), stats
+        x_BTD = self.final_norm(x_BTD)
+        return context.from_zigzag(x_BTD) if is_zigzag else x_BTD, stats
 
     def fold[State](
         self,
@@ -234,6 +239,15 @@ class Decoder(nnx.Module):
     def _angles(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> Angles:
         positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
         return rotary_angles(positions, self.config.d_head, self.config.rope_theta)
+
+    def _zigzag(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array | None, segment_ids_BT: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        if positions_BT is None:
+            sharding = jax.P(None, self.layout.act_BT[1])
+            positions_BT = jax.lax.broadcasted_iota(jnp.int32, (1, tokens_BT.shape[1]), 1, out_sharding=sharding)
+        tokens_BT, positions_BT = context.to_zigzag(tokens_BT), context.to_zigzag(positions_BT)
+        return tokens_BT, positions_BT, None if segment_ids_BT is None else context.to_zigzag(segment_ids_BT)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
         # In float32: the gradient of a common token is a sum of thousands of terms.

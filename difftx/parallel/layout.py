@@ -5,6 +5,7 @@ d = width of a (sub-)head, E = width of a value head, F = hidden width of the ML
 """
 
 import dataclasses
+from typing import Literal
 
 from jax import P
 
@@ -38,22 +39,41 @@ class Layout:
     logits_BTV: P = P(BATCH, None, "tensor")  # Of few tokens: a loss has its own, in chunks.
 
     # In attention each device holds whole rows of a share of the heads: tokens are exchanged for heads over `context`
-    # (DeepSpeed Ulysses, arXiv 2309.14509), so that kernels, masks and load balance stay those of one device.
+    # (DeepSpeed Ulysses, arXiv 2309.14509), so that kernels, masks and load balance stay those of one device. Or rows
+    # stay cut, and keys and values are gathered (`kernels/context.py`): see `Layout.of`.
     attend_BTHGd: P = P(BATCH, None, ("tensor", "context"), None, None)
     attend_BTHE: P = P(BATCH, None, ("tensor", "context"), None)
+    zigzag: bool = False  # Between embedding and last norm tokens stand in zig-zag order.
 
     # A layer's cached keys [L, B, K, …] and values: rows and heads as in attention.
     cache_LBK: P = P(None, BATCH, ("tensor", "context"))
 
+    @classmethod
+    def of(cls, context_method: Literal["heads", "gather", "zigzag"]) -> "Layout":
+        """Return the layout to train in: how attention crosses `context`, a field of the config."""
+        if context_method == "heads":
+            return cls()
+        rows_cut = {"attend_BTHGd": cls.act_BTHGd, "attend_BTHE": cls.act_BTHE, "cache_LBK": P(None, BATCH, "tensor")}
+        return cls(**rows_cut, zigzag=context_method == "zigzag")
 
-# Generation and scoring: tokens come one by one or in small chunks, so that `context` cuts only heads in attention.
-INFERENCE = Layout(
-    lookup_BT=P("data", None),
-    lookup_BTD=P("data", None, "fsdp"),
-    act_BT=P(BATCH, None),
-    act_BTD=P(BATCH, None, None),
-    act_BTHGd=P(BATCH, None, "tensor", None, None),
-    act_BTHE=P(BATCH, None, "tensor", None),
-    act_BTH=P(BATCH, None, "tensor"),
-    act_BTF=P(BATCH, None, "tensor"),
-)
+    def with_whole_rows(self) -> "Layout":
+        """Return a layout where each device attends whole rows of its heads, as those who look at maps must."""
+        if self.attend_BTHE[1] is None:
+            return self
+        # Heads need not divide by `context`: its devices all do the same.
+        whole = {"attend_BTHGd": P(BATCH, None, "tensor", None, None), "attend_BTHE": P(BATCH, None, "tensor", None)}
+        return dataclasses.replace(self, **whole, zigzag=False)
+
+    def for_inference(self) -> "Layout":
+        """Return a layout for tokens that come one by one or in small chunks: `context` cuts at most heads."""
+        return dataclasses.replace(
+            self.with_whole_rows(),
+            lookup_BT=P("data", None),
+            lookup_BTD=P("data", None, "fsdp"),
+            act_BT=P(BATCH, None),
+            act_BTD=P(BATCH, None, None),
+            act_BTHGd=P(BATCH, None, "tensor", None, None),
+            act_BTHE=P(BATCH, None, "tensor", None),
+            act_BTH=P(BATCH, None, "tensor"),
+            act_BTF=P(BATCH, None, "tensor"),
+        )

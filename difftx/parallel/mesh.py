@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from difftx.config import Config, MeshConfig, ModelConfig
+from difftx.config import Config, MeshConfig
 from difftx.errors import UserError
 
 # Outermost first: neighbouring devices share the innermost axis, which communicates most.
@@ -47,26 +47,33 @@ def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raise `UserError` where a sharded dimension does not divide by its mesh axes."""
     rows, shards = config.batch_rows // config.train.accumulation, batch_shards(mesh)
     _check("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp")
-    _check("data.sequence_length", config.data.sequence_length, None, mesh.shape["context"], "mesh.context")
-    check_model_divisible(config.model, mesh)
+    length, context = config.data.sequence_length, mesh.shape["context"]
+    if config.mesh.context_method == "zigzag" and context > 1:
+        _check("data.sequence_length", length, None, 2 * context, "2 × mesh.context (mesh.context_method='zigzag')")
+    _check("data.sequence_length", length, None, context, "mesh.context")
+    check_model_divisible(config, mesh)
 
 
-def check_model_divisible(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+def check_model_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raise `UserError` where a dimension of the model does not divide by its mesh axes."""
-    tensor, context, fsdp = mesh.shape["tensor"], mesh.shape["context"], mesh.shape["fsdp"]
-    over_heads = "mesh.tensor" if context == 1 else "mesh.tensor × mesh.context"
+    model, tensor, fsdp, context = config.model, mesh.shape["tensor"], mesh.shape["fsdp"], mesh.shape["context"]
     _check("model.d_model", model.d_model, None, fsdp, "mesh.fsdp")
-    _check("model.num_heads", model.num_heads, None, tensor * context, over_heads)
-    _check("model.num_kv_heads", model.kv_heads, None, tensor * context, over_heads)
+    _check("model.num_heads", model.num_heads, None, tensor, "mesh.tensor")
+    _check("model.num_kv_heads", model.kv_heads, None, tensor, "mesh.tensor")
+    if config.mesh.context_method == "heads":
+        over_heads = "mesh.tensor × mesh.context"
+        hint = "; or mesh.context_method='zigzag', which cuts no heads"
+        _check("model.num_heads", model.num_heads, None, tensor * context, over_heads, hint)
+        _check("model.num_kv_heads", model.kv_heads, None, tensor * context, over_heads, hint)
     _check("model.mlp_dim", model.mlp_dim, None, tensor, "mesh.tensor")
     _check("model.vocab_size", model.vocab_size, None, tensor, "mesh.tensor")
 
 
-def _check(field: str, size: int, shown: str | None, parts: int, axes: str) -> None:
+def _check(field: str, size: int, shown: str | None, parts: int, axes: str, hint: str = "") -> None:
     if size % parts:
         fix = math.ceil(size / parts) * parts
         raise UserError(
-            f"{field}: {shown or size} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}"
+            f"{field}: {shown or size} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}{hint}"
         )
 
 

@@ -32,7 +32,8 @@ class TrainState:
 
 
 def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
-    """Return the model's static part; `nnx.merge` with parameters makes it callable."""
+    """Return the model's static part, by default as it trains; `nnx.merge` with parameters makes it callable."""
+    layout = layout or Layout.of(config.mesh.context_method)
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 

@@ -55,7 +55,7 @@ def test_between_two_slices():
 
 
 def test_slices_cut_the_data_axis_alone():
-    config = MeshConfig(data=4, fsdp=-1, context=1, tensor=1, slices=2, preset="none")
+    config = MeshConfig(data=4, fsdp=-1, context=1, tensor=1, context_method="heads", slices=2, preset="none")
     mesh = make_mesh(config, find_devices(parse_topology("v5e:2x4*2")))
     assert mesh.devices.shape == (4, 4, 1, 1)
     slices = [{device.slice_index for device in row.flat} for row in mesh.devices]

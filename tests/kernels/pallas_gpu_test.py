@@ -140,7 +140,7 @@ def run_kernels(case, x):
     static = {"window": case.window, "interpret": interpret}
     out, saved = pallas_gpu.forward(*x.attention(), **static)
     gradients = pallas_gpu.backward(*x.attention(), out, saved, x.dout_BTHE, **static)
-    return (out, *saved.by_token, *saved.by_head), gradients
+    return (out, *saved.by_token, *saved.by_map), gradients
 
 
 def assert_close(name, actual, expected, tolerance, scale):

@@ -175,7 +175,7 @@ def run(case, inputs, *, block=BLOCK):
     def both(q, k, v, lam, segment_ids, dout):
         out, saved = pallas_tpu.forward(q, k, v, lam, segment_ids, **options)
         grads = pallas_tpu.backward(q, k, v, lam, segment_ids, out, saved, dout, **options)
-        out2_BHTE, lse = saved.by_head
+        out2_BHTE, lse = (saved.by_head[0], saved.by_map[0])
         return (out, jnp.moveaxis(out2_BHTE, 1, 2), lse), grads
 
     results = jax.block_until_ready(both(*inputs))

@@ -11,7 +11,7 @@ from model.oracle import SIZES
 
 from difftx.inference.cache import ROWS as CACHE_ROWS
 from difftx.inference.cache import empty_cache, extend, write_chunk
-from difftx.parallel.layout import INFERENCE
+from difftx.parallel.layout import Layout
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state, make_train_step
@@ -72,7 +72,7 @@ def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, n
     segment_BT = np.zeros_like(tokens_BT)
     segment_BT[1, 3:] = 1
     with jax.set_mesh(one):
-        graphdef, inference = graph(c), graph(c, INFERENCE)
+        graphdef, inference = graph(c), graph(c, Layout().for_inference())
 
         @jax.jit
         def on_one_device(params, batch, trained):

@@ -1,0 +1,156 @@
+"""Attention over rows that are cut along their tokens equals attention over whole rows, by the oracle of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.experimental.pallas import tpu as pltpu
+
+from difftx import kernels
+from difftx.kernels import context, maps, pallas_tpu, pallas_tpu_kernels
+from difftx.kernels.context import Cut
+
+B, H, K, D = 2, 4, 2, 8  # Query heads share keys: the gathered ones are fewer.
+
+
+def operands(kind, tokens, segments, seed=0):
+    """Return q, k, v and λ or None, and segment ids or None."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    groups, width = ((2,), 2 * D) if kind == "diff" else ((), D)
+    q = jax.random.normal(keys[0], (B, tokens, H, *groups, D))
+    k = jax.random.normal(keys[1], (B, tokens, K, *groups, D))
+    v = jax.random.normal(keys[2], (B, tokens, K, width))
+    lam = jax.random.uniform(keys[3], (B, tokens, H)) if kind == "diff" else None
+    # Documents of all lengths, which end inside of chunks and go over several.
+    ends = np.sort(np.random.default_rng(seed).integers(1, tokens, (B, 5)), axis=1)
+    ids = (np.arange(tokens) >= ends[:, :, None]).sum(axis=1).astype(np.int32) + 1
+    return q, k, v, lam, jnp.asarray(ids) if segments else None
+
+
+def attend(kind, implementation, window, zigzag, q, k, v, lam, ids):
+    options = {"segment_ids_BT": ids, "window": window, "zigzag": zigzag, "implementation": implementation}
+    if kind == "diff":
+        return kernels.diff_attention(q, k, v, lam, **options)
+    if kind == "softmax":
+        return kernels.attention(q, k, v, **options)
+    return kernels.mapped_attention(maps.softmax, q, k, v, **options)
+
+
+def output_and_gradients(kind, implementation, window, zigzag, inputs, weights):
+    *arrays, ids = inputs
+
+    def loss(arrays):
+        q, k, v, *lam = arrays
+        out = attend(kind, implementation, window, zigzag, q, k, v, lam[0] if lam else None, ids)
+        return jnp.sum(out * weights), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))([x for x in arrays if x is not None])
+    return out, *grads
+
+
+def check(mesh, kind, implementation, *, tokens, zigzag, segments, window=None):
+    inputs = operands(kind, tokens, segments)
+    weights = jax.random.normal(jax.random.key(9), attend(kind, "reference", window, False, *inputs).shape)
+    expected = output_and_gradients(kind, "reference", window, False, inputs, weights)
+    with jax.set_mesh(mesh):
+        placed = [
+            None if x is None else jax.device_put(x, P("data", "context", *(("tensor",) * (x.ndim > 2))))
+            for x in (*inputs, weights)
+        ]
+        if zigzag:
+            placed = [None if x is None else context.to_zigzag(x) for x in placed]
+        found = output_and_gradients(kind, implementation, window, zigzag, placed[:-1], placed[-1])
+        found = [np.asarray(context.from_zigzag(x) if zigzag else x) for x in found]
+    for name, actual, wanted in zip(("out", "dq", "dk", "dv", "dλ"), found, expected, strict=False):
+        np.testing.assert_allclose(actual, wanted, atol=2e-5 * np.abs(wanted).max(), rtol=0, err_msg=name)
+
+
+ORDERS = pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigzag"])
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("diff", "xla"), ("diff", "reference"), ("softmax", "xla"), ("mapped", "xla"), ("mapped", "reference")],
+)
+def test_cut_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
+    monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 96 * 5)  # Several chunks of queries, one part-filled.
+    mesh = mesh_of(context=4, tensor=2)
+    check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
+
+
+@ORDERS
+def test_a_window_crosses_the_cuts(mesh_of, zigzag):
+    check(mesh_of(data=2, context=4), "diff", "xla", tokens=64, zigzag=zigzag, segments=False, window=11)
+
+
+@pytest.mark.interpreter
+@ORDERS
+@pytest.mark.parametrize("segments", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "splash"])
+def test_tpu_kernels_over_cut_rows(mesh_of, implementation, zigzag, segments):
+    kind = "softmax" if implementation == "splash" else "diff"
+    check(mesh_of(context=4), kind, implementation, tokens=1024, zigzag=zigzag, segments=segments)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", [None, 200])
+def test_tpu_kernels_in_two_backward_kernels(mesh_of, monkeypatch, window):
+    monkeypatch.setattr("difftx.kernels.pallas_tpu._dq_bytes", lambda _: 2**60)
+    check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=True, segments=True, window=window)
+
+
+@pytest.mark.interpreter
+@ORDERS
+@pytest.mark.parametrize("window", [None, 200])
+def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag):
+    """Memory that nobody writes is NaN here, and a block of dQ that is left and come back to is lost, as on a TPU."""
+    tiles = pallas_tpu.Tiles(forward=128, backward=128, vmem_mib=16, dq_mib=64)
+    monkeypatch.setattr(pallas_tpu, "_tiles", lambda _: tiles)
+    backward = functools.partial(pallas_tpu.backward, interpret=pltpu.InterpretParams())
+    monkeypatch.setattr(pallas_tpu, "backward", backward)
+    check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=zigzag, segments=False, window=window)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_orders(mesh_of, devices):
+    mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:devices])
+    x_BT = jnp.arange(4 * devices * 3).reshape(3, 4 * devices)
+    with jax.set_mesh(mesh):
+        x_BT = jax.device_put(x_BT, P(None, "context"))
+        there = context.to_zigzag(x_BT)
+        chunks = np.asarray(x_BT).reshape(3, 2 * devices, 2)
+        wanted = np.concatenate([chunks[:, [i, 2 * devices - 1 - i]].reshape(3, 4) for i in range(devices)], axis=1)
+        np.testing.assert_array_equal(there, wanted)
+        np.testing.assert_array_equal(context.from_zigzag(there), x_BT)
+        cut = Cut.of(there, zigzag=True)
+        assert cut == Cut("context", devices, True)
+        whole = functools.partial(jax.shard_map, in_specs=P(None, "context"), check_vma=False)
+        np.testing.assert_array_equal(whole(cut.gather, out_specs=P())(there), x_BT)
+        positions = whole(lambda x: x + cut.positions(4)[None] - x, out_specs=P(None, "context"))(there)
+        np.testing.assert_array_equal(positions[0], there[0])
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("keys_outer", [False, True])
+def test_zigzag_gives_every_device_as_many_tiles(keys_outer, window):
+    """Without a window; and in any case each device visits what its queries see, and all key tiles in turn."""
+    tiles, block, cut = 16, 128, Cut("context", 4, True)
+    visits = pallas_tpu_kernels.list_visits(tiles, block, window, cut, keys_outer=keys_outer)
+    for device, row in enumerate(visits):
+        places = np.concatenate([start + np.arange(2) for start in cut.starts(device, 2)])
+        real = row[row & pallas_tpu_kernels._EMPTY == 0]
+        seen = {
+            (int(places[pallas_tpu_kernels.query_tile(v)]), int(pallas_tpu_kernels.key_tile(v))) for v in real.tolist()
+        }
+        reach = tiles if window is None else -(-(window - 1) // block)
+        assert seen == {(i, j) for i in places.tolist() for j in range(tiles) if 0 <= i - j <= reach}
+        assert len(seen) == len(real)
+        if window is None:
+            assert len(real) == tiles * (tiles + 1) // 2 // cut.devices
+        if keys_outer:
+            firsts = row[row & pallas_tpu_kernels._FIRST != 0]
+            np.testing.assert_array_equal(pallas_tpu_kernels.key_tile(firsts), np.arange(tiles))

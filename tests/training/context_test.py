@@ -1,0 +1,85 @@
+"""A loss and its gradients with rows cut over `context`, by gathered keys, are those of one device."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from difftx.data.loader import Batch
+from difftx.errors import UserError
+from difftx.parallel.layout import Layout
+from difftx.parallel.mesh import check_divisible
+from difftx.training.loss import batch_nll
+from difftx.training.state import graph, init_state
+
+ROWS, LENGTH, VOCABULARY = 2, 64, 264
+
+
+def host_batch(packed):
+    """Random tokens; packed: documents of all lengths, some over a row's cuts, and padding at the end."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1), dtype=np.int32)
+    mask = np.ones((ROWS, LENGTH), np.float32)
+    if not packed:
+        return Batch(tokens_BT=tokens[:, :-1], targets_BT=tokens[:, 1:], loss_mask_BT=mask)
+    lengths = [[5, 27, 1, 12, 9, 10], [40, 3, 21]]  # The first row ends in padding, which belongs to nobody.
+    ids, positions = np.zeros((ROWS, LENGTH), np.int32), np.zeros((ROWS, LENGTH), np.int32)
+    ids[0, 54:], positions[0, 54:], mask[0, 54:] = 0, np.arange(10), 0
+    for row, of_row in enumerate(lengths):
+        start = 0
+        for number, length in enumerate(of_row[: 5 if row == 0 else None], 1):
+            piece = slice(start, start + length)
+            ids[row, piece], positions[row, piece], mask[row, start + length - 1] = number, np.arange(length), 0
+            start += length
+    places = {"segment_ids_BT": ids, "positions_BT": positions}
+    return Batch(tokens_BT=tokens[:, :-1], targets_BT=tokens[:, 1:], loss_mask_BT=mask, **places)
+
+
+def loss_and_gradients(c, mesh, packed):
+    with jax.set_mesh(mesh):
+        params, graphdef = jax.jit(lambda: init_state(c).params)(), graph(c)
+        batch = jax.device_put(host_batch(packed), jax.NamedSharding(mesh, Layout().act_BT))
+        loss = lambda p, batch: batch_nll(nnx.merge(graphdef, p), batch)[0]  # noqa: E731
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, batch))
+
+
+SHORT = {("diff", 8, "zigzag", True), ("diff", 2, "gather", False), ("diff_v2", 4, "zigzag", True)}
+CASES = [
+    pytest.param(
+        *case,
+        marks=[] if case in SHORT else pytest.mark.long,
+        id=f"{case[0]}-{case[1]}-{case[2]}-{'packed' if case[3] else 'whole'}",
+    )
+    for architecture in ("diff", "transformer", "diff_v2")
+    for devices in (2, 4, 8)
+    for method in ("heads", "gather", "zigzag")
+    for packed in (False, True)
+    # Tokens are swapped for heads, of which there are two and four.
+    if (case := (architecture, devices, method, packed)) and (method != "heads" or devices == 2)
+]
+
+
+@pytest.mark.parametrize(("architecture", "devices", "method", "packed"), CASES)
+def test_equals_one_device(config, mesh_of, architecture, devices, method, packed):
+    fields = {"data__sequence_length": LENGTH, "train__global_batch_tokens": ROWS * LENGTH, "model__num_heads": 2}
+    if architecture != "diff":
+        fields["model__num_heads"] = 2 if architecture == "diff_v2" else 4
+    expected = loss_and_gradients(config(architecture, **fields), mesh_of(), packed)
+    c = config(architecture, **fields, mesh__context_method=method)
+    mesh = mesh_of(context=devices, **({"data": 2} if devices == 2 else {"tensor": 2} if devices == 4 else {}))
+    check_divisible(c, mesh)
+    found = loss_and_gradients(c, mesh, packed)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for (path, actual), wanted in zip(jax.tree.leaves_with_path(found[1]), jax.tree.leaves(expected[1]), strict=True):
+        largest = np.abs(wanted).max()
+        np.testing.assert_allclose(actual, wanted, atol=1e-5 * largest, rtol=0, err_msg=jax.tree_util.keystr(path))
+        assert largest > 0
+
+
+def test_what_does_not_divide_is_named(config, mesh_of):
+    c = config(data__sequence_length=72, mesh__context_method="zigzag", train__global_batch_tokens=72)
+    with pytest.raises(UserError, match=r"data.sequence_length: 72 cannot be cut into 2 × mesh.context .* = 16 shards"):
+        check_divisible(c, mesh_of(context=8))
+    c = config(mesh__context_method="heads")
+    with pytest.raises(UserError, match=r"model.num_heads: 2 .*mesh.context = 8 .*or mesh.context_method='zigzag'"):
+        check_divisible(c, mesh_of(context=8))
