@@ -123,7 +123,7 @@ def with_whole_keys(call: Callable[..., Any], cut: Cut | None) -> Callable[..., 
         return call
 
     def local(q_BT: jax.Array, k_BT: jax.Array, v_BT: jax.Array, *others: Any) -> Any:
-        others = [cut.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others]
-        return call(q_BT, cut.gather(k_BT), cut.gather(v_BT), *others, cut=cut)
+        whole = (cut.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others)
+        return call(q_BT, cut.gather(k_BT), cut.gather(v_BT), *whole, cut=cut)
 
     return local

@@ -45,6 +45,20 @@ def test_on_tpu(config, architecture, topology):
         assert kernel in text
 
 
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_on_tpu_with_rows_cut(config, architecture, topology):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
+    devices = topologies.get_topology_desc(topology, "tpu").devices
+    axes = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__context": 4, "mesh__context_method": "zigzag"}
+    model = {"model__d_model": 512, "model__num_heads": 2 if architecture == "diff" else 4, "model__remat": "full"}
+    rows = {"data__sequence_length": 8192, "train__global_batch_tokens": 8192, "data__document_mask": True}
+    c = config(architecture, **model, **rows, **axes, model__compute_dtype="bfloat16")
+    text = compiled_step(c, devices)
+    for kernel in TPU_KERNELS[architecture]:
+        assert kernel in text
+
+
 @h200.needs_plugin
 def test_on_hopper(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()

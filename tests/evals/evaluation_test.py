@@ -30,7 +30,11 @@ def flat(value):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("packing", "rows", "axes"),
-    [("concat", 8, {"fsdp": 4, "tensor": 2}), ("best_fit", 4, {"data": 2, "fsdp": 2, "context": 2})],
+    [
+        ("concat", 8, {"fsdp": 4, "tensor": 2}),
+        ("best_fit", 4, {"data": 2, "fsdp": 2, "context": 2}),
+        ("best_fit", 1, {"context": 8, "context_method": "zigzag"}),  # More devices than heads.
+    ],
 )
 def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path, monkeypatch, packing, rows, axes):
     def results(devices, rows, **axes):

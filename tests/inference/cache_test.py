@@ -117,6 +117,13 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, kv_
         check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS, 8, chunk, packed=packed), limits, chunk)
 
 
+@pytest.mark.long
+def test_where_rows_are_cut_in_training_heads_need_not_divide_by_context(config, mesh_of):
+    mesh = mesh_of(context=8)
+    lm = language_model(config, mesh, model__num_heads=2, mesh__context_method="zigzag")
+    check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS, 8, 32, packed=True), np.array([*LIMITS, 0, 0, 0]), 32)
+
+
 def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
     outputs = []
     for name in ("weights", "params"):
