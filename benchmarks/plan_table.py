@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "operations.md"
 
+PRESET = "--config.mesh.preset=auto"
 # Size → topologies. Mesh, remat policy and microbatches are those of difftx/parallel/presets.py.
 TOPOLOGIES = {
     "830m": ["v5p:2x2x1", "v5e:4x4", "v5e:8x8"],
@@ -50,7 +51,7 @@ class Row:
 
     config: str
     topology: str
-    flags: tuple[str, ...] = ("--config.mesh.preset=auto",)
+    flags: tuple[str, ...] = (PRESET,)
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ def main() -> None:
         }
         text = format_rows(found)
         print(text)
-        if args.write and text:
+        if args.write:
             write(table, text)
 
 
@@ -157,28 +158,9 @@ def measure(row: Row, path: Path) -> dict[str, Any]:
     }
 
 
-COLUMNS = [
-    "config",
-    "topology",
-    "mesh",
-    "GiB a device",
-    "fits",
-    "sent GiB",
-    "arithmetic",
-    "MFU",
-    "compiled",
-    "host GiB",
-]
-LONG_COLUMNS = [
-    "config",
-    "topology",
-    "mesh",
-    "tokens a row",
-    "microbatches",
-    "temporaries, GiB",
-    "for twice the tokens",
-]
-LONG_COLUMNS += COLUMNS[3:]
+MEMORY = ["GiB a device", "fits", "sent GiB", "arithmetic", "MFU"]
+COLUMNS = ["config", "topology", "mesh", *MEMORY, "compiled", "host GiB"]
+LONG_COLUMNS = ["config", "topology", "mesh", "tokens a row", "microbatches", "temporaries GiB", "growth", *MEMORY]
 
 
 def format_table(found: dict[Row, dict[str, Any]]) -> str:
@@ -192,7 +174,7 @@ def format_long_table(found: dict[Row, dict[str, Any]]) -> str:
     for above, (row, numbers) in itertools.pairwise([None, *found.items()]):
         flags = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
         length, microbatches = int(flags["data.sequence_length"]), flags["train.accumulation"]
-        config, topology, mesh, *rest = cells(row, numbers)
+        config, topology, mesh, *rest, _, _ = cells(row, numbers)
         mesh = mesh.partition(" accumulation")[0]
         shown = [config, topology, mesh, f"{length:,}", microbatches]
         temporaries, growth = numbers.get("temporary_bytes"), ""
