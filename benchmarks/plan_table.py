@@ -1,26 +1,30 @@
-"""Does it fit? Every size of the paper compiled for TPU slices that are not here, as a table in docs/operations.md.
+"""Does it fit? The paper's models compiled for TPU slices that are not here, as tables in docs/operations.md.
 
-    python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write]
+    python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write] [--config.path.to.field=value …]
 
 Needs libtpu (pip install 'difftx[tpu]'). Each row is one `difftx plan` in a process of its own, whose greatest memory
-is measured; what --out already has is not compiled again. --write puts the table between its markers in
-docs/operations.md. All rows take more than an hour on two cores.
+is measured; what --out already has is not compiled again. --write puts the tables between their markers in
+docs/operations.md, each as far as it is complete. All rows take more than an hour on two cores.
+
+--only=long: the 3B models in rows of up to 64K, a row for each group of `mesh.context` devices in a microbatch.
 """
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "operations.md"
-BEGIN, END = "<!-- benchmarks/plan_table.py writes from here -->", "<!-- to here -->"
 
+PRESET = "--config.mesh.preset=auto"
 # Size → topologies. Mesh, remat policy and microbatches are those of difftx/parallel/presets.py.
 TOPOLOGIES = {
     "830m": ["v5p:2x2x1", "v5e:4x4", "v5e:8x8"],
@@ -30,70 +34,114 @@ TOPOLOGIES = {
     "13.1b": ["v5p:4x4x4", "v5e:16x16"],
     "table9": ["v5p:4x4x4", "v5e:16x16"],
 }
-COLUMNS = [
-    "config",
-    "topology",
-    "mesh",
-    "GiB a device",
-    "fits",
-    "sent GiB",
-    "arithmetic",
-    "MFU",
-    "compiled",
-    "host GiB",
-]
+# Rows of these lengths, and the slice and mesh that they are compiled for: 16 groups of four devices.
+LONG = "long"
+LENGTHS = (8192, 16_384, 32_768, 65_536)
+UPDATE_TOKENS = 4_194_304  # Of configs/long_context.py.
+LONG_TOPOLOGY = "v5p:4x4x4"
+LONG_MESH = {"mesh.fsdp": 16, "mesh.context": 4}
+# And where rows of the greatest length still fit: a microbatch of one row on the whole slice.
+SMALLEST_TOPOLOGY = "v5p:2x2x1"
+SMALLEST_MESH = {"mesh.fsdp": 1, "mesh.context": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One call of `difftx plan`."""
+
+    config: str
+    topology: str
+    flags: tuple[str, ...] = (PRESET,)
+
+    @property
+    def name(self) -> str:
+        """A file name for its numbers."""
+        flags = "".join(flag.replace("--config.", "_") for flag in self.flags if "preset=auto" not in flag)
+        return "".join(
+            c if c.isalnum() or c in ".-=" else "_" for c in f"{Path(self.config).name}_{self.topology}{flags}"
+        )
 
 
 def main() -> None:
-    """Compile what is missing, print the table, and write it where asked."""
+    """Compile what is missing, print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--only", choices=TOPOLOGIES, help="one size")
+    parser.add_argument("--only", choices=[*TOPOLOGIES, LONG], help="one size, or long rows")
     parser.add_argument("--out", type=Path, default=Path("runs/plan_table"), help="where each row's numbers are kept")
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/operations.md")
-    args = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/operations.md")
+    parser.epilog = "--config.path.to.field=value changes a field in long rows"
+    args, rest = parser.parse_known_args()
+    if wrong := [flag for flag in rest if not flag.startswith("--config.")]:
+        parser.error(f"{wrong[0]} is not understood")
     args.out.mkdir(parents=True, exist_ok=True)
-    for size in [args.only] if args.only else TOPOLOGIES:
-        for config, topology in rows(size):
-            path = args.out / f"{name(config, topology)}.json"
-            if not path.exists():
-                print(f"{config} on {topology} …", file=sys.stderr, flush=True)
-                measured = measure(config, topology, path.with_suffix(".plan"))
-                path.with_suffix(".part").write_text(json.dumps(measured, indent=2) + "\n")
-                path.with_suffix(".part").rename(path)
-    found = {
-        (config, topology): json.loads(path.read_text())
-        for size in TOPOLOGIES
-        for config, topology in rows(size)
-        if (path := args.out / f"{name(config, topology)}.json").exists()
+    tables: dict[str, tuple[list[Row], Callable[[dict[Row, Any]], str]]] = {
+        "sizes": ([row for size in TOPOLOGIES for row in rows(size)], format_table),
+        LONG: (list(long_rows(rest)), format_long_table),
     }
-    table = format_table(found)
-    print(table)
-    if args.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{after}")
+    wanted = [LONG] if args.only == LONG else ["sizes"] if args.only else list(tables)
+    for table in wanted:
+        all_rows, format_rows = tables[table]
+        compile_missing(all_rows if args.only in (None, LONG) else rows(args.only), args.out)
+        found = {
+            row: json.loads(path.read_text()) for row in all_rows if (path := args.out / f"{row.name}.json").exists()
+        }
+        text = format_rows(found)
+        print(text)
+        if args.write:
+            write(table, text)
 
 
-def rows(size: str) -> Iterator[tuple[str, str]]:
+def compile_missing(wanted: Iterable[Row], out: Path) -> None:
+    """Compile the rows that have no numbers in `out`, and keep them there."""
+    for row in wanted:
+        path = out / f"{row.name}.json"
+        if not path.exists():
+            print(f"{row.name} …", file=sys.stderr, flush=True)
+            measured = measure(row, path.with_suffix(".plan"))
+            path.with_suffix(".part").write_text(json.dumps(measured, indent=2) + "\n")
+            path.with_suffix(".part").rename(path)
+
+
+def write(table: str, text: str) -> None:
+    """Put a table between its markers in docs/operations.md."""
+    begin, end = f"<!-- benchmarks/plan_table.py writes {table} from here -->", "<!-- to here -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
+
+
+def rows(size: str) -> Iterator[Row]:
     """Yield the configs and topologies of a size, for both architectures."""
     for topology in TOPOLOGIES[size]:
         for architecture in ("diff", "transformer"):
             file = f"diff_3b.py:{architecture}" if size == "table9" else f"scaling.py:{architecture}-{size}"
-            yield f"configs/{file}", topology
+            yield Row(f"configs/{file}", topology)
 
 
-def name(config: str, topology: str) -> str:
-    """Return a file name for a row."""
-    return "".join(c if c.isalnum() or c in ".-" else "_" for c in f"{Path(config).name}_{topology}")
+def long_rows(overrides: Sequence[str]) -> Iterator[Row]:
+    """Yield configs/long_context.py at each length, of the same tokens an update in as many microbatches as it takes.
+
+    A microbatch has one row for each group of `mesh.context` devices.
+    """
+    for architecture in ("diff", "transformer"):
+        for length in LENGTHS:
+            yield long_row(architecture, LONG_TOPOLOGY, LONG_MESH, length, overrides)
+        yield long_row(architecture, SMALLEST_TOPOLOGY, SMALLEST_MESH, LENGTHS[-1], overrides)
 
 
-def measure(config: str, topology: str, path: Path) -> dict[str, Any]:
+def long_row(architecture: str, topology: str, mesh: dict[str, int], length: int, overrides: Sequence[str]) -> Row:
+    """Return one of those rows."""
+    config = f"configs/long_context.py:{architecture}"
+    microbatches = UPDATE_TOKENS // (length * mesh["mesh.fsdp"])
+    fields = mesh | {"data.sequence_length": length, "train.accumulation": microbatches}
+    return Row(config, topology, (*(f"--config.{name}={value}" for name, value in fields.items()), *overrides))
+
+
+def measure(row: Row, path: Path) -> dict[str, Any]:
     """Run `difftx plan`; return its numbers, or its one line of error, with the process's memory and time."""
-    command = [sys.executable, "-m", "difftx", "plan", f"--config={config}", f"--topology={topology}", f"--json={path}"]
+    command = [sys.executable, "-m", "difftx", "plan", f"--config={row.config}", f"--topology={row.topology}"]
+    command += [f"--json={path}", *row.flags]
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--config.mesh.preset=auto"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     error = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
@@ -110,16 +158,40 @@ def measure(config: str, topology: str, path: Path) -> dict[str, Any]:
     }
 
 
-def format_table(found: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """Return the rows in Markdown."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells(*key, numbers)) + " |" for key, numbers in found.items()]
-    return "\n".join(lines) + "\n"
+MEMORY = ["GiB a device", "fits", "sent GiB", "arithmetic", "MFU"]
+COLUMNS = ["config", "topology", "mesh", *MEMORY, "compiled", "host GiB"]
+LONG_COLUMNS = ["config", "topology", "mesh", "tokens a row", "microbatches", "temporaries GiB", "growth", *MEMORY]
 
 
-def cells(config: str, topology: str, numbers: dict[str, Any]) -> list[str]:
+def format_table(found: dict[Row, dict[str, Any]]) -> str:
+    """Return the rows of sizes in Markdown."""
+    return _markdown(COLUMNS, [cells(row, numbers) for row, numbers in found.items()])
+
+
+def format_long_table(found: dict[Row, dict[str, Any]]) -> str:
+    """Return the long rows in Markdown, each with how its temporaries have grown from the one above."""
+    lines = []
+    for above, (row, numbers) in itertools.pairwise([None, *found.items()]):
+        flags = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
+        length, microbatches = int(flags["data.sequence_length"]), flags["train.accumulation"]
+        config, topology, mesh, *rest, _, _ = cells(row, numbers)
+        mesh = mesh.partition(" accumulation")[0]
+        shown = [config, topology, mesh, f"{length:,}", microbatches]
+        temporaries, growth = numbers.get("temporary_bytes"), ""
+        if above is not None and above[0].config == row.config and above[0].topology == row.topology and temporaries:
+            growth = f"× {temporaries / above[1]['temporary_bytes']:.2f}"
+        lines.append([*shown, "" if temporaries is None else f"{temporaries / 2**30:.2f}", growth, *rest])
+    return _markdown(LONG_COLUMNS, lines)
+
+
+def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+
+
+def cells(row: Row, numbers: dict[str, Any]) -> list[str]:
     """Return one row's cells; a program that libtpu refused has only its line of error."""
-    shown = [Path(config).name.replace(".py", ""), topology]
+    shown = [Path(row.config).name.replace(".py", ""), row.topology]
     tail = [f"{numbers['process_seconds']:.0f} s", f"{numbers['host_bytes'] / 2**30:.1f}"]
     if "mesh" not in numbers:
         return [*shown, "", "", numbers["error"].partition(": ")[2], "", "", "", *tail]

@@ -19,9 +19,9 @@ from difftx.parallel.layout import Layout
 
 ATTENTION: dict[str, type[SelfAttention]] = {"diff": DiffAttention, "transformer": Attention, **VARIANTS}
 
-# What the backward pass finds stored; the rest it computes again.
+# What the backward pass finds stored; the rest it computes again. "none" is no policy: one that saves everything would
+# also save the maps that `kernels/mapped.py` makes again chunk by chunk.
 REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -119,8 +119,9 @@ class Decoder(nnx.Module):
             block, depth = block_and_depth
             return block(x_BTD, angles, depth, segment_ids_BT)
 
-        # prevent_cse guards against the optimiser undoing the recomputation; inside a scan nothing could.
-        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+        if config.remat != "none":
+            # prevent_cse guards against the optimiser undoing the recomputation; inside a scan nothing could.
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if is_zigzag else x_BTD, stats

@@ -75,11 +75,11 @@ def test_memory_of_a_device_is_what_libtpu_says(kind):
 
 
 def test_the_smallest_row_of_the_table_is_still_true(tmp_path):
-    config, topology = next(plan_table.rows("830m"))
-    numbers = plan_table.measure(config, topology, tmp_path / "plan.json")
-    fresh = plan_table.cells(config, topology, numbers)
+    row = next(plan_table.rows("830m"))
+    numbers = plan_table.measure(row, tmp_path / "plan.json")
+    fresh = plan_table.cells(row, numbers)
     (line,) = [
-        line for line in plan_table.PAGE.read_text().splitlines() if line.startswith(f"| {fresh[0]} | {topology} ")
+        line for line in plan_table.PAGE.read_text().splitlines() if line.startswith(f"| {fresh[0]} | {row.topology} ")
     ]
     old = [cell.strip() for cell in line.strip("|").split("|")]
     column = plan_table.COLUMNS.index("GiB a device")
