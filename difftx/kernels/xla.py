@@ -104,8 +104,11 @@ def masked_logits(
 ) -> jax.Array:
     """Return a chunk's scaled and masked logits, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
-    q_BCKRGD = rows["q"].reshape(B, -1, K, rows["q"].shape[2] // K, G, D)
-    query_C1, key_S = rows["position"][:, None], jnp.arange(S)
+    # Tied to the queries: else JAX makes the masks of all chunks in front of the scan over layers, T × T of them.
+    rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
+    q_BCHGD, position_C = rows["q"], rows["position"]
+    q_BCKRGD = q_BCHGD.reshape(B, -1, K, q_BCHGD.shape[2] // K, G, D)
+    query_C1, key_S = position_C[:, None], jnp.arange(S)
     seen_BCS = (key_S <= query_C1)[None]
     if window is not None:
         seen_BCS &= (query_C1 - key_S < window)[None]

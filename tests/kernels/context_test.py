@@ -91,7 +91,9 @@ def test_a_window_crosses_the_cuts(mesh_of, zigzag):
 @ORDERS
 @pytest.mark.parametrize("segments", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "splash"])
-def test_tpu_kernels_over_cut_rows(mesh_of, implementation, zigzag, segments):
+def test_tpu_kernels_over_cut_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
+    if not segments:  # Splash's backward pass for long rows.
+        monkeypatch.setattr("difftx.kernels.baseline.SPLASH_FUSED_TOKENS", 0)
     kind = "softmax" if implementation == "splash" else "diff"
     check(mesh_of(context=4), kind, implementation, tokens=1024, zigzag=zigzag, segments=segments)
 
