@@ -4,7 +4,7 @@ Each device keeps its queries and gathers the keys and values of whole rows, for
 they stand in the order of the text; the queries stand in it too, or in zig-zag order, in which device i of n has chunks
 i and 2n - 1 - i of a row's 2n (arXiv 2407.21783, §3.3.2), so that causality leaves every device as much to do.
 """
-#   B = batch, T = a device's tokens of a row, S = a row's tokens
+#   B = batch, T = a device's tokens of a row, S = a row's tokens, N = pieces of a row, C = tokens of a piece
 
 import dataclasses
 import functools
@@ -55,12 +55,11 @@ class Cut:
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
         """Return `[B, S, …]` of all devices' `[B, T, …]`, in the order of the text. JAX transposes it to its sums."""
-        if not self.zigzag:
-            return jax.lax.all_gather(x_BT, self.axis, axis=1, tiled=True)
-        half = x_BT.shape[1] // 2
-        x_NBT = jax.lax.all_gather(x_BT, self.axis)
-        x_NBC = jnp.concatenate([x_NBT[:, :, :half], x_NBT[::-1, :, half:]])
-        return jnp.moveaxis(x_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
+        pieces_NBC = jax.lax.all_gather(x_BT, self.axis)
+        if self.zigzag:
+            half = x_BT.shape[1] // 2
+            pieces_NBC = jnp.concatenate([pieces_NBC[:, :, :half], pieces_NBC[::-1, :, half:]])
+        return jnp.moveaxis(pieces_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
 
     def scatter(self, x_BS: jax.Array) -> jax.Array:
         """Return this device's `[B, T, …]` of the sum of all devices' `[B, S, …]`: the transpose of `gather`."""
