@@ -25,7 +25,8 @@ def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
         RunError: too far.
     """
     mesh = make_mesh(config.mesh)
-    length = min(TOKENS, config.data.sequence_length) // mesh.shape["context"] * mesh.shape["context"]
+    pieces = 2 * mesh.shape["context"]  # Of a row, if tokens are in zig-zag order.
+    length = min(TOKENS, config.data.sequence_length) // pieces * pieces
     tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
     theirs_BTV = transformers_logits(folder, tokens_BT)
     ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT)

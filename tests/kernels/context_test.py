@@ -74,7 +74,13 @@ ORDERS = pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigz
 @ORDERS
 @pytest.mark.parametrize(
     ("kind", "implementation"),
-    [("diff", "xla"), ("diff", "reference"), ("softmax", "xla"), ("mapped", "xla"), ("mapped", "reference")],
+    [
+        ("diff", "xla"),
+        ("softmax", "xla"),
+        ("mapped", "xla"),
+        pytest.param("diff", "reference", marks=pytest.mark.long),
+        pytest.param("mapped", "reference", marks=pytest.mark.long),
+    ],
 )
 def test_cut_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 96 * 5)  # Several chunks of queries, one part-filled.
