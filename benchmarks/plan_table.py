@@ -11,7 +11,6 @@ docs/operations.md, each as far as it is complete. All rows take more than an ho
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import subprocess
@@ -169,18 +168,22 @@ def format_table(found: dict[Row, dict[str, Any]]) -> str:
 
 
 def format_long_table(found: dict[Row, dict[str, Any]]) -> str:
-    """Return the long rows in Markdown, each with how its temporaries have grown from the one above."""
-    lines = []
-    for above, (row, numbers) in itertools.pairwise([None, *found.items()]):
-        flags = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
-        length, microbatches = int(flags["data.sequence_length"]), flags["train.accumulation"]
+    """Return the long rows in Markdown, each with how its temporaries have grown from those of half its length."""
+    lines, temporaries = [], {}
+    for row, numbers in found.items():
+        fields = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
+        length, here = int(fields["data.sequence_length"]), numbers.get("temporary_bytes")
+        half = temporaries.get((row.config, row.topology, length // 2))
+        temporaries[row.config, row.topology, length] = here
         config, topology, mesh, *rest, _, _ = cells(row, numbers)
-        mesh = mesh.partition(" accumulation")[0]
-        shown = [config, topology, mesh, f"{length:,}", microbatches]
-        temporaries, growth = numbers.get("temporary_bytes"), ""
-        if above is not None and above[0].config == row.config and above[0].topology == row.topology and temporaries:
-            growth = f"× {temporaries / above[1]['temporary_bytes']:.2f}"
-        lines.append([*shown, "" if temporaries is None else f"{temporaries / 2**30:.2f}", growth, *rest])
+        lines.append(
+            [
+                *(config, topology, mesh.partition(" accumulation")[0], f"{length:,}", fields["train.accumulation"]),
+                f"{here / 2**30:.2f}" if here else "",
+                f"× {here / half:.2f}" if here and half else "",
+                *rest,
+            ]
+        )
     return _markdown(LONG_COLUMNS, lines)
 
 

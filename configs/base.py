@@ -50,7 +50,8 @@ def get_config() -> ConfigDict:
     c.model.zero_init_output = False  # True: both residual branches start at zero (W_O and the MLP's last matrix).
     c.model.tie_embeddings = True  # One embedding in and out: Table 10's sizes need it.
     c.model.compute_dtype = "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
-    # What the backward pass keeps of a layer: "none": everything; "dots": matrix products; "full": its input.
+    # What the backward pass keeps of a layer: "none": all that kernels do not make again; "dots": matrix products;
+    # "full": its input.
     c.model.remat = "dots"
     # Kernel: "auto"; "reference" or "xla" for all architectures, "cudnn" for all but off_by_one, sink, top_k and
     # signed_mask; "pallas_tpu", "pallas_gpu" or "cudnn_wide" for diff and gda; "splash" (TPU) for transformer, diff_v2

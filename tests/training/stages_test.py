@@ -57,12 +57,13 @@ LEARNER = {
     "model__d_model": 64,
     "model__mlp_dim": 170,
     "data__path": "stdlib",
-    "data__valid_fraction": 0.2,  # Some hundred documents of more than LONG bytes.
+    "data__valid_fraction": 0.2,
     "train__global_batch_tokens": LONG,
     "optimizer__b2": 0.95,
     "optimizer__weight_decay": 0.1,
     "checkpoint__every_steps": 1000,
     "eval__suites": "position",
+    "eval__position_documents": 32,
 }
 PRETRAINING = LEARNER | {
     "train__steps": 200,
