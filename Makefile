@@ -15,7 +15,7 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test test-long test-compile parity chaos lint format
+.PHONY: quickstart test test-long test-compile test-exhaustive parity chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -27,12 +27,12 @@ quickstart: .venv/.installed
 
 # Where a Chromium is installed, the page of eval.py --report is tested in it.
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos"
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
 
 # What takes long: runs of several processes and sweeps that are killed, frozen, damaged; every architecture trained; what
 # runs lm-eval. In tests/multihost one at a time: the processes have patience of seconds with each other.
 test-long: .venv/.installed .venv/.installed-eval
-	$(BIN)/python -m pytest -n auto --dist=worksteal -m long --ignore=tests/multihost
+	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 
 chaos: .venv/.installed
@@ -41,8 +41,12 @@ chaos: .venv/.installed
 # Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
 # and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.
 test-compile: .venv-compile/.installed
-	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal tests/compile
-	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m interpreter tests/kernels
+	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m "not exhaustive" tests/compile
+	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m "interpreter and not exhaustive" tests/kernels
+
+# What CI leaves out, by the environment that compiles kernels too.
+test-exhaustive: .venv-compile/.installed
+	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive
 
 # difftx convert against transformers itself. TIKTOKEN_CACHE_DIR, or a network, for cl100k_base.
 parity: .venv-parity/.installed

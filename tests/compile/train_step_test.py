@@ -46,7 +46,7 @@ def test_on_tpu(config, architecture, topology):
 
 
 @pytest.mark.parametrize("architecture", ["diff", "transformer"])
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)])
 def test_on_tpu_with_rows_cut(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
     devices = topologies.get_topology_desc(topology, "tpu").devices

@@ -69,6 +69,8 @@ def check(mesh, kind, implementation, *, tokens, zigzag, segments, window=None):
 
 
 ORDERS = pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigzag"])
+IN_ORDER = pytest.param(False, marks=pytest.mark.exhaustive, id="in order")
+BOTH_ORDERS = pytest.mark.parametrize("zigzag", [IN_ORDER, pytest.param(True, id="zigzag")])
 
 
 @ORDERS
@@ -78,8 +80,8 @@ ORDERS = pytest.mark.parametrize("zigzag", [False, True], ids=["in order", "zigz
         ("diff", "xla"),
         ("softmax", "xla"),
         ("mapped", "xla"),
-        pytest.param("diff", "reference", marks=pytest.mark.long),
-        pytest.param("mapped", "reference", marks=pytest.mark.long),
+        pytest.param("diff", "reference", marks=pytest.mark.exhaustive),
+        pytest.param("mapped", "reference", marks=pytest.mark.exhaustive),
     ],
 )
 def test_cut_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
@@ -88,13 +90,13 @@ def test_cut_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, z
     check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
 
 
-@ORDERS
+@BOTH_ORDERS
 def test_a_window_crosses_the_cuts(mesh_of, zigzag):
     check(mesh_of(data=2, context=4), "diff", "xla", tokens=64, zigzag=zigzag, segments=False, window=11)
 
 
 @pytest.mark.interpreter
-@ORDERS
+@BOTH_ORDERS
 @pytest.mark.parametrize("segments", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "splash"])
 def test_tpu_kernels_over_cut_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
@@ -105,15 +107,15 @@ def test_tpu_kernels_over_cut_rows(mesh_of, monkeypatch, implementation, zigzag,
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", [200, pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_tpu_kernels_in_two_backward_kernels(mesh_of, monkeypatch, window):
     monkeypatch.setattr("difftx.kernels.pallas_tpu._dq_bytes", lambda _: 2**60)
     check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=True, segments=True, window=window)
 
 
 @pytest.mark.interpreter
-@ORDERS
-@pytest.mark.parametrize("window", [None, 200])
+@BOTH_ORDERS
+@pytest.mark.parametrize("window", [None, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag):
     """Memory that nobody writes is NaN here, and a block of dQ that is left and come back to is lost, as on a TPU."""
     tiles = pallas_tpu.Tiles(forward=128, backward=128, vmem_mib=16, dq_mib=64)

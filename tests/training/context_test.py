@@ -54,7 +54,7 @@ SHORT = {("diff", 8, "zigzag", True), ("diff", 2, "gather", False), ("diff_v2", 
 CASES = [
     pytest.param(
         *case,
-        marks=[] if case in SHORT else pytest.mark.long,
+        marks=[] if case in SHORT else pytest.mark.exhaustive,
         id=f"{case[0]}-{case[1]}-{case[2]}-{'packed' if case[3] else 'whole'}",
     )
     for architecture in ("diff", "transformer", "diff_v2")

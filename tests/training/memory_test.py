@@ -10,6 +10,7 @@ from difftx.launch.estimate import trace_step
 
 pytestmark = pytest.mark.long
 
+EXHAUSTIVE = pytest.mark.exhaustive
 LENGTH = 4096
 GROWTH = 2.1  # For twice the tokens.
 ARRAY = re.compile(r"\b(?:pred|s8|u8|s32|u32|bf16|f32)\[([\d,]+)\]")
@@ -27,7 +28,11 @@ def largest_array(compiled):
     return max(math.prod(map(int, shape.split(","))) for shape in ARRAY.findall(compiled.as_text()))
 
 
-@pytest.mark.parametrize("name", ["diff", "transformer", *SIZES])
+# Each stands for those of its kernel.
+SHORT = ("diff", "transformer", "top_k")
+
+
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(n, marks=EXHAUSTIVE) for n in SIZES if n not in SHORT)])
 def test_no_architecture_holds_a_whole_map(config, mesh_of, name):
     short, long = (compile_step(config, mesh_of(), name, length) for length in (LENGTH, 2 * LENGTH))
     temporaries = [compiled.memory_analysis().temp_size_in_bytes for compiled in (short, long)]
