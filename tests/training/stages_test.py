@@ -62,7 +62,7 @@ LEARNER = {
     "optimizer__b2": 0.95,
     "optimizer__weight_decay": 0.1,
     "checkpoint__every_steps": 1000,
-    "eval__suites": "position",
+    "eval__suites": "",  # What is measured is measured below.
     "eval__position_documents": 32,
 }
 PRETRAINING = LEARNER | {
@@ -113,7 +113,7 @@ def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp
     # easier to go on with the more of it is known; extended, that is what it finds.
     assert between(curves["base"], SHORT / 2, SHORT) < between(curves["base"], LONG / 2, LONG)
     assert between(curves["extended"], SHORT / 2, SHORT) > between(curves["extended"], LONG / 2, LONG) + 0.1, beyond
-    # Measured: 0.3 and more. Seeds differ by some 0.03; documents are the same, and so make no difference.
+    # Measured: 0.26 and 0.29. The documents are the same, so that their spread is not the noise of the difference.
     assert beyond["extended"] < min(beyond["base"], beyond["more"]) - 0.1, beyond
 
 
