@@ -95,6 +95,7 @@ def between(curve, start, end):
     return (last * curve[last] - first * curve[first]) / (last - first)
 
 
+@pytest.mark.exhaustive  # Minutes of training.
 def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp_path, monkeypatch):
     """Against the model that was extended, and against as many more tokens in its own short rows."""
     monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
