@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
     c.model.tie_embeddings = True  # One embedding in and out: Table 10's sizes need it.
     c.model.compute_dtype = "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
     # What the backward pass keeps of a layer: "none": all that kernels do not make again; "dots": matrix products;
-    # "full": its input.
+    # "full": its input; "offload": its input, in the host's memory.
     c.model.remat = "dots"
     # Kernel: "auto"; "reference" or "xla" for all architectures, "cudnn" for all but off_by_one, sink, top_k and
     # signed_mask; "pallas_tpu", "pallas_gpu" or "cudnn_wide" for diff and gda; "splash" (TPU) for transformer, diff_v2

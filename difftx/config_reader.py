@@ -19,6 +19,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from difftx.config import Config
 from difftx.errors import UserError, did_you_mean
 
+BASE = Path(__file__).parents[1] / "configs" / "base.py"
+
 
 def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
     """Read `FILE.py` or `FILE.py:ARG` and apply overrides such as `{"model.num_layers": "2"}`.
@@ -42,6 +44,19 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
 def config_from_dict(raw: Any) -> Config:
     """Build a checked config from plain dictionaries, as read from `config.json`."""
     return _build(Config, raw, "")
+
+
+def saved_config(raw: Any) -> Config:
+    """Build the config of a run from its `config.json`; fields that difftx has got since are as in configs/base.py."""
+    if BASE.is_file():  # An installed package has no configs.
+        raw = _filled(raw, _run_config_file(str(BASE)))
+    return config_from_dict(raw)
+
+
+def _filled(raw: Any, base: Any) -> Any:
+    if not isinstance(raw, dict) or not isinstance(base, dict):
+        return raw
+    return base | {name: _filled(value, base.get(name)) for name, value in raw.items()}
 
 
 def split_overrides(arguments: Sequence[str], group: str) -> dict[str, str]:

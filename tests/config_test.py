@@ -5,7 +5,7 @@ import pytest
 from conftest import ROOT
 
 from configs import ablations, review
-from difftx.config_reader import config_from_dict, load_config, override, split_overrides
+from difftx.config_reader import config_from_dict, load_config, override, saved_config, split_overrides
 from difftx.errors import UserError
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
@@ -112,6 +112,21 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
     with pytest.raises(UserError) as error:
         load_config(str(path), {})
     assert expected in str(error.value)
+
+
+def test_a_run_from_before_a_field_was_there_goes_on_and_other_mistakes_in_it_are_named():
+    config = load_config(QUICKSTART, {"mesh.tensor": "2"})
+    raw = json.loads(config.to_json())
+    del raw["mesh"]["context_method"], raw["eval"]["needle"]["seed"], raw["guards"]
+    assert saved_config(raw) == config
+    with pytest.raises(UserError, match="guards: missing"):
+        config_from_dict(raw)
+    raw["mesh"]["tensro"] = 2
+    with pytest.raises(UserError, match=r"mesh.tensro=2: no such field. Did you mean 'tensor'"):
+        saved_config(raw)
+    for broken, reason in (([], "expected"), ({"model": 3}, "model")):
+        with pytest.raises(UserError, match=reason):
+            saved_config(broken)
 
 
 def test_values_are_read_by_the_type_of_their_field():

@@ -39,7 +39,7 @@ class ModelConfig:
     zero_init_output: bool
     tie_embeddings: bool
     compute_dtype: Literal["float32", "bfloat16"]
-    remat: Literal["none", "dots", "full"]
+    remat: Literal["none", "dots", "full", "offload"]
     attention_implementation: Implementation
     attention_logit_bits: int | None
     attention_logit_granularity: Granularity

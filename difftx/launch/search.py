@@ -12,7 +12,7 @@ from difftx.launch.topology import GIB, Chip
 from difftx.model.flops import state_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 
-REMAT = ("none", "dots", "full")  # From most memory to most arithmetic.
+REMAT = ("none", "dots", "full")  # From most memory to most arithmetic; what offloading costs is not known on paper.
 TENSOR = (1, 2, 4, 8)
 STATE_SHARE = 0.75  # Of the parameters', moments' and gradient's 16 bytes, what persists between steps.
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
 from difftx.kernels import context
@@ -19,11 +20,19 @@ from difftx.parallel.layout import Layout
 
 ATTENTION: dict[str, type[SelfAttention]] = {"diff": DiffAttention, "transformer": Attention, **VARIANTS}
 
+LAYER_INPUT = "layer_input"  # A name for policies.
+
 # What the backward pass finds stored; the rest it computes again. "none" is no policy: one that saves everything would
 # also save the maps that `kernels/mapped.py` makes again chunk by chunk.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -117,7 +126,7 @@ class Decoder(nnx.Module):
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
             block, depth = block_and_depth
-            return block(x_BTD, angles, depth, segment_ids_BT)
+            return block(checkpoint_name(x_BTD, LAYER_INPUT), angles, depth, segment_ids_BT)
 
         if config.remat != "none":
             # prevent_cse guards against the optimiser undoing the recomputation; inside a scan nothing could.

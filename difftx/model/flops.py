@@ -74,13 +74,14 @@ def state_bytes(config: ModelConfig) -> int:
 def activation_bytes(config: Config, rows: int) -> int:
     """Estimate bytes kept for the backward pass of one microbatch of `rows` rows, and its logits.
 
-    A layer keeps its input ("full" remat), or its matrix products too ("dots"), or all of its intermediate values
-    (counted as three times the products, without a kernel's T × T maps). Logits are float32, once, with their gradient.
+    A layer keeps its input ("full" remat; "offload": on the host), or its matrix products too ("dots"), or all of its
+    intermediate values (counted as three times the products). Logits are float32, once, with their gradient.
     """
     model = config.model
     tokens = rows * config.data.sequence_length
     width = 2 if model.compute_dtype == "bfloat16" else 4
     heads = model.d_head * (model.query_heads + model.groups * (model.num_heads + 2 * model.kv_heads))
     products = heads + 2 * model.mlp_dim + 2 * model.d_model
-    kept = {"full": 0, "dots": products, "none": 3 * products}[model.remat] + model.d_model
+    of_input = 0 if model.remat == "offload" else model.d_model
+    kept = of_input + {"dots": products, "none": 3 * products}.get(model.remat, 0)
     return tokens * (model.num_layers * kept * width + 2 * 4 * model.vocab_size)
