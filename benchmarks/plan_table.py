@@ -38,10 +38,10 @@ LONG = "long"
 LENGTHS = (8192, 16_384, 32_768, 65_536)
 UPDATE_TOKENS = 4_194_304  # Of configs/long_context.py.
 LONG_TOPOLOGY = "v5p:4x4x4"
-LONG_MESH = {"mesh.fsdp": 16, "mesh.context": 4}
+LONG_MESH = {"mesh.fsdp": 16, "mesh.context": 4, "mesh.context_method": "zigzag"}
 # And where rows of the greatest length still fit: a microbatch of one row on the whole slice.
 SMALLEST_TOPOLOGY = "v5p:2x2x1"
-SMALLEST_MESH = {"mesh.fsdp": 1, "mesh.context": 4}
+SMALLEST_MESH = {"mesh.fsdp": 1, "mesh.context": 4, "mesh.context_method": "zigzag"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,21 +117,22 @@ def rows(size: str) -> Iterator[Row]:
 
 
 def long_rows(overrides: Sequence[str]) -> Iterator[Row]:
-    """Yield configs/long_context.py at each length, of the same tokens an update in as many microbatches as it takes.
+    """Yield configs/long_context.py at each length, and at the greatest by other ways over `context` and of remat."""
+    longest = LENGTHS[-1]
+    for length in LENGTHS:
+        yield long_row("diff", LONG_TOPOLOGY, LONG_MESH, length, overrides)
+    for method in ("heads", "gather"):
+        yield long_row("diff", LONG_TOPOLOGY, LONG_MESH | {"mesh.context_method": method}, longest, overrides)
+    yield long_row("transformer", LONG_TOPOLOGY, LONG_MESH, longest, overrides)
+    yield long_row("diff", SMALLEST_TOPOLOGY, SMALLEST_MESH, longest, overrides)
+    yield long_row("diff", SMALLEST_TOPOLOGY, SMALLEST_MESH | {"model.remat": "offload"}, longest, overrides)
 
-    A microbatch has one row for each group of `mesh.context` devices.
-    """
-    for architecture in ("diff", "transformer"):
-        for length in LENGTHS:
-            yield long_row(architecture, LONG_TOPOLOGY, LONG_MESH, length, overrides)
-        yield long_row(architecture, SMALLEST_TOPOLOGY, SMALLEST_MESH, LENGTHS[-1], overrides)
 
-
-def long_row(architecture: str, topology: str, mesh: dict[str, int], length: int, overrides: Sequence[str]) -> Row:
-    """Return one of those rows."""
+def long_row(architecture: str, topology: str, fields: dict[str, Any], length: int, overrides: Sequence[str]) -> Row:
+    """Return one of those rows: the same tokens an update, in microbatches of a row for each `mesh.context` devices."""
     config = f"configs/long_context.py:{architecture}"
-    microbatches = UPDATE_TOKENS // (length * mesh["mesh.fsdp"])
-    fields = mesh | {"data.sequence_length": length, "train.accumulation": microbatches}
+    microbatches = UPDATE_TOKENS // (length * fields["mesh.fsdp"])
+    fields = fields | {"data.sequence_length": length, "train.accumulation": microbatches}
     return Row(config, topology, (*(f"--config.{name}={value}" for name, value in fields.items()), *overrides))
 
 
@@ -159,7 +160,7 @@ def measure(row: Row, path: Path) -> dict[str, Any]:
 
 MEMORY = ["GiB a device", "fits", "sent GiB", "arithmetic", "MFU"]
 COLUMNS = ["config", "topology", "mesh", *MEMORY, "compiled", "host GiB"]
-LONG_COLUMNS = ["config", "topology", "mesh", "tokens a row", "microbatches", "temporaries GiB", "growth", *MEMORY]
+LONG_COLUMNS = ["config", "topology", "mesh", "over context", "tokens a row", "microbatches", "temporaries GiB", "growth", *MEMORY]
 
 
 def format_table(found: dict[Row, dict[str, Any]]) -> str:
@@ -173,12 +174,14 @@ def format_long_table(found: dict[Row, dict[str, Any]]) -> str:
     for row, numbers in found.items():
         fields = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
         length, here = int(fields["data.sequence_length"]), numbers.get("temporary_bytes")
-        half = temporaries.get((row.config, row.topology, length // 2))
-        temporaries[row.config, row.topology, length] = here
+        like = (row.config, row.topology, fields["mesh.context_method"])
+        half = temporaries.get((*like, length // 2))
+        temporaries[*like, length] = here
         config, topology, mesh, *rest, _, _ = cells(row, numbers)
         lines.append(
             [
-                *(config, topology, mesh.partition(" accumulation")[0], f"{length:,}", fields["train.accumulation"]),
+                *(config, topology, mesh.partition(" accumulation")[0], fields["mesh.context_method"], f"{length:,}"),
+                fields["train.accumulation"],
                 f"{here / 2**30:.2f}" if here else "",
                 f"× {here / half:.2f}" if here and half else "",
                 *rest,
