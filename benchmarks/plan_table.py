@@ -160,7 +160,8 @@ def measure(row: Row, path: Path) -> dict[str, Any]:
 
 MEMORY = ["GiB a device", "fits", "sent GiB", "arithmetic", "MFU"]
 COLUMNS = ["config", "topology", "mesh", *MEMORY, "compiled", "host GiB"]
-LONG_COLUMNS = ["config", "topology", "mesh", "over context", "tokens a row", "microbatches", "temporaries GiB", "growth", *MEMORY]
+ROWS = ["over context", "tokens a row", "microbatches", "temporaries GiB", "growth"]
+LONG_COLUMNS = ["config", "topology", "mesh", *ROWS, *MEMORY]
 
 
 def format_table(found: dict[Row, dict[str, Any]]) -> str:
