@@ -30,6 +30,7 @@ from difftx.errors import did_you_mean
 
 ARG = "{arm}"  # What `difftx sweep --grid` fills in.
 
+
 class Arm(NamedTuple):
     """A row of Table 6: what it has of the Transformer's or the differential model's config, and what it has not."""
 
