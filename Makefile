@@ -22,7 +22,10 @@ FLAGS = --config.train.steps=$(STEPS)
 # Of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
 # Sweeps of configs/toy.py; two at a time, a core each: faster than one on two cores.
-SWEEP = JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false $(BIN)/python -m difftx sweep --config=configs/toy.py
+# Runs of the same shape share what was compiled.
+SWEEP = JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
+	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
 .PHONY: quickstart reproduce study test test-long test-compile parity chaos lint format
 
@@ -41,6 +44,21 @@ reproduce: .venv/.installed stores/books.bigrams
 
 reproduce-%:
 	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(REPRODUCED)/$*
+
+# What the rates in configs/toy.py and its initialisation come from: an hour.
+study: .venv/.installed stores/books.bigrams
+	$(MAKE) --no-print-directory -j2 study-books study-recall
+
+study-recall:
+	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1e-2,2e-2 --out=$(STUDY)/rates-recall
+
+study-books:
+	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \
+		optimizer.learning_rate=3e-3,6e-3 --out=$(STUDY)/init-books
+	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=2e-3,4e-3 --out=$(STUDY)/rates-books
+	$(SWEEP) --grid task=books arm=diff model.head_norm=rms,scalar --out=$(STUDY)/screen-norm
+	$(SWEEP) --grid task=books arm=diff model.num_heads=2,8 --out=$(STUDY)/screen-heads-diff
+	$(SWEEP) --grid task=books arm=transformer model.num_heads=4,16 --out=$(STUDY)/screen-heads-transformer
 
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
