@@ -17,7 +17,6 @@ import json
 import math
 import platform
 import re
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,8 +38,8 @@ TEMPLATE = ROOT / "benchmarks" / "results_template.md"
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 CONFIDENCE = 0.95
-# What every point of a sweep has anyway, or what says where its data lie.
-NO_CHANGES = ("train.seed", "data.seed", "data.path", "eval.bigrams_path")
+PLACES_OF_DATA = ("data.path", "eval.bigrams_path")  # Left out of commands: each machine's own.
+NO_CHANGES = ("train.seed", "data.", "eval.")  # What a run was told that changes nothing of its arm.
 # Suites whose numbers are kept, of the last step.
 SUITES = ("loss", "recall", "exact_match", "attention", "outliers")
 SIGNIFICANT_DIGITS = 6
@@ -84,14 +83,17 @@ def collect(folders: Sequence[Path]) -> list[Record]:
 def _of_sweep(folder: Path) -> Iterable[Record]:
     if not (folder / "sweep.json").is_file():
         raise UserError(f"{folder}: no sweep.json there; name folders that `difftx sweep --out` wrote")
-    points = read_json(folder / "sweep.json")["runs"]
+    sweep = read_json(folder / "sweep.json")
+    points = sweep["runs"]
+    grid = " ".join(f"{name}={','.join(values)}" for name, values in sweep["grid"].items())
+    overrides = _flags(sweep["overrides"])
     unfinished = [point["name"] for point in points if point["state"] != "done"]
     if unfinished:
         raise UserError(f"{folder}: {unfinished[0]} is not finished; the same sweep again continues it")
     for point, run in zip(points, read_runs([folder / point["name"] for point in points]), strict=True):
         spec, *_ = (flag.removeprefix("--config=") for flag in point["flags"] if flag.startswith("--config="))
         fields = dict(flag.removeprefix("--config.").partition("=")[::2] for flag in point["flags"][2:])
-        fields = {name: value for name, value in fields.items() if name not in NO_CHANGES}
+        changes = {name: value for name, value in fields.items() if not name.startswith(NO_CHANGES)}
         task, _, arm = spec.partition(":")[2].partition("-")
         config, train = run.config, run.split("train")[-1]
         newest = {suite: max(steps.items())[1] for suite, steps in read_results(run.workdir).items()}
@@ -103,10 +105,9 @@ def _of_sweep(folder: Path) -> Iterable[Record]:
             "task": task,
             "arm": arm,
             "seed": config.train.seed,
-            "changes": fields,
-            "command": shlex.join(
-                ["python", "train.py", f"--config={spec}", *(f"--config.{n}={x}" for n, x in fields.items())]
-            ),
+            "changes": changes,
+            "sweep": " ".join(["python -m difftx sweep", f"--config={sweep['config']}", "--grid", grid, *overrides]),
+            "command": " ".join(["python train.py", f"--config={spec}", *_flags(fields)]),
             "learning_rate": config.optimizer.learning_rate,
             "parameters": count_parameters(config.model).total,
             "tokens": train["tokens"],
@@ -116,6 +117,10 @@ def _of_sweep(folder: Path) -> Iterable[Record]:
             "wall_seconds": round(run.split("goodput")[-1]["wall_seconds"], 1),
             "numbers": {name: float(f"{value:.{SIGNIFICANT_DIGITS}g}") for name, value in numbers.items()},
         }
+
+
+def _flags(fields: Mapping[str, str]) -> list[str]:
+    return [f"--config.{name}={value}" for name, value in fields.items() if name not in PLACES_OF_DATA]
 
 
 def _hardware(devices: Mapping[str, Any]) -> str:
@@ -269,8 +274,9 @@ def provenance(records: Sequence[Record]) -> str:
     hardware = dict.fromkeys(r["hardware"] for r in records)
     minutes = sum(r["wall_seconds"] for r in records) / 60
     tokens = dict.fromkeys(f"{r['tokens']:,}" for r in records)
+    sweeps = "\n".join(f"    {sweep}" for sweep in dict.fromkeys(r["sweep"] for r in records))
     return (
-        f"\n\n{len(records)} runs of {' or '.join(tokens)} tokens, {'seeds' if len(seeds) > 1 else 'seed'} "
+        f"\n\n{sweeps}\n\n{len(records)} runs of {' or '.join(tokens)} tokens, {'seeds' if len(seeds) > 1 else 'seed'} "
         f"{', '.join(map(str, seeds))}; {minutes:.0f} minutes of {' and '.join(hardware)} in all; "
         f"commit {', '.join(commits)}; jax {', '.join(dict.fromkeys(r['jax'] for r in records))}."
     )
