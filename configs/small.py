@@ -10,7 +10,8 @@ Protocol: books: the bytes of 160 novels, four times over. recall: one of 64 key
           its keys, as one answer a row alone is slow to learn from. Rates and head widths are not tuned yet: the second
           command is the grid that does it.
 Hardware: one H200. Result: none yet.
-Compute:  6 N D FLOPs: 3e16 (10m) to 4e17 (160m) a run on books, as much on recall; at 300 TFLOP/s 2 to 25 minutes.
+Compute:  4e16 (10m) to 5e17 (160m) FLOPs a run on books, half of it on recall: 2 to 27 minutes at 300 TFLOP/s, 36 hours
+          for all 240 runs.
 """
 
 from ml_collections import ConfigDict
@@ -51,7 +52,7 @@ def get_config(arg: str = "books-10m-diff") -> ConfigDict:
 
 def _recall(c: ConfigDict) -> None:
     c.model.vocab_size = c.data.synthetic.vocab_size
-    c.data.sources = tuple({"name": n, "path": f"synthetic:{n}", "weight": 0.5} for n in ("retrieval", "mqar"))
+    c.data.sources = toy.RECALL
     c.data.synthetic.train_examples = 1_000_000
     c.data.sequence_length = 512  # 385 of them of an example of retrieval.
     c.train.steps = 4000
