@@ -50,7 +50,7 @@ study: .venv/.installed stores/books.bigrams
 	$(MAKE) --no-print-directory -j2 study-books study-recall
 
 study-recall:
-	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
+	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3 --out=$(STUDY)/rates-recall
 
 study-books:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \

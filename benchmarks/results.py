@@ -237,7 +237,7 @@ def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], 
 
 
 def rates_table(records: Sequence[Record], task: str, number: str) -> str:
-    """Return a row for each arm and change, a column for each learning rate, the best of a row in bold."""
+    """Return a row for each arm and change, a column for each learning rate, a row's least in bold."""
     rows: dict[str, dict[float, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     chosen = [r for r in records if r["task"] == task]
     for r in chosen:
@@ -248,16 +248,12 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
         ]
         rows[", ".join([r["arm"], *changes])][r["learning_rate"]].append(r["numbers"][number])
     rates = sorted({r["learning_rate"] for r in chosen})
-    best = max if number in LARGER_IS_BETTER else min
     cells = []
     for name, found in rows.items():
         means = {rate: estimate(values) for rate, values in found.items()}
-        top = best(means.values())
+        top = min(means.values())
         cells.append([name, *(_bold(means[rate], top) if rate in means else "" for rate in rates)])
     return markdown(["", *(f"{rate:g}" for rate in rates)], cells) + provenance(chosen)
-
-
-LARGER_IS_BETTER = {"exact_match/accuracy"}
 
 
 def _bold(value: Estimate, top: Estimate) -> str:

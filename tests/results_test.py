@@ -37,6 +37,17 @@ def test_every_arm_has_three_seeds_and_as_many_parameters_and_tokens(task, arm):
     assert own[0]["parameters"] == pytest.approx(reference[0]["parameters"], rel=0.01)
 
 
+@pytest.mark.parametrize("arm", dict.fromkeys(r["arm"] for r in COLLECTED["arms"]))
+@pytest.mark.parametrize("task", ["books", "recall"])
+def test_learning_rates_of_the_config_are_the_best_of_those_tried(task, arm):
+    tried = [r for r in COLLECTED["rates"] if (r["task"], r["arm"]) == (task, arm)]
+    best = min(tried, key=lambda r: r["numbers"]["loss/loss"])["learning_rate"]
+    config = load_config(str(ROOT / "configs" / f"toy.py:{task}-{arm}"), {})
+    [used] = {r["learning_rate"] for r in COLLECTED["arms"] if (r["task"], r["arm"]) == (task, arm)}
+    assert len(tried) > 1
+    assert best == used == config.optimizer.learning_rate
+
+
 def test_intervals_are_those_of_a_table_of_students_t():
     values = [3.1, 3.4, 3.2]
     mean, half = results.estimate(values)
