@@ -50,12 +50,12 @@ study: .venv/.installed stores/books.bigrams
 	$(MAKE) --no-print-directory -j2 study-books study-recall
 
 study-recall:
-	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3 --out=$(STUDY)/rates-recall
+	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=6e-4,1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
 
 study-books:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \
 		optimizer.learning_rate=3e-3,6e-3 --out=$(STUDY)/init-books
-	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3 --out=$(STUDY)/rates-books
+	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 --out=$(STUDY)/rates-books
 	$(SWEEP) --grid task=books arm=diff model.head_norm=rms,scalar --out=$(STUDY)/screen-norm
 	$(SWEEP) --grid task=books arm=diff model.num_heads=2,8 --out=$(STUDY)/screen-heads-diff
 	$(SWEEP) --grid task=books arm=transformer model.num_heads=4,16 --out=$(STUDY)/screen-heads-transformer

@@ -212,10 +212,11 @@ def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dic
     }
 
 
-def difference(records: Sequence[Record], task: str, arm: str, number: str) -> Estimate:
+def difference(records: Sequence[Record], task: str, arm: str, number: str) -> str:
     """Return what an arm has more than the Transformer, by pairs of one seed, hence one data order."""
     own, reference = (of_seeds(records, task, name, number) for name in (arm, REFERENCE))
-    return estimate([own[seed] - reference[seed] for seed in own.keys() & reference.keys()])
+    found = estimate([own[seed] - reference[seed] for seed in own.keys() & reference.keys()])
+    return f"{'+' if found.mean > 0 else ''}{found}"
 
 
 def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, sizes: bool) -> str:
@@ -229,7 +230,7 @@ def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], 
             if not of_seeds(records, task, arm, number) or (minus_reference and arm == REFERENCE):
                 cells.append("")
             elif minus_reference:
-                cells.append(str(difference(records, task, arm, number)))
+                cells.append(difference(records, task, arm, number))
             else:
                 cells.append(str(estimate(list(of_seeds(records, task, arm, number).values()))))
         rows.append([arm, *cells])
@@ -281,7 +282,8 @@ def provenance(records: Sequence[Record]) -> str:
     )
 
 
-def _value(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return an arm's mean over seeds."""
     return str(estimate(list(of_seeds(records, task, arm, number).values())))
 
 
@@ -290,8 +292,8 @@ PLACES: dict[str, Callable[..., str]] = {
     "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], sizes=True),
     "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], sizes=False),
     "rates": rates_table,
-    "mean": _value,
-    "difference": lambda records, *words: str(difference(records, *words)),
+    "mean": mean,
+    "difference": difference,
 }
 
 
@@ -333,6 +335,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":
+        if args.study not in collected:
+            raise UserError(f"--study={args.study}: docs/results.json has {', '.join(collected) or 'none'}")
         return compare(records, collected[args.study])
     lines = ",\n".join(
         f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, runs)) + "\n]"

@@ -21,9 +21,9 @@ def test_the_page_is_what_the_runs_make_of_the_template():
 
 
 def test_the_template_has_no_result_of_its_own():
-    """A decimal outside of a command or a code span would be a number that no run stands behind."""
+    """Results have three decimals: such a number in the prose would be one that no run stands behind."""
     text = re.sub(r"`[^`]*`|^    .*$|\{\{.*?\}\}|arXiv \S+", "", results.TEMPLATE.read_text(), flags=re.MULTILINE)
-    assert not re.findall(r"\d*\.\d+", text)
+    assert not re.findall(r"\d\.\d{2,}", text)
 
 
 @pytest.mark.parametrize("arm", dict.fromkeys(r["arm"] for r in COLLECTED["arms"]))
@@ -69,10 +69,14 @@ def sweep(tmp_path):
             workdir = write_run(tmp_path / name, load_config(str(ROOT / spec), fields | short), layers=2)
             with (workdir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"split": "goodput", "step": 2, "attempt": 1, "wall_seconds": 60.04}) + "\n")
-            for suite, number, value in (("loss", "loss", 1 - accuracy), ("exact_match", "accuracy", accuracy)):
+            sets = {"retrieval": {"accuracy": accuracy}, "mqar": {"accuracy": accuracy + 0.05}}
+            for suite, result in (
+                ("loss", {"numbers": {"loss": 1 - accuracy}}),
+                ("exact_match", {"numbers": {"accuracy": accuracy + 0.025}, "details": {"sets": sets}}),
+            ):
                 path = workdir / "evals" / suite / "2.json"
                 path.parent.mkdir(parents=True)
-                path.write_text(json.dumps({"numbers": {number: value}}))
+                path.write_text(json.dumps(result))
             flags = [f"--config={spec}", f"--workdir={workdir}", *(f"--config.{n}={v}" for n, v in fields.items())]
             runs.append({"name": name, "flags": flags, "state": "done"})
         grid = {"task": ["recall"], "optimizer.learning_rate": ["0.02"]}
@@ -91,13 +95,14 @@ def test_a_sweep_becomes_records_and_these_a_table(sweep):
     first = records[0]
     assert (first["task"], first["arm"], first["seed"], first["wall_seconds"]) == ("recall", "diff", 0, 60.0)
     assert first["changes"] == {"optimizer.learning_rate": "0.02"}
-    assert first["numbers"] == {"loss/loss": 0.5, "exact_match/accuracy": 0.5, "lambda/1": 0.2, "lambda/2": 0.22}
+    accuracies = {"exact_match/accuracy": 0.525, "exact_match/retrieval": 0.5, "exact_match/mqar": 0.55}
+    assert first["numbers"] == {"loss/loss": 0.5, **accuracies, "lambda/1": 0.2, "lambda/2": 0.22}
     assert first["sweep"].endswith("--grid task=recall optimizer.learning_rate=0.02")
     assert "/here/alone" not in json.dumps(records)
     page = results.render({"mine": records}, "{{arms mine recall}}\nmore by {{difference mine recall diff loss/loss}}")
     # Student's t of one degree of freedom: 12.706 × 0.0707 / √2 is 0.635; the pairs differ by the same.
-    assert "| diff | 115,456 | 0.02 | 0.550 ± 0.635 | 0.250 ± 0.000 | 0.450 ± 0.635 |" in page
-    assert "| transformer | 115,264 | 0.02 | 0.300 ± 0.635 |  | 0.700 ± 0.635 |" in page
+    assert "| diff | 115,456 | 0.02 | 0.550 ± 0.635 | +0.250 ± 0.000 | 0.600 ± 0.635 | 0.450 ± 0.635 |" in page
+    assert "| transformer | 115,264 | 0.02 | 0.300 ± 0.635 |  | 0.350 ± 0.635 | 0.700 ± 0.635 |" in page
     assert "4 runs of 512 tokens, seeds 0, 1; 4 minutes" in page
     assert page.endswith("more by -0.250 ± 0.000")
 
@@ -106,10 +111,10 @@ def test_new_runs_are_compared_with_the_stated_intervals(sweep, capsys):
     folder = sweep(ACCURACIES)
     records = results.collect([folder])
     assert results.compare(records, records) == 0
-    assert "4 of 4 means are within" in capsys.readouterr().out
+    assert "6 of 6 means are within" in capsys.readouterr().out
     shifted = [{**r, "numbers": {n: x + 0.7 for n, x in r["numbers"].items()}} for r in records]
     assert results.compare(shifted, records) == 1
-    assert capsys.readouterr().out.count("| NO |") == 4
+    assert capsys.readouterr().out.count("| NO |") == 6
     assert results.compare(records[:2], records) == 1  # The Transformer was not run.
 
 
