@@ -27,6 +27,30 @@ RECALL = (
 
 ARMS = {**ablations.ARMS, "diff_v2": ablations.Arm("diff_v2")}
 
+# Best for each arm among the rates of `make study`.
+LEARNING_RATES = {
+    "books": {
+        "transformer": 8e-3,
+        "transformer-8x256": 8e-3,
+        "transformer-8x256-norm": 4e-3,
+        "diff": 4e-3,
+        "diff-no_norm": 8e-3,
+        "diff-lambda_0.8": 8e-3,
+        "diff-lambda_0.5": 4e-3,
+        "diff_v2": 8e-3,
+    },
+    "recall": {
+        "transformer": 2.5e-3,
+        "transformer-8x256": 1.25e-3,
+        "transformer-8x256-norm": 2.5e-3,
+        "diff": 1.25e-3,
+        "diff-no_norm": 1.25e-3,
+        "diff-lambda_0.8": 2.5e-3,
+        "diff-lambda_0.5": 5e-3,
+        "diff_v2": 2.5e-3,
+    },
+}
+
 
 def get_config(arg: str = "books-diff") -> ConfigDict:
     """Return the config named `task-arm`."""
@@ -49,7 +73,7 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     c.logging.tensorboard = False
     heads = TASKS[task](c)
     c.optimizer.warmup_steps = c.train.steps // 20
-    c.optimizer.learning_rate = 3e-3
+    c.optimizer.learning_rate = LEARNING_RATES[task][name]
     c.eval.every_steps = c.train.steps
     architectures.choose(c, arm.architecture, heads=heads)
     arm.change(c)
