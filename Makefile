@@ -56,9 +56,6 @@ study-books:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \
 		optimizer.learning_rate=3e-3,6e-3 --out=$(STUDY)/init-books
 	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 --out=$(STUDY)/rates-books
-	$(SWEEP) --grid task=books arm=diff model.head_norm=rms,scalar --out=$(STUDY)/screen-norm
-	$(SWEEP) --grid task=books arm=diff model.num_heads=2,8 --out=$(STUDY)/screen-heads-diff
-	$(SWEEP) --grid task=books arm=transformer model.num_heads=4,16 --out=$(STUDY)/screen-heads-transformer
 
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
