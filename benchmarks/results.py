@@ -215,10 +215,10 @@ def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dic
     }
 
 
-def difference(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return what an arm has more than the Transformer, by pairs of one seed, hence one data order."""
-    own, reference = (of_seeds(records, task, name, number) for name in (arm, REFERENCE))
-    found = estimate([own[seed] - reference[seed] for seed in own.keys() & reference.keys()])
+def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
+    """Return what an arm has more than another, by pairs of one seed, hence one data order."""
+    own, other = (of_seeds(records, task, name, number) for name in (arm, reference))
+    found = estimate([own[seed] - other[seed] for seed in own.keys() & other.keys()])
     return f"{'+' if found.mean > 0 else ''}{found}"
 
 
