@@ -2,13 +2,12 @@
 
 Paper:    arXiv 2410.05258; §3.2's protocol (as many parameters and tokens, one data order, linear warm-up and decay)
           and Table 6's arms, a tenth to a hundredth as large.
-Command:  benchmarks/gpu.sh small    # all of the grid below, in pieces of under 10 minutes
+Command:  benchmarks/gpu.sh small    # all tasks, sizes and arms, three seeds, in pieces of under 10 minutes
           python -m difftx sweep --config=configs/small.py --grid size=10m task=books arm=diff,transformer \
               optimizer.learning_rate=5e-4,1e-3,2e-3,4e-3 model.num_heads=4,8,16 --out=runs/small-rates
 Protocol: books: the bytes of 160 novels, four times over. recall: one of 64 keys is asked for among 256 distractors
-          (difftx/data/synthetic.py), half of the rows; the other half asks for all of
-          its keys, as one answer a row alone is slow to learn from. Rates and head widths are not tuned yet: the second
-          command is the grid that does it.
+          (difftx/data/synthetic.py), in half of the rows; the other half asks for all of its keys, as one answer a row
+          is little to learn from. Rates and head widths are not tuned yet: the second command is the grid for it.
 Hardware: one H200. Result: none yet.
 Compute:  4e16 (10m) to 5e17 (160m) FLOPs a run on books, half of it on recall: 2 to 27 minutes at 300 TFLOP/s, 36 hours
           for all 240 runs.

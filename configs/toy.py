@@ -6,8 +6,8 @@ Command:  make reproduce    # all arms, both tasks, three seeds; compares with d
           make study        # what the rates below and the initialisation come from
           python train.py --config=configs/toy.py:recall-diff --workdir=runs/toy
           python -m difftx sweep --config=configs/toy.py --grid task=books arm=diff,transformer seed=0,1 --out=runs/toy
-Protocol: books: the bytes of 160 novels, less than one of them read. recall: rows of 16 tokens with four keys and
-          their values, to be answered by the value of one, or of each in turn (difftx/data/synthetic.py).
+Protocol: books: half a million bytes, drawn from 160 novels. recall: rows of 16 tokens with four keys and their values,
+          to be answered by the value of one, or of each in turn (difftx/data/synthetic.py).
 Hardware: 2 CPU cores. Result: docs/results.md.
 """
 
