@@ -1,9 +1,13 @@
 # make quickstart: train a differential and a plain transformer on this machine. make test: run the tests.
+# make reproduce: docs/results.md's table of arms from nothing, compared with it. make study: what its settings come from.
 # make chaos: kill, freeze and damage trainings (FAULTS=200; SEED=… repeats them, with RUN=… one run of them).
 
 RUNS ?= runs/quickstart
 STEPS ?= 550
 FAULTS ?= 200
+BOOKS ?= ../shared/data/books
+REPRODUCED ?= runs/reproduce
+STUDY ?= runs/study
 
 # The first Python of at least 3.12; the virtual environments are made with it.
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
@@ -15,7 +19,15 @@ CHROMIUM := $(shell command -v chromium || command -v chromium-browser || comman
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS)
 
-.PHONY: quickstart test test-long test-compile test-exhaustive parity chaos lint format
+# Of configs/toy.py.
+ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
+# Sweeps of configs/toy.py; two at a time, a core each: faster than one on two cores.
+# Runs of the same shape share what was compiled.
+SWEEP = JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
+	$(BIN)/python -m difftx sweep --config=configs/toy.py
+
+.PHONY: quickstart reproduce study study-books study-recall test test-long test-compile test-exhaustive parity chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -24,6 +36,33 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --workdir=$(RUNS)/transformer --suite=sample
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
+
+# Both go on where they were stopped.
+reproduce: .venv/.installed stores/books.bigrams
+	$(MAKE) --no-print-directory -j2 reproduce-books reproduce-recall
+	$(BIN)/python benchmarks/results.py compare $(REPRODUCED)/books $(REPRODUCED)/recall
+
+reproduce-%:
+	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(REPRODUCED)/$*
+
+# What the rates in configs/toy.py and its initialisation come from: an hour.
+study: .venv/.installed stores/books.bigrams
+	$(MAKE) --no-print-directory -j2 study-books study-recall
+
+study-recall:
+	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=6e-4,1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
+
+study-books:
+	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \
+		optimizer.learning_rate=3e-3,6e-3 --out=$(STUDY)/init-books
+	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 --out=$(STUDY)/rates-books
+
+stores/books/meta.json: | .venv/.installed
+	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
+	$(BIN)/python -m difftx prepare --input=$(BOOKS)/train.jsonl.gz --valid_input=$(BOOKS)/valid.jsonl.gz --tokenizer=bytes --out=stores/books
+
+stores/books.bigrams: stores/books/meta.json
+	$(BIN)/python -m difftx data bigrams stores/books --out=$@
 
 # Where a Chromium is installed, the page of eval.py --report is tested in it.
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One call on a machine with an NVIDIA GPU: correctness of the kernels, then their speed. Under 10 minutes; builds nothing.
-# Usage, from the project's root: benchmarks/gpu.sh [kernels|long|racecheck|throughput]     (default: kernels)
+# Usage, from the project's root: benchmarks/gpu.sh [kernels|long|racecheck|throughput|small [NAME=VALUES …]]     (default: kernels)
 # It needs a Python with requirements.txt and a CUDA jaxlib. Commit what it prints as records/YYYY-MM-DD_<what>.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -23,5 +23,21 @@ racecheck)
 throughput)  # Table 9's widths and rows; a third of its layers, so that parameters, moments and activations fit one GPU.
   timeout 560 python benchmarks/throughput.py --config=configs/diff_3b.py:diff --rounds=7 --steps=10 --profile="${OUT:-/tmp}/trace" \
     --config.model.num_layers=9 --config.train.global_batch_tokens=16384 ;;
-*) echo "usage: benchmarks/gpu.sh [kernels|long|racecheck|throughput]" >&2; exit 2 ;;
+small)  # A grid of configs/small.py, by default all of it; exit code 75: the same call goes on. RUNS and stores/ must stay.
+  shift
+  grid=("$@")
+  ((${#grid[@]})) || grid=(size=10m,20m,40m,80m,160m task=books,recall
+    arm=transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
+    seed=0,1,2)
+  runs=${RUNS:-runs/small}
+  books=${BOOKS:-../shared/data/books}
+  # A store that is there is kept.
+  python -m difftx prepare --input="$books/train.jsonl.gz" --valid_input="$books/valid.jsonl.gz" --tokenizer=bytes \
+    --out=stores/books || exit
+  [[ -e stores/books.bigrams ]] || python -m difftx data bigrams stores/books --out=stores/books.bigrams || exit
+  # Half a minute for the run to save; the sweep passes the signal on.
+  timeout --preserve-status --signal=TERM --kill-after=60 500 \
+    python -m difftx sweep --config=configs/small.py --grid "${grid[@]}" --out="$runs"
+  ;;
+*) echo "usage: benchmarks/gpu.sh [kernels|long|racecheck|throughput|small [NAME=VALUES …]]" >&2; exit 2 ;;
 esac

@@ -19,6 +19,10 @@ Expected: validation loss, and that of AR-Hit and of the others (suites loss and
 Compute:  1e20 FLOPs an arm.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
 from ml_collections import ConfigDict
 
 from configs import scaling
@@ -26,15 +30,29 @@ from difftx.errors import did_you_mean
 
 ARG = "{arm}"  # What `difftx sweep --grid` fills in.
 
-# arm: architecture, changes to the group model.
-ARMS: dict[str, tuple[str, dict[str, object]]] = {
-    "transformer": ("transformer", {}),
-    "transformer-8x256": ("transformer", {"num_heads": 8}),
-    "transformer-8x256-norm": ("transformer", {"num_heads": 8, "head_norm": "rms_affine"}),
-    "diff": ("diff", {}),
-    "diff-no_norm": ("diff", {"head_norm": "none"}),
-    "diff-lambda_0.8": ("diff", {"lambda_init": 0.8}),
-    "diff-lambda_0.5": ("diff", {"lambda_init": 0.5}),
+
+class Arm(NamedTuple):
+    """A row of Table 6: what it has of the Transformer's or the differential model's config, and what it has not."""
+
+    architecture: str
+    model: Mapping[str, Any] = MappingProxyType({})
+    wide_heads: bool = False  # Half as many, twice as wide.
+
+    def change(self, c: ConfigDict) -> None:
+        """Make a config of the architecture into this row's."""
+        if self.wide_heads:
+            c.model.num_heads //= 2
+        c.model.update(self.model)
+
+
+ARMS = {
+    "transformer": Arm("transformer"),
+    "transformer-8x256": Arm("transformer", wide_heads=True),
+    "transformer-8x256-norm": Arm("transformer", {"head_norm": "rms_affine"}, wide_heads=True),
+    "diff": Arm("diff"),
+    "diff-no_norm": Arm("diff", {"head_norm": "none"}),
+    "diff-lambda_0.8": Arm("diff", {"lambda_init": 0.8}),
+    "diff-lambda_0.5": Arm("diff", {"lambda_init": 0.5}),
 }
 
 
@@ -42,8 +60,7 @@ def get_config(arm: str = "diff") -> ConfigDict:
     """Return the config of one row of Table 6."""
     if arm not in ARMS:
         raise ValueError(f"{arm!r} is no row of Table 6.{did_you_mean(arm, ARMS)}")
-    architecture, changes = ARMS[arm]
-    c = scaling.get_config(f"{architecture}-1.4b")
-    c.model.update(changes)
+    c = scaling.get_config(f"{ARMS[arm].architecture}-1.4b")
+    ARMS[arm].change(c)
     c.eval.suites = ("loss", "recall")
     return c

@@ -4,9 +4,10 @@ import json
 import pytest
 from conftest import ROOT
 
-from configs import ablations, review
+from configs import ablations, review, small, toy
 from difftx.config_reader import config_from_dict, load_config, override, saved_config, split_overrides
 from difftx.errors import UserError
+from difftx.model.flops import count_parameters
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -26,6 +27,9 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         *(f"scaling.py:{a}-{s}" for a in ("diff", "transformer") for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")),
         *(f"ablations.py:{arm}" for arm in ablations.ARMS),
         *(f"review.py:{arm}-{data}" for arm in review.ARMS for data in ("text", "retrieval")),
+        *(f"toy.py:{task}-{arm}" for task in toy.TASKS for arm in toy.ARMS),
+        *(f"small.py:books-{size}-{arm}" for size in small.SIZES for arm in toy.ARMS),
+        *(f"small.py:recall-10m-{arm}" for arm in toy.ARMS),
     ],
 )
 def test_every_config_is_valid_and_survives_json(spec):
@@ -41,6 +45,14 @@ def test_matched_models_have_equal_head_width():
         diff, transformer = (load_config(f"{path}:{a}-{size}", {}).model for a in ("diff", "transformer"))
         assert diff.d_head == transformer.d_head == {"830m": 96, "13.1b": 128}[size]
         assert transformer.num_heads == 2 * diff.num_heads
+
+
+@pytest.mark.parametrize("spec", ["toy.py:books", "toy.py:recall", *(f"small.py:books-{size}" for size in small.SIZES)])
+def test_arms_have_as_many_parameters_and_tokens(spec):
+    configs = [load_config(f"{ROOT / 'configs' / spec}-{arm}", {}) for arm in toy.ARMS]
+    counts = [count_parameters(config.model).total for config in configs]
+    assert max(counts) < 1.01 * min(counts)
+    assert len({(c.train.steps, c.train.global_batch_tokens, c.data, c.train.seed) for c in configs}) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""The paper's comparison at 10M to 160M parameters, on recall and on books: hours of one GPU.
+
+Paper:    arXiv 2410.05258; §3.2's protocol (as many parameters and tokens, one data order, linear warm-up and decay)
+          and Table 6's arms, a tenth to a hundredth as large.
+Command:  benchmarks/gpu.sh small    # all tasks, sizes and arms, three seeds, in pieces of under 10 minutes
+          python -m difftx sweep --config=configs/small.py --grid size=10m task=books arm=diff,transformer \
+              optimizer.learning_rate=5e-4,1e-3,2e-3,4e-3 model.num_heads=4,8,16 --out=runs/small-rates
+Protocol: books: the bytes of 160 novels, four times over. recall: one of 64 keys is asked for among 256 distractors
+          (difftx/data/synthetic.py), in half of the rows; the other half asks for all of its keys, as one answer a row
+          is little to learn from. Rates and head widths are not tuned yet: the second command is the grid for it.
+Hardware: one H200. Result: none yet.
+Compute:  4e16 (10m) to 5e17 (160m) FLOPs a run on books, half of it on recall: 2 to 27 minutes at 300 TFLOP/s, 36 hours
+          for all 240 runs.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import architectures, base, toy
+from difftx.errors import did_you_mean
+
+ARG = "{task}-{size}-{arm}"  # What `difftx sweep --grid` fills in.
+HEADS = 16  # Of the Transformer, hence 8 differential ones: the official notes warn against fewer.
+
+# size: (d_model, layers). A head is 24, 32, 40, 48 or 64 wide.
+SIZES = {"10m": (384, 6), "20m": (512, 6), "40m": (640, 8), "80m": (768, 12), "160m": (1024, 12)}
+
+
+def get_config(arg: str = "books-10m-diff") -> ConfigDict:
+    """Return the config named `task-size-arm`."""
+    known = [f"{task}-{size}-{arm}" for task in TASKS for size in SIZES for arm in toy.ARMS]
+    if arg not in known:
+        raise ValueError(f"{arg!r} is no task-size-arm such as 'books-10m-diff'.{did_you_mean(arg, known)}")
+    task, size, name = arg.split("-", 2)
+    arm = toy.ARMS[name]
+    c = base.get_config()
+    c.model.d_model, c.model.num_layers = SIZES[size]
+    c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
+    c.model.zero_init_output = True  # As in configs/toy.py.
+    c.data.tokenizer = "bytes"
+    c.optimizer.learning_rate = 1e-3  # Not tuned.
+    c.optimizer.b2 = 0.95
+    c.optimizer.weight_decay = 0.1
+    c.train.global_batch_tokens = 65_536
+    c.checkpoint.every_steps = 200  # A minute or so: a piece that is stopped loses no more.
+    TASKS[task](c)
+    c.optimizer.warmup_steps = c.train.steps // 20
+    c.eval.every_steps = c.train.steps // 10
+    architectures.choose(c, arm.architecture, heads=HEADS)
+    arm.change(c)
+    return c
+
+
+def _recall(c: ConfigDict) -> None:
+    c.model.vocab_size = c.data.synthetic.vocab_size
+    c.data.sources = toy.RECALL
+    c.data.synthetic.train_examples = 1_000_000
+    c.data.sequence_length = 512  # 385 of them of an example of retrieval.
+    c.train.steps = 4000
+    c.eval.suites = ("loss", "exact_match", "attention")
+
+
+def _books(c: ConfigDict) -> None:
+    c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+    c.data.path = "stores/books"  # As make reproduce prepares them.
+    c.data.sequence_length = 1024
+    c.train.steps = 7000
+    c.eval.suites = ("loss", "recall", "needle", "attention", "outliers")
+    c.eval.bigrams_path = "stores/books.bigrams"
+
+
+TASKS = {"recall": _recall, "books": _books}

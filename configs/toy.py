@@ -1,0 +1,114 @@
+"""Minutes a table on two CPU cores: the paper's comparison at 0.1M parameters, on recall and on books.
+
+Paper:    arXiv 2410.05258; §3.2's protocol (as many parameters and tokens, one data order, linear warm-up and decay)
+          and the arms of Table 6, a ten-thousandth as large.
+Command:  make reproduce    # all arms, both tasks, three seeds; compares with docs/results.md
+          make study        # what the rates below and the initialisation come from
+          python train.py --config=configs/toy.py:recall-diff --workdir=runs/toy
+          python -m difftx sweep --config=configs/toy.py --grid task=books arm=diff,transformer seed=0,1 --out=runs/toy
+Protocol: books: half a million bytes, drawn from 160 novels. recall: rows of 16 tokens with four keys and their values,
+          to be answered by the value of one, or of each in turn (difftx/data/synthetic.py).
+Hardware: 2 CPU cores. Result: docs/results.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import ablations, architectures, base
+from difftx.errors import did_you_mean
+
+ARG = "{task}-{arm}"  # What `difftx sweep --grid` fills in.
+
+# Rows of the one ask for one of the keys, among distractors; of the other for all of them, as one answer a row teaches
+# too little in so few tokens.
+RECALL = (
+    {"name": "retrieval", "path": "synthetic:retrieval", "weight": 0.5},
+    {"name": "mqar", "path": "synthetic:mqar", "weight": 0.5},
+)
+
+ARMS = {**ablations.ARMS, "diff_v2": ablations.Arm("diff_v2")}
+
+# Best for each arm among the rates of `make study`.
+LEARNING_RATES = {
+    "books": {
+        "transformer": 8e-3,
+        "transformer-8x256": 8e-3,
+        "transformer-8x256-norm": 4e-3,
+        "diff": 4e-3,
+        "diff-no_norm": 8e-3,
+        "diff-lambda_0.8": 8e-3,
+        "diff-lambda_0.5": 4e-3,
+        "diff_v2": 8e-3,
+    },
+    "recall": {
+        "transformer": 2.5e-3,
+        "transformer-8x256": 1.25e-3,
+        "transformer-8x256-norm": 2.5e-3,
+        "diff": 1.25e-3,
+        "diff-no_norm": 1.25e-3,
+        "diff-lambda_0.8": 2.5e-3,
+        "diff-lambda_0.5": 5e-3,
+        "diff_v2": 2.5e-3,
+    },
+}
+
+
+def get_config(arg: str = "books-diff") -> ConfigDict:
+    """Return the config named `task-arm`."""
+    known = [f"{task}-{arm}" for task in TASKS for arm in ARMS]
+    if arg not in known:
+        raise ValueError(f"{arg!r} is no task-arm such as 'books-diff'.{did_you_mean(arg, known)}")
+    task, _, name = arg.partition("-")
+    arm = ARMS[name]
+    c = base.get_config()
+    c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
+    c.model.d_model = 64
+    c.model.num_layers = 2  # The least that recall takes: a token to the one before it, then a key to its value.
+    c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
+    c.model.compute_dtype = "float32"  # bfloat16 is emulated, and slower, on most CPUs.
+    c.model.remat = "none"
+    c.model.zero_init_output = True  # Of all arms: docs/results.md has them with and without.
+    c.data.tokenizer = "bytes"
+    c.optimizer.b2 = 0.95
+    c.optimizer.weight_decay = 0.1
+    c.logging.tensorboard = False
+    heads = TASKS[task](c)
+    c.optimizer.warmup_steps = c.train.steps // 20
+    c.optimizer.learning_rate = LEARNING_RATES[task][name]
+    c.eval.every_steps = c.train.steps
+    architectures.choose(c, arm.architecture, heads=heads)
+    arm.change(c)
+    return c
+
+
+def _recall(c: ConfigDict) -> int:
+    """Set what is the task's; return the Transformer's heads."""
+    c.model.rope_theta = 100.0  # Rows are short: all angles turn in them.
+    c.model.embedding_std = 0.5  # Of as much size as what attention adds: which token it is matters from the start.
+    c.data.sources = RECALL
+    c.data.synthetic.vocab_size = 32
+    c.data.synthetic.pairs = 4
+    c.data.synthetic.distractors = 7
+    c.data.sequence_length = 16
+    c.optimizer.weight_decay = 0.01
+    c.train.global_batch_tokens = 256
+    c.train.steps = 2000
+    c.eval.suites = ("loss", "exact_match", "attention")
+    c.eval.needle.depths = (0.25, 0.5, 0.75)  # Of the attention's prompts, examples of retrieval.
+    return 4
+
+
+def _books(c: ConfigDict) -> int:
+    """Set what is the task's; return the Transformer's heads."""
+    c.data.path = "stores/books"  # `make reproduce` prepares it.
+    c.data.sequence_length = 128
+    c.train.global_batch_tokens = 1024
+    c.train.steps = 500
+    c.eval.suites = ("loss", "recall", "outliers")
+    c.eval.loss_tokens = 131_072
+    c.eval.bigrams_path = "stores/books.bigrams"
+    c.eval.recall_max_bigram_count = 280_000  # Of all 114M bytes: about 1,250 of those that are trained on.
+    c.eval.outliers.tokens = 16_384
+    return 8
+
+
+TASKS = {"recall": _recall, "books": _books}
