@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.data.commands import main as data_command
@@ -50,6 +50,7 @@ def whole(folder, split):
     return np.concatenate(tokens), np.concatenate(offsets)
 
 
+@settings(deadline=None)  # Another job may hold the machine for a moment.
 @given(data=st.data())
 def test_slices_run_over_shards(prepared, data):
     tokens, offsets = whole(prepared, "train")
