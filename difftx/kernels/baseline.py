@@ -1,6 +1,6 @@
 """Softmax attention for the matched Transformer: the best kept library kernel of each platform, with the same masks."""
-#   B = batch, T = query tokens, S = key tokens (= T, or all devices'), X, Y = S, T padded to whole tiles,
-#   H = heads, K = key/value heads,
+#   B = batch, T = query tokens, S = key tokens (= T, or all devices'), X, Y = S, T padded to whole tiles, H = heads,
+#   K = key/value heads,
 #   R = H / K query heads a key/value head, D = width of a head
 
 import functools
@@ -153,8 +153,9 @@ def _splash_tile(tokens: int, cut: Cut | None) -> int:
 
 def splash_unsupported(q_BTHD: jax.Array, cut: Cut | None) -> str | None:
     """Return why splash attention cannot serve a call, or None."""
-    if not _splash_tile(q_BTHD.shape[1], cut):
-        return f"splash attention takes chunks of a row of multiples of 128 tokens; {q_BTHD.shape[1]} are cut for {cut}"
+    T = q_BTHD.shape[1]
+    if cut is not None and not _splash_tile(T, cut):
+        return f"rows of {T} tokens are cut in {cut.devices * cut.chunks}, which leaves no multiple of 128 tokens"
     if q_BTHD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"splash attention takes bfloat16 or float32, not {q_BTHD.dtype}"
     return None
