@@ -1,7 +1,6 @@
 """Softmax attention for the matched Transformer: the best kept library kernel of each platform, with the same masks."""
 #   B = batch, T = query tokens, S = key tokens (= T, or all devices'), X, Y = S, T padded to whole tiles, H = heads,
-#   K = key/value heads,
-#   R = H / K query heads a key/value head, D = width of a head
+#   K = key/value heads, R = H / K query heads a key/value head, D = width of a head
 
 import functools
 from typing import Literal
