@@ -22,8 +22,8 @@ FLAGS = --config.train.steps=$(STEPS)
 # Of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
 # Sweeps of configs/toy.py; two at a time, a core each: faster than one on two cores.
-# Runs of the same shape share what was compiled.
-SWEEP = JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+# Runs of the same shape share what was compiled. env, not a shell's assignments: a shell would keep make's signals.
+SWEEP = env JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
