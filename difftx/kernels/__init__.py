@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import baseline, cudnn, fused, mapped, pallas_tpu, reference, target, xla
-from difftx.kernels.context import Cut, with_whole_keys
+from difftx.kernels.context import Cut
 from difftx.kernels.maps import Map
 
 try:
@@ -105,9 +105,9 @@ def diff_attention(
     if name in FUSED_BACKENDS:
         backend = FUSED_BACKENDS[name]
         return fused.diff_attention(backend, q_BTHGD, k_BSKGD, v_BSKE, lam, segment_ids_BT, window=window, cut=cut)
-    call = with_whole_keys(functools.partial(DIFF_FUNCTIONS[name], window=window), cut)
+    call = functools.partial(DIFF_FUNCTIONS[name], window=window)
     lam_BTH = fused.lam_per_token(lam, q_BTHGD)
-    return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, saves=False)
+    return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, saves=False, cut=cut)
 
 
 def attention(
@@ -137,8 +137,8 @@ def attention(
         tuple(SOFTMAX_BACKENDS),
         lambda name: _softmax_unsupported(name, q_BTHD, segment_ids_BT, cut),
     )
-    call = with_whole_keys(functools.partial(SOFTMAX_BACKENDS[name], window=window), cut)
-    return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, saves=False)
+    call = functools.partial(SOFTMAX_BACKENDS[name], window=window)
+    return fused.per_shard(call, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, saves=False, cut=cut)
 
 
 def mapped_attention(
@@ -175,9 +175,9 @@ def mapped_attention(
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
     name = _choose("mapped_attention", implementation, tuple(MAPPED_BACKENDS), lambda _: None)
     cut = Cut.of(q_BTHGD, zigzag=zigzag)
-    call = with_whole_keys(functools.partial(MAPPED_BACKENDS[name], map_of, window=window), cut)
+    call = functools.partial(MAPPED_BACKENDS[name], map_of, window=window)
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
-    return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, saves=False)
+    return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, saves=False, cut=cut)
 
 
 def check_gradients(head_dim: int) -> dict[str, str]:

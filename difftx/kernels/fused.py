@@ -60,17 +60,16 @@ def _attend(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids
 
 def _forward(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
     inputs = (q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)
-    call = with_whole_keys(functools.partial(backend.forward, window=window), cut)
-    out_BTHE, saved = per_shard(call, *inputs)
+    out_BTHE, saved = per_shard(functools.partial(backend.forward, window=window), *inputs, cut=cut)
     return out_BTHE, (*inputs, out_BTHE, saved)
 
 
 def _backward(backend, window, cut, residuals, dout_BTHE):
     segment_ids_BT = residuals[4]
-    call = with_whole_keys(functools.partial(backend.backward, window=window), cut)
+    call = functools.partial(backend.backward, window=window)
     if cut is not None:
-        call = functools.partial(_with_summed_keys, call, cut)
-    grads = per_shard(call, *residuals, dout_BTHE, saves=False)
+        call = functools.partial(_with_summed_keys, call)
+    grads = per_shard(call, *residuals, dout_BTHE, saves=False, cut=cut)
     # Integers have no gradient; JAX wants that said with its own empty dtype.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
     return *grads, no_grad
@@ -79,9 +78,9 @@ def _backward(backend, window, cut, residuals, dout_BTHE):
 _attend.defvjp(_forward, _backward)
 
 
-def _with_summed_keys(call, cut, *operands):
+def _with_summed_keys(call, *operands, cut):
     """Sum the gradients of keys and values over the devices whose queries saw them."""
-    dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands)
+    dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands, cut=cut)
     return dq_BTHGD, cut.scatter(dk_BSKGD), cut.scatter(dv_BSKE), dlam_BTH
 
 
@@ -100,16 +99,22 @@ def is_explicit_mesh() -> bool:
     return not mesh.empty and mesh.are_all_axes_explicit
 
 
-def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True) -> Any:
+def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True, cut: Cut | None = None) -> Any:
     """Run `call` on each device's batch rows, heads and, where rows are cut, tokens.
 
     Attention needs no communication between rows or heads, and between tokens what `context.py` does. Operands are
     `[B, T or S, H or K, …]`, or `[B, T]`, or None, or a `Saved`. Results: with `saves` an output and a `Saved`, else
     arrays like the operands.
+
+    Raises:
+        ValueError: rows are cut, and no `cut` says so: `call` takes whole ones.
     """
     if not is_explicit_mesh():
         return call(*operands)
     batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
+    if cut is None and Cut.of(operands[0], zigzag=False) is not None:
+        raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
+    call = with_whole_keys(call, cut)
     by_token, row = P(batch, tokens, heads), P(batch, tokens)
     saved: Any = Saved(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))  # For all arrays of a kind.
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from difftx import kernels
 from difftx.kernels import context, maps, pallas_tpu, pallas_tpu_kernels
 from difftx.kernels.context import Cut
+from difftx.kernels.rows import map_rows
 
 B, H, K, D = 2, 4, 2, 8  # Query heads share keys: the gathered ones are fewer.
 
@@ -163,3 +164,11 @@ def test_zigzag_gives_every_device_as_many_tiles(keys_outer, window):
         if keys_outer:
             firsts = row[row & pallas_tpu_kernels._FIRST != 0]
             np.testing.assert_array_equal(pallas_tpu_kernels.key_tile(firsts), np.arange(tiles))
+
+
+def test_what_takes_whole_rows_refuses_cut_ones(mesh_of):
+    q, k, *_ = operands("diff", 32, False)
+    with jax.set_mesh(mesh_of(context=4)):
+        q, k = (jax.device_put(x, P(None, "context")) for x in (q, k))
+        with pytest.raises(ValueError, match="whole rows on each device; q is cut along its tokens over 'context'"):
+            map_rows(maps.difference, q, k, jnp.zeros((B, 1), jnp.int32), per_query=jnp.float32(0.5))

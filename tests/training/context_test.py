@@ -41,7 +41,10 @@ def loss_and_gradients(c, mesh, packed):
     with jax.set_mesh(mesh):
         params, graphdef = jax.jit(lambda: init_state(c).params)(), graph(c)
         batch = jax.device_put(host_batch(packed), jax.NamedSharding(mesh, Layout().act_BT))
-        loss = lambda p, batch: batch_nll(nnx.merge(graphdef, p), batch)[0]  # noqa: E731
+
+        def loss(params, batch):
+            return batch_nll(nnx.merge(graphdef, params), batch)[0]
+
         return jax.device_get(jax.jit(jax.value_and_grad(loss))(params, batch))
 
 
