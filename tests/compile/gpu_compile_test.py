@@ -63,7 +63,7 @@ def arguments(mesh, *, width, length=4096, batch=2, heads=12, kv_heads=12, segme
         statistics,
         struct(jnp.int32, batch, length, spec=("data",)) if segments else None,
         out,
-        Saved((out,), (struct(f32, batch, heads, 2, length, spec=("data", "tensor")),)),
+        Saved(by_token=(out,), by_map=(struct(f32, batch, heads, 2, length, spec=("data", "tensor")),)),
         out,
     )
 
