@@ -27,6 +27,9 @@ RECALL = (
 
 ARMS = {**ablations.ARMS, "diff_v2": ablations.Arm("diff_v2")}
 
+# task: (d_model, layers). Two layers are the least that recall takes: a token to the one before it, a key to its value.
+SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
+
 # Best for each arm among the rates of `make study`.
 LEARNING_RATES = {
     "books": {
@@ -49,20 +52,20 @@ LEARNING_RATES = {
         "diff-lambda_0.5": 5e-3,
         "diff_v2": 2.5e-3,
     },
+    "books-0.8m": {"transformer": 4e-3, "diff": 4e-3, "diff-no_norm": 4e-3, "diff_v2": 4e-3},
 }
 
 
 def get_config(arg: str = "books-diff") -> ConfigDict:
     """Return the config named `task-arm`."""
-    known = [f"{task}-{arm}" for task in TASKS for arm in ARMS]
+    known = {f"{task}-{name}": (task, name) for task, rates in LEARNING_RATES.items() for name in rates}
     if arg not in known:
         raise ValueError(f"{arg!r} is no task-arm such as 'books-diff'.{did_you_mean(arg, known)}")
-    task, _, name = arg.partition("-")
+    task, name = known[arg]
     arm = ARMS[name]
     c = base.get_config()
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
-    c.model.d_model = 64
-    c.model.num_layers = 2  # The least that recall takes: a token to the one before it, then a key to its value.
+    c.model.d_model, c.model.num_layers = SIZES[task]
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
     c.model.compute_dtype = "float32"  # bfloat16 is emulated, and slower, on most CPUs.
     c.model.remat = "none"
@@ -111,4 +114,4 @@ def _books(c: ConfigDict) -> int:
     return 8
 
 
-TASKS = {"recall": _recall, "books": _books}
+TASKS = {"recall": _recall, "books": _books, "books-0.8m": _books}

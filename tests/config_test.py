@@ -27,7 +27,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         *(f"scaling.py:{a}-{s}" for a in ("diff", "transformer") for s in ("830m", "1.4b", "2.8b", "6.8b", "13.1b")),
         *(f"ablations.py:{arm}" for arm in ablations.ARMS),
         *(f"review.py:{arm}-{data}" for arm in review.ARMS for data in ("text", "retrieval")),
-        *(f"toy.py:{task}-{arm}" for task in toy.TASKS for arm in toy.ARMS),
+        *(f"toy.py:{task}-{arm}" for task, rates in toy.LEARNING_RATES.items() for arm in rates),
         *(f"small.py:books-{size}-{arm}" for size in small.SIZES for arm in toy.ARMS),
         *(f"small.py:recall-10m-{arm}" for arm in toy.ARMS),
     ],
@@ -47,9 +47,15 @@ def test_matched_models_have_equal_head_width():
         assert transformer.num_heads == 2 * diff.num_heads
 
 
-@pytest.mark.parametrize("spec", ["toy.py:books", "toy.py:recall", *(f"small.py:books-{size}" for size in small.SIZES)])
-def test_arms_have_as_many_parameters_and_tokens(spec):
-    configs = [load_config(f"{ROOT / 'configs' / spec}-{arm}", {}) for arm in toy.ARMS]
+@pytest.mark.parametrize(
+    ("spec", "arms"),
+    [
+        *((f"toy.py:{task}", rates) for task, rates in toy.LEARNING_RATES.items()),
+        *((f"small.py:books-{size}", toy.ARMS) for size in small.SIZES),
+    ],
+)
+def test_arms_have_as_many_parameters_and_tokens(spec, arms):
+    configs = [load_config(f"{ROOT / 'configs' / spec}-{arm}", {}) for arm in arms]
     counts = [count_parameters(config.model).total for config in configs]
     assert max(counts) < 1.01 * min(counts)
     assert len({(c.train.steps, c.train.global_batch_tokens, c.data, c.train.seed) for c in configs}) == 1
