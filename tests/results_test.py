@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from report.run_dirs import write_run
 
-from benchmarks import results
+from benchmarks import results, results_tables
 from difftx.config_reader import load_config
 from difftx.errors import UserError
 
@@ -16,7 +16,7 @@ COLLECTED = json.loads(results.COLLECTED.read_text())
 
 
 def test_the_page_is_what_the_runs_make_of_the_template():
-    page = results.render(COLLECTED, results.TEMPLATE.read_text())
+    page = results_tables.render(COLLECTED, results.TEMPLATE.read_text())
     assert page == results.PAGE.read_text(), "run `python benchmarks/results.py render`, and read what changed"
 
 
@@ -50,10 +50,10 @@ def test_learning_rates_of_the_config_are_the_best_of_those_tried(task, arm):
 
 def test_intervals_are_those_of_a_table_of_students_t():
     values = [3.1, 3.4, 3.2]
-    mean, half = results.estimate(values)
+    mean, half = results_tables.estimate(values)
     assert mean == pytest.approx(statistics.fmean(values))
     assert half == pytest.approx(4.302653 * statistics.stdev(values) / 3**0.5, rel=1e-6)  # Two degrees of freedom.
-    assert results.estimate([2.0]) == (2.0, None)
+    assert results_tables.estimate([2.0]) == (2.0, None)
 
 
 @pytest.fixture
@@ -99,12 +99,45 @@ def test_a_sweep_becomes_records_and_these_a_table(sweep):
     assert first["numbers"] == {"loss/loss": 0.5, **accuracies, "lambda/1": 0.2, "lambda/2": 0.22}
     assert first["sweep"].endswith("--grid task=recall optimizer.learning_rate=0.02")
     assert "/here/alone" not in json.dumps(records)
-    page = results.render({"mine": records}, "{{arms mine recall}}\nmore by {{difference mine recall diff loss/loss}}")
+    page = results_tables.render(
+        {"mine": records}, "{{arms mine recall}}\nmore by {{difference mine recall diff loss/loss}}"
+    )
     # Student's t of one degree of freedom: 12.706 × 0.0707 / √2 is 0.635; the pairs differ by the same.
     assert "| diff | 115,456 | 0.02 | 0.550 ± 0.635 | +0.250 ± 0.000 | 0.600 ± 0.635 | 0.450 ± 0.635 |" in page
     assert "| transformer | 115,264 | 0.02 | 0.300 ± 0.635 |  | 0.350 ± 0.635 | 0.700 ± 0.635 |" in page
     assert "4 runs of 512 tokens, seeds 0, 1; 4 minutes" in page
     assert page.endswith("more by -0.250 ± 0.000")
+
+
+def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate():
+    def record(task, tokens, arm, rate, seed, value):
+        numbers = {"loss/loss": value}
+        run = {"task": task, "tokens": tokens, "arm": arm, "learning_rate": rate, "seed": seed, "numbers": numbers}
+        return run | {
+            "parameters": {"small": 10, "large": 90}[task],
+            "sweep": "",
+            "hardware": "",
+            "commit": "",
+            "jax": "",
+            "wall_seconds": 0,
+        }
+
+    records = [
+        record("large", 500, "transformer", 0.1, 0, 3.0),
+        record("large", 500, "diff", 0.1, 0, 2.5),
+        record("small", 700, "transformer", 0.1, 0, 4.0),
+        record("small", 700, "transformer", 0.2, 0, 3.5),
+        record("small", 700, "transformer", 0.2, 1, 3.7),
+        record("small", 700, "diff", 0.1, 0, 3.6),
+        record("small", 700, "diff", 0.1, 1, 3.8),
+        record("small", 700, "diff", 0.2, 0, 9.0),
+        record("small", 700, "sink", 0.2, 0, 9.0),
+    ]
+    halves = {"a": records[:3], "b": records[3:]}
+    assert results_tables.render(halves, "{{growth a+b loss/loss diff diff_v2}}").splitlines()[2:4] == [
+        "| 10 | 700 | 3.600 ± 1.271 (0.2) | +0.100 ± 0.000 (0.1) |  |",
+        "| 90 | 500 | 3.000 (0.1) | -0.500 (0.1) |  |",
+    ]
 
 
 def test_new_runs_are_compared_with_the_stated_intervals(sweep, capsys):
@@ -127,4 +160,4 @@ def test_what_is_not_finished_or_not_there_is_said(sweep):
         results.collect([folder])
     for place, message in (("{{arm mine}}", "no such place"), ("{{arms yours recall}}", "no such study")):
         with pytest.raises(UserError, match=message):
-            results.render({"mine": []}, place)
+            results_tables.render({"mine": []}, place)
