@@ -45,17 +45,27 @@ reproduce: .venv/.installed stores/books.bigrams
 reproduce-%:
 	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(REPRODUCED)/$*
 
-# What the rates in configs/toy.py and its initialisation come from: an hour.
+# What the settings in configs/toy.py come from, and what larger models and longer training do: two hours.
 study: .venv/.installed stores/books.bigrams
-	$(MAKE) --no-print-directory -j2 study-books study-recall
+	$(MAKE) --no-print-directory -j2 study-sizes study-books study-settings study-recall
 
 study-recall:
 	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=6e-4,1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
 
 study-books:
 	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \
-		optimizer.learning_rate=3e-3,6e-3 --out=$(STUDY)/init-books
+		optimizer.learning_rate=3e-3,6e-3 seed=0,1,2 $(LOSS) --out=$(STUDY)/init-books
 	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 --out=$(STUDY)/rates-books
+
+# One setting at a time, at the two rates that are best with the others.
+study-settings:
+	$(SWEEP) --grid task=books arm=transformer,diff $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-base
+	$(SWEEP) --grid task=books arm=transformer,diff optimizer.clip_norm=0.1,none $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-clip
+	$(SWEEP) --grid task=books arm=transformer,diff optimizer.warmup_steps=5,100,250 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-warmup
+	$(SWEEP) --grid task=books arm=transformer model.num_heads=2,4,16 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-heads-transformer
+	$(SWEEP) --grid task=books arm=diff model.num_heads=1,2,8 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-heads-diff
+	$(SWEEP) --grid task=books arm=diff model.head_norm=rms,scalar,none $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-norm
+	$(SWEEP) --grid task=books arm=diff model.post_scale=0.2,1 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-scale
 
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }

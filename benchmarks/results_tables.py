@@ -125,13 +125,13 @@ def difference(records: Sequence[Record], task: str, arm: str, number: str, refe
     return f"{'+' if found.mean > 0 else ''}{found}"
 
 
-def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, sizes: bool) -> str:
-    """Return a row for each arm: means over seeds."""
+def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, first: bool) -> str:
+    """Return a row for each arm: means over seeds; in the first table of the runs also what they were."""
     records = [r for r in records if r["task"] == task]
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in records):
-        first = next(r for r in records if r["arm"] == arm)
-        cells = [f"{first['parameters']:,}", f"{first['learning_rate']:g}"] * sizes
+        run = next(r for r in records if r["arm"] == arm)
+        cells = [f"{run['parameters']:,}", f"{run['learning_rate']:g}"] * first
         for _, number, minus_reference in columns:
             if not of_seeds(records, task, arm, number) or (minus_reference and arm == REFERENCE):
                 cells.append("")
@@ -140,7 +140,8 @@ def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], 
             else:
                 cells.append(str(estimate(list(of_seeds(records, task, arm, number).values()))))
         rows.append([arm, *cells])
-    return markdown(["arm", *["parameters", "rate"] * sizes, *(c.title for c in columns)], rows) + provenance(records)
+    table = markdown(["arm", *["parameters", "rate"] * first, *(c.title for c in columns)], rows)
+    return table + provenance(records) * first
 
 
 def rates_table(records: Sequence[Record], task: str, number: str) -> str:
@@ -224,8 +225,8 @@ def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
 
 # First word of a place in the template → what fills it, of a study's records and the other words.
 PLACES: dict[str, Callable[..., str]] = {
-    "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], sizes=True),
-    "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], sizes=False),
+    "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], first=True),
+    "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], first=False),
     "rates": rates_table,
     "growth": growth_table,
     "mean": mean,
