@@ -27,7 +27,7 @@ SWEEP = env JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COM
 	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study study-books study-recall test test-long test-compile test-exhaustive parity chaos lint format
+.PHONY: quickstart reproduce study test test-long test-compile test-exhaustive parity chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -45,27 +45,35 @@ reproduce: .venv/.installed stores/books.bigrams
 reproduce-%:
 	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(REPRODUCED)/$*
 
-# What the settings in configs/toy.py come from, and what larger models and longer training do: two hours.
+# What the settings in configs/toy.py come from, and what a larger model and longer training do: two hours.
 study: .venv/.installed stores/books.bigrams
-	$(MAKE) --no-print-directory -j2 study-sizes study-books study-settings study-recall
+	$(MAKE) --no-print-directory -j2 study-sizes study-rates study-settings study-init
 
-study-recall:
-	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=6e-4,1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
+TWO_RATES = optimizer.learning_rate=4e-3,8e-3
+LOSS = --config.eval.suites=loss
 
-study-books:
-	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true \
-		optimizer.learning_rate=3e-3,6e-3 seed=0,1,2 $(LOSS) --out=$(STUDY)/init-books
-	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 --out=$(STUDY)/rates-books
+study-rates:
+	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 $(LOSS) --out=$(STUDY)/rates-books
+	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
 
-# One setting at a time, at the two rates that are best with the others.
+# One setting at a time.
 study-settings:
-	$(SWEEP) --grid task=books arm=transformer,diff $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-base
+	$(SWEEP) --grid task=books arm=transformer,diff optimizer.warmup_steps=5,25,100 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-warmup
 	$(SWEEP) --grid task=books arm=transformer,diff optimizer.clip_norm=0.1,none $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-clip
-	$(SWEEP) --grid task=books arm=transformer,diff optimizer.warmup_steps=5,100,250 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-warmup
-	$(SWEEP) --grid task=books arm=transformer model.num_heads=2,4,16 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-heads-transformer
-	$(SWEEP) --grid task=books arm=diff model.num_heads=1,2,8 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-heads-diff
 	$(SWEEP) --grid task=books arm=diff model.head_norm=rms,scalar,none $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-norm
 	$(SWEEP) --grid task=books arm=diff model.post_scale=0.2,1 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-scale
+	$(SWEEP) --grid task=books arm=transformer model.num_heads=2,4,16 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-heads-transformer
+	$(SWEEP) --grid task=books arm=diff model.num_heads=1,2,8 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-heads-diff
+
+study-init:
+	$(SWEEP) --grid task=books arm=diff,transformer model.init=fan_in,normal model.zero_init_output=false,true $(TWO_RATES) \
+		$(LOSS) --out=$(STUDY)/init
+
+LONGER = --config.train.steps=2000 --config.optimizer.warmup_steps=1000 --config.eval.every_steps=2000
+study-sizes:
+	$(SWEEP) --grid task=books-0.8m arm=transformer,diff,diff_v2 optimizer.learning_rate=2e-3,4e-3,8e-3 $(LOSS) --out=$(STUDY)/size-0.5m
+	$(SWEEP) --grid task=books-0.8m arm=transformer,diff,diff_v2 optimizer.learning_rate=2e-3,4e-3 $(LONGER) $(LOSS) --out=$(STUDY)/size-2m
+	$(SWEEP) --grid task=books arm=transformer,diff,diff_v2 $(TWO_RATES) $(LONGER) $(LOSS) --out=$(STUDY)/tokens-2m
 
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
