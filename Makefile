@@ -17,7 +17,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 # The packages of an extra of pyproject.toml, without the project.
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
-FLAGS = --config.train.steps=$(STEPS)
+FLAGS = --config.train.steps=$(STEPS) --config.optimizer.warmup_steps=$$(($(STEPS) / 2))
 
 # Of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2

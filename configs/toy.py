@@ -35,13 +35,13 @@ SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
 LEARNING_RATES = {
     "books": {
         "transformer": 8e-3,
-        "transformer-8x256": 8e-3,
-        "transformer-8x256-norm": 4e-3,
-        "diff": 4e-3,
-        "diff-no_norm": 8e-3,
+        "transformer-8x256": 1.6e-2,
+        "transformer-8x256-norm": 8e-3,
+        "diff": 8e-3,
+        "diff-no_norm": 1.6e-2,
         "diff-lambda_0.8": 8e-3,
-        "diff-lambda_0.5": 4e-3,
-        "diff_v2": 8e-3,
+        "diff-lambda_0.5": 8e-3,
+        "diff_v2": 1.6e-2,
     },
     "recall": {
         "transformer": 2.5e-3,

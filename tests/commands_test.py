@@ -67,9 +67,9 @@ def test_a_mistake_ends_with_2_and_its_reason(flags, message):
 
 
 def test_print_config_is_the_config():
-    result = train("--print_config", "--config.train.steps=77")
+    result = train("--print_config", "--config.train.steps=777")
     assert result.returncode == 0
-    assert json.loads(result.stdout)["train"]["steps"] == 77
+    assert json.loads(result.stdout)["train"]["steps"] == 777
 
 
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
