@@ -53,11 +53,12 @@ TWO_RATES = optimizer.learning_rate=4e-3,8e-3
 LOSS = --config.eval.suites=loss
 
 study-rates:
-	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2 $(LOSS) --out=$(STUDY)/rates-books
-	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3,5e-3 --out=$(STUDY)/rates-recall
+	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2,3.2e-2 $(LOSS) --out=$(STUDY)/rates-books
+	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3,5e-3,1e-2 --out=$(STUDY)/rates-recall
 
 # One setting at a time.
 study-settings:
+	$(SWEEP) --grid task=books arm=transformer,diff $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-base
 	$(SWEEP) --grid task=books arm=transformer,diff optimizer.warmup_steps=5,25,100 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-warmup
 	$(SWEEP) --grid task=books arm=transformer,diff optimizer.clip_norm=0.1,none $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-clip
 	$(SWEEP) --grid task=books arm=diff model.head_norm=rms,scalar,none $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-norm
