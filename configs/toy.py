@@ -70,7 +70,6 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
     c.model.compute_dtype = "float32"  # bfloat16 is emulated, and slower, on most CPUs.
     c.model.remat = "none"
-    c.model.zero_init_output = True  # Of all arms: docs/results.md has them with and without.
     c.data.tokenizer = "bytes"
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
