@@ -145,7 +145,8 @@ def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], 
 
 
 def rates_table(records: Sequence[Record], task: str, number: str) -> str:
-    """Return a row for each arm and change, a column for each learning rate, a row's least in bold."""
+    """Return a row for each arm and change, a column for each learning rate, a row's best in bold."""
+    best = max if number.startswith("exact_match/") else min
     rows: dict[str, dict[float, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     chosen = [r for r in records if r["task"] == task]
     for r in chosen:
@@ -159,7 +160,7 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
     cells = []
     for name, found in rows.items():
         means = {rate: estimate(values) for rate, values in found.items()}
-        top = min(means.values(), key=lambda e: e.mean)
+        top = best(means.values(), key=lambda e: e.mean)
         cells.append([name, *(_bold(means[rate], top) if rate in means else "" for rate in rates)])
     return markdown(["", *(f"{rate:g}" for rate in rates)], cells) + provenance(chosen)
 

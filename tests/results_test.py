@@ -105,8 +105,15 @@ def test_a_sweep_becomes_records_and_these_a_table(sweep):
     # Student's t of one degree of freedom: 12.706 × 0.0707 / √2 is 0.635; the pairs differ by the same.
     assert "| diff | 115,456 | 0.02 | 0.550 ± 0.635 | +0.250 ± 0.000 | 0.600 ± 0.635 | 0.450 ± 0.635 |" in page
     assert "| transformer | 115,264 | 0.02 | 0.300 ± 0.635 |  | 0.350 ± 0.635 | 0.700 ± 0.635 |" in page
-    assert "4 runs of 512 tokens, seeds 0, 1; 4 minutes" in page
+    assert "4 runs of 1,024 tokens, seeds 0, 1; 4 minutes" in page
     assert page.endswith("more by -0.250 ± 0.000")
+    other = [{**r, "learning_rate": 0.01, "numbers": {n: x / 2 for n, x in r["numbers"].items()}} for r in records]
+    rates = {
+        number: results_tables.rates_table(other + records, "recall", number)
+        for number in ("loss/loss", "exact_match/mqar")
+    }
+    assert "| diff | **0.225 ± 0.318** | 0.450 ± 0.635 |" in rates["loss/loss"]
+    assert "| diff | 0.300 ± 0.318 | **0.600 ± 0.635** |" in rates["exact_match/mqar"]
 
 
 def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate():
