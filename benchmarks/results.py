@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.results_tables import COMPARED, Record, draw, estimate, markdown, of_seeds, render
+from benchmarks.results_tables import COMPARED, Record, draw, draw_warmup, estimate, markdown, of_seeds, render
+from configs import toy
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
 from difftx.model.flops import count_parameters
@@ -127,6 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.command == "render":
         write_atomically(PAGE, render(collected, TEMPLATE.read_text()))
         draw(collected["arms"], IMAGES)
+        draw_warmup(collected["settings"], toy.get_config("books-diff").optimizer.warmup_steps, IMAGES)
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":

@@ -15,7 +15,7 @@ import matplotlib.figure
 import scipy.stats
 
 from difftx.errors import UserError
-from difftx.report.charts import COLOURS, label_axes, save_figure
+from difftx.report.charts import COLOURS, add_legend, label_axes, save_figure
 
 CONFIDENCE = 0.95
 
@@ -253,3 +253,21 @@ def draw(records: Sequence[Record], folder: Path) -> None:
             axes.set_xlim(-0.03, 1.03)  # A share; wide intervals are cut off.
         label_axes(axes, {"title": task, "x_label": columns[0].title, "y_label": ""})
     save_figure(figure, folder / "results")
+
+
+def draw_warmup(records: Sequence[Record], own_steps: int, folder: Path) -> None:
+    """Draw the best loss of both models against the warm-up; `own_steps` is that of runs that were told none."""
+    figure = matplotlib.figure.Figure(figsize=(5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for arm, colour in (("diff", COLOURS[0]), (REFERENCE, COLOURS[1])):
+        best: dict[int, float] = collections.defaultdict(lambda: math.inf)
+        for r in records:
+            if r["arm"] == arm and r["changes"].keys() <= {"optimizer.warmup_steps", "optimizer.learning_rate"}:
+                steps = int(r["changes"].get("optimizer.warmup_steps", own_steps))
+                best[steps] = min(best[steps], r["numbers"]["loss/bits_per_byte"])
+        axes.plot(*zip(*sorted(best.items()), strict=True), "o-", color=colour, label=arm)
+    label_axes(
+        axes, {"title": "books", "x_label": "steps of warm-up, of 500", "y_label": "bits per byte", "log_x": True}
+    )
+    add_legend(axes)
+    save_figure(figure, folder / "results_warmup")

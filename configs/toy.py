@@ -54,7 +54,7 @@ LEARNING_RATES = {
         "diff-lambda_0.5": 5e-3,
         "diff_v2": 2.5e-3,
     },
-    "books-0.8m": {"transformer": 4e-3, "diff": 4e-3, "diff-no_norm": 4e-3, "diff_v2": 4e-3},
+    "books-0.8m": {"transformer": 4e-3, "diff": 2e-3, "diff_v2": 2e-3},
 }
 
 
