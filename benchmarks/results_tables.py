@@ -165,21 +165,22 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
     return markdown(["", *(f"{rate:g}" for rate in rates)], cells) + provenance(chosen)
 
 
-def growth_table(records: Sequence[Record], number: str, *arms: str) -> str:
+def growth_table(records: Sequence[Record], task: str, number: str, *arms: str) -> str:
     """Return a row for each size and length of training: the Transformer's number, and what other arms have more.
 
-    Each arm is at the learning rate that was best for it there, by the lowest seed.
+    Sizes of a task have names that begin with it, such as books-0.8m. Each arm is at the learning rate that was best for
+    it there, by the lowest seed.
     """
-    records = [r for r in records if r["arm"] in (REFERENCE, *arms)]
+    records = [r for r in records if r["arm"] in (REFERENCE, *arms) and r["task"].startswith(task)]
     rows = []
-    for task, tokens in dict.fromkeys((r["task"], r["tokens"]) for r in records):
-        here = [r for r in records if (r["task"], r["tokens"]) == (task, tokens)]
+    for name, tokens in dict.fromkeys((r["task"], r["tokens"]) for r in records):
+        here = [r for r in records if (r["task"], r["tokens"]) == (name, tokens)]
         rates = {arm: _best_rate([r for r in here if r["arm"] == arm], number) for arm in (REFERENCE, *arms)}
         best = [r for r in here if r["learning_rate"] == rates[r["arm"]]]
-        reference = of_seeds(best, task, REFERENCE, number)
+        reference = of_seeds(best, name, REFERENCE, number)
         size = next(r["parameters"] for r in best if r["arm"] == REFERENCE)
         cells = [
-            f"{difference(best, task, arm, number)} ({rates[arm]:g})" if rates[arm] is not None else "" for arm in arms
+            f"{difference(best, name, arm, number)} ({rates[arm]:g})" if rates[arm] is not None else "" for arm in arms
         ]
         top = f"{estimate(list(reference.values()))} ({rates[REFERENCE]:g})"
         rows.append((size, tokens, [f"{size:,}", f"{tokens:,}", top, *cells]))

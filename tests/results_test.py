@@ -121,7 +121,7 @@ def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate(
         numbers = {"loss/loss": value}
         run = {"task": task, "tokens": tokens, "arm": arm, "learning_rate": rate, "seed": seed, "numbers": numbers}
         return run | {
-            "parameters": {"small": 10, "large": 90}[task],
+            "parameters": {"set": 10, "set-large": 90, "other": 50}[task],
             "sweep": "",
             "hardware": "",
             "commit": "",
@@ -130,18 +130,19 @@ def test_sizes_and_lengths_of_training_are_rows_and_every_arm_has_its_best_rate(
         }
 
     records = [
-        record("large", 500, "transformer", 0.1, 0, 3.0),
-        record("large", 500, "diff", 0.1, 0, 2.5),
-        record("small", 700, "transformer", 0.1, 0, 4.0),
-        record("small", 700, "transformer", 0.2, 0, 3.5),
-        record("small", 700, "transformer", 0.2, 1, 3.7),
-        record("small", 700, "diff", 0.1, 0, 3.6),
-        record("small", 700, "diff", 0.1, 1, 3.8),
-        record("small", 700, "diff", 0.2, 0, 9.0),
-        record("small", 700, "sink", 0.2, 0, 9.0),
+        record("set-large", 500, "transformer", 0.1, 0, 3.0),
+        record("set-large", 500, "diff", 0.1, 0, 2.5),
+        record("set", 700, "transformer", 0.1, 0, 4.0),
+        record("set", 700, "transformer", 0.2, 0, 3.5),
+        record("set", 700, "transformer", 0.2, 1, 3.7),
+        record("set", 700, "diff", 0.1, 0, 3.6),
+        record("set", 700, "diff", 0.1, 1, 3.8),
+        record("set", 700, "diff", 0.2, 0, 9.0),
+        record("set", 700, "sink", 0.2, 0, 9.0),
+        record("other", 700, "diff", 0.2, 0, 9.0),
     ]
     halves = {"a": records[:3], "b": records[3:]}
-    assert results_tables.render(halves, "{{growth a+b loss/loss diff diff_v2}}").splitlines()[2:4] == [
+    assert results_tables.render(halves, "{{growth a+b set loss/loss diff diff_v2}}").splitlines()[2:4] == [
         "| 10 | 700 | 3.600 ± 1.271 (0.2) | +0.100 ± 0.000 (0.1) |  |",
         "| 90 | 500 | 3.000 (0.1) | -0.500 (0.1) |  |",
     ]
