@@ -168,8 +168,8 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
 def growth_table(records: Sequence[Record], task: str, number: str, *arms: str) -> str:
     """Return a row for each size and length of training: the Transformer's number, and what other arms have more.
 
-    Sizes of a task have names that begin with it, such as books-0.8m. Each arm is at the learning rate that was best for
-    it there, by the lowest seed.
+    Sizes of a task have names that begin with it, such as books-0.8m. Each arm is at the learning rate that was best
+    for it there, by the lowest seed.
     """
     records = [r for r in records if r["arm"] in (REFERENCE, *arms) and r["task"].startswith(task)]
     rows = []
