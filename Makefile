@@ -74,6 +74,7 @@ LONGER = --config.train.steps=2000 --config.optimizer.warmup_steps=1000 --config
 study-sizes:
 	$(SWEEP) --grid task=books-0.8m arm=transformer,diff,diff_v2 optimizer.learning_rate=2e-3,4e-3,8e-3 $(LOSS) --out=$(STUDY)/size-0.5m
 	$(SWEEP) --grid task=books-0.8m,books arm=transformer,diff,diff_v2 $(LONGER) $(LOSS) --out=$(STUDY)/tokens-2m
+	$(SWEEP) --grid task=books-0.8m arm=transformer optimizer.learning_rate=2e-3 $(LONGER) $(LOSS) --out=$(STUDY)/size-2m-transformer
 
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
