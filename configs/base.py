@@ -47,8 +47,8 @@ def get_config() -> ConfigDict:
     c.model.init = "fan_in"
     c.model.init_std = 0.02  # Standard deviation of init = "normal".
     c.model.embedding_std = 0.02  # Standard deviation of the embedding (the paper and its code are silent).
-    # True: both residual branches start at zero (W_O and the MLP's last matrix). The paper is silent; with "fan_in" both
-    # models are better for it in docs/results.md.
+    # True: both residual branches start at zero (W_O and the MLP's last matrix). The paper is silent; with "fan_in" it
+    # makes both models better in docs/results.md.
     c.model.zero_init_output = True
     c.model.tie_embeddings = True  # One embedding in and out: Table 10's sizes need it.
     c.model.compute_dtype = "bfloat16"  # Of activations and matrix products; parameters and λ are float32.
