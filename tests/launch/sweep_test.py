@@ -177,7 +177,8 @@ def read(master):
 @pytest.mark.long
 def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
     flags = ["--grid", "optimizer.learning_rate=1e38,1e-3", "architecture=diff", "size=s"]
-    code, stdout, _ = Sweep(config_file, tmp_path, *flags, "--config.train.steps=50").end()
+    short = ("--config.train.steps=50", "--config.optimizer.warmup_steps=40")
+    code, stdout, _ = Sweep(config_file, tmp_path, *flags, *short).end()
     assert code == 1
     failed, done = json.loads((tmp_path / "sweep.json").read_text())["runs"]
     assert (failed["name"], failed["state"], failed["exit_code"]) == ("diff-s-learning_rate1e38", "failed", 1)
