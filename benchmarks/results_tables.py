@@ -1,4 +1,4 @@
-"""Records of runs, as benchmarks/results.py collects them, to the tables, values and figure of docs/results.md.
+"""Records of runs, as benchmarks/results.py collects them, to the tables, values and figures of docs/results.md.
 
 Intervals are Student's, 95 %, over seeds.
 """
