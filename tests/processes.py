@@ -11,6 +11,26 @@ from conftest import ROOT, TINY, child_environment
 
 PATIENCE = 8  # Seconds, of barriers and so of silence.
 
+# Goes between Python and train.py in a command: a tiny model's steps are over before a busy machine lets a test signal
+# between two of them.
+UNHURRIED = (
+    "-c",
+    """
+import runpy, sys, time
+from difftx.training.metrics import MetricsWriter
+
+write = MetricsWriter.write
+
+def write_and_wait(*row):
+    write(*row)
+    time.sleep(0.05)
+
+MetricsWriter.write = write_and_wait
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+""",
+)
+
 
 class Processes:
     """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`."""
@@ -49,8 +69,15 @@ class Processes:
 
     def until_step(self, step):
         """Wait until a step is in metrics.jsonl."""
+        self._until(lambda: newest_step(self.metrics) >= step)
+
+    def until_checkpoint(self, step):
+        """Wait until the checkpoint of a step is whole, and has its name: steps later, as it is written beside them."""
+        self._until((self.metrics.parent / "checkpoints" / str(step)).exists)
+
+    def _until(self, condition):
         deadline = time.monotonic() + 240
-        while newest_step(self.metrics) < step:
+        while not condition():
             for process, popen in self.running.items():
                 assert popen.poll() is None, self.logs[process].read_text()
             assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_environment
-from processes import Processes, free_port
+from processes import UNHURRIED, Processes, free_port
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint import Checkpointer
@@ -48,7 +48,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
     whole = started("whole", count=1, **(options | {"devices": 8}))
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
-    two = started("two", **options)
+    two = started("two", script=(*UNHURRIED, "train.py"), **options)
     two.until_step(12)
     two.running[1].send_signal(signal.SIGTERM)
     codes_and_texts = [two.wait(process) for process in (0, 1)]
@@ -160,8 +160,8 @@ def test_a_killed_run_goes_on_with_other_processes_and_devices(started):
     options = {"train__steps": 20, "checkpoint__every_steps": 6, "mesh__fsdp": 2, "mesh__tensor": 2}
     whole = started("whole", count=1, devices=4, **options)
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
-    two = started("two", devices=2, **options)
-    two.until_step(9)
+    two = started("two", devices=2, script=(*UNHURRIED, "train.py"), **options)
+    two.until_checkpoint(6)
     two.kill()
     shutil.copytree(two.metrics.parent, two.metrics.parent.with_name("half"))
     rest = started("two", count=1, devices=4, **options)
@@ -177,7 +177,7 @@ def test_a_killed_run_goes_on_with_other_processes_and_devices(started):
 
 def test_a_save_that_one_of_two_fails_is_given_up_by_both_and_tried_again(started):
     """Process 1 may not write arrays for a while: both say so after the barriers' timeout, not after 20 minutes."""
-    two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4)
+    two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4, script=(*UNHURRIED, "train.py"))
     two.until_step(1)
     # Less than the 160 kB of its arrays, and more than its log, which has the tracebacks of what failed.
     limit = resource.prlimit(two.running[1].pid, resource.RLIMIT_FSIZE, (100_000, -1))

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
+from processes import UNHURRIED
 
 from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.goodput import SECTIONS
@@ -61,9 +62,8 @@ def train_losses(workdir):
 
 def stop_at(step, text_file, workdir, devices=1):
     """Train until `step` is in metrics.jsonl, then send SIGTERM; return the exit code."""
-    process = subprocess.Popen(
-        command(text_file, workdir), cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL
-    )
+    unhurried = [sys.executable, *UNHURRIED, *command(text_file, workdir)[1:]]
+    process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL)
     wait_for_step(step, process, workdir)
     process.send_signal(signal.SIGTERM)
     return process.wait(timeout=120)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
 from evals.loss_test import one_device
+from processes import UNHURRIED
 
 from difftx import evals
 from difftx.config_reader import override
@@ -179,7 +180,8 @@ def test_a_stage_goes_on_where_it_was_bit_for_bit(sources, tmp_path, config, dat
 
 def stop_after(step, sent, command, workdir):
     """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
-    process = subprocess.Popen(command, cwd=ROOT, env=child_environment(1), stdout=subprocess.DEVNULL)
+    unhurried = [command[0], *UNHURRIED, *command[1:]]
+    process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(1), stdout=subprocess.DEVNULL)
     wait_for_step(step, process, workdir)
     process.send_signal(sent)
     return process.wait(timeout=120)
