@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, child_environment
 
 from difftx.errors import run_command
 from difftx.evals import SUITES
@@ -39,6 +39,7 @@ def trained(tmp_path_factory):
             f"--workdir={folder / 'runs' / architecture}",
             "--config.checkpoint.every_steps=3",
             *flags,
+            environment=ENVIRONMENT if architecture == "diff" else child_environment(1),
         )
         assert result.returncode == 0, result.stderr
     return folder

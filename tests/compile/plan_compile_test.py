@@ -74,6 +74,7 @@ def test_memory_of_a_device_is_what_libtpu_says(kind):
     assert float(capacity[1]) * 2**30 == CHIPS[kind].hbm_bytes
 
 
+@pytest.mark.exhaustive
 def test_the_smallest_row_of_the_table_is_still_true(tmp_path):
     row = next(plan_table.rows("830m"))
     numbers = plan_table.measure(row, tmp_path / "plan.json")

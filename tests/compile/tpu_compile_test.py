@@ -68,13 +68,15 @@ def kernels_in(compiled):
     return set(re.findall(r"diff_attention_\w+?(?=[.\" /)])", compiled.as_text()))
 
 
-@pytest.fixture(params=["v5p", "v6e"])
+@pytest.fixture(params=["v5p", pytest.param("v6e", marks=pytest.mark.exhaustive)])
 def chip(request):
     return request.param
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)], ids=["bf16", "f32"]
+)
 def test_forward_and_backward_compile(chip, d, dtype):
     compiled = compile_for(chip, attention, lambda s: shapes(1, 1000, 2, 2, d, dtype, sharding=s))
     assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}

@@ -140,7 +140,7 @@ def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, monkeypa
     assert {line.name for line in chart.series} == found["norms"].keys()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_where_training_starts_from(config, text_file, tmp_path, monkeypatch):
     """Of a run whose output matrices start at zero: by hand, from the parameters of the same seed."""
     arms = {"no_scale": (False, True), "no_norm": (True, False), "counterpart": (True, True)}

@@ -10,7 +10,8 @@ from difftx.kernels import pallas_tpu, xla
 from kernels import oracle
 
 # The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
-BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
+INTERPRETED = [pytest.mark.interpreter]
+BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=INTERPRETED)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
 # Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
@@ -66,12 +67,16 @@ CASES = {
     "lambda per token": {"lam": "per token", "K": 2},
     "large logits": {"scale": LARGE},
 }
-RUNS = [(case, "float32") for case in CASES]
+WITHIN = ("T=63", "one key head", "lambda 0", "lambda 1")  # Others' corners.
+RUNS = [pytest.param(c, "float32", marks=[pytest.mark.exhaustive] * (c in WITHIN)) for c in CASES]
 RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
 
 
+# Of the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
 @pytest.mark.parametrize(("case", "dtype"), RUNS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [*BACKENDS[:-1], pytest.param("pallas_gpu", marks=[*INTERPRETED, pytest.mark.exhaustive])]
+)
 def test_output_and_gradients(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
     arguments = CASES[case] | {"dtype": dtype, "D": WIDTH.get(backend, 8)}

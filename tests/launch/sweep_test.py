@@ -120,10 +120,10 @@ def attempts(out, run):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl and /proc")
 def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
-    """Its run is preempted; it is stopped; it is killed; started again each time, it ends with six finished runs."""
+    """Its run is preempted; it is stopped; it is killed; started again each time, it ends with four finished runs."""
     out = tmp_path / "runs"
-    flags = ["--grid", "size=s,m,l", "architecture=diff,transformer"]
-    names = ["diff-s", "transformer-s", "diff-m", "transformer-m", "diff-l", "transformer-l"]
+    flags = ["--grid", "size=s,m", "architecture=diff,transformer"]
+    names = ["diff-s", "transformer-s", "diff-m", "transformer-m"]
 
     first = Sweep(config_file, out, *flags)
     os.kill(first.wait_for_step("diff-s", 20), signal.SIGTERM)  # As a preemption that the sweep does not see.
@@ -132,7 +132,7 @@ def test_a_sweep_survives_what_happens_to_it(config_file, tmp_path):
     first.process.send_signal(signal.SIGTERM)
     code, stdout, stderr = first.end()
     assert code == 75, stderr
-    assert list(states(out).items()) == list(zip(names, ["done", "stopped", *["pending"] * 4], strict=True))
+    assert list(states(out).items()) == list(zip(names, ["done", "stopped", "pending", "pending"], strict=True))
     assert "run the same command again to continue" in stdout
 
     second = Sweep(config_file, out, *flags)

@@ -39,7 +39,7 @@ def loss_of(c):
     return lambda params, batch: batch_nll(nnx.merge(graphdef, params), batch)[0]
 
 
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_loss_and_gradient_agree_on_every_mesh(config, mesh_of, architecture):
     c = config(architecture)
     results = []

@@ -85,7 +85,7 @@ def look(config, mesh, queries, tokens, ids, positions):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "diff_v2" else pytest.param(name, marks=pytest.mark.long) for name in SIZES]
+    "name", [name if name == "diff_v2" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SIZES]
 )
 def test_a_sharded_model_of_packed_documents_shows_the_same(config, mesh_of, name):
     """Two documents a row, on one device and on eight; the output is that without looking, bit for bit."""

@@ -44,9 +44,9 @@ def rows(metrics):
 
 
 def test_two_processes_train_as_one_and_stop_together(started):
-    """A SIGTERM to one stops both after the same step; one process of eight devices then continues."""
-    options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
-    whole = started("whole", count=1, **(options | {"devices": 8}))
+    """A SIGTERM to one stops both after the same step; one process of four devices then continues."""
+    options = {"train__steps": 40, "mesh__data": 2, "devices": 2}
+    whole = started("whole", count=1, **(options | {"devices": 4}))
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
     two = started("two", script=(*UNHURRIED, "train.py"), **options)
     two.until_step(12)
@@ -57,7 +57,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     assert steps[-1] == rows(two.metrics)[-1]["step"] >= 12
     assert "stopped by a signal" in codes_and_texts[0][1]
     assert "step" not in codes_and_texts[1][1].replace("[Gloo]", "")  # One process reports.
-    rest = started("two", count=1, **(options | {"devices": 8}))
+    rest = started("two", count=1, **(options | {"devices": 4}))
     assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
     assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):

@@ -41,7 +41,7 @@ def test_no_architecture_holds_a_whole_map(config, mesh_of, name):
     assert temporaries[1] <= GROWTH * temporaries[0], temporaries
 
 
-@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
+@pytest.mark.parametrize("remat", ["dots", *(pytest.param(remat, marks=EXHAUSTIVE) for remat in ("full", "offload"))])
 def test_no_remat_policy_keeps_more_than_a_share_of_each_token(config, mesh_of, remat):
     compiled = [
         compile_step(config, mesh_of(), "diff", length, model__remat=remat, data__document_mask="false")

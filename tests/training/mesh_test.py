@@ -48,7 +48,7 @@ def train(c, mesh, steps):
     return state, np.asarray(jax.device_get(metrics))
 
 
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mesh_of, tmp_path, architecture):
     c = config(architecture, train__steps=20)
     runs = {name: train(c, mesh_of(**sizes), 20) for name, sizes in MESHES.items()}

@@ -1,7 +1,6 @@
 """Prompts and responses: what a model learns from is the responses alone."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, child_environment
 from flax import nnx
 
 from difftx.data.loader import ordered_batches
@@ -74,9 +73,9 @@ def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
     (tmp_path / "plain.txt").write_text("\n".join(f"{i} squared is {i * i}." for i in range(8000)))
 
     def run(*command):
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        command = [sys.executable, *map(str, command)]
         result = subprocess.run(
-            [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+            command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300
         )
         assert result.returncode == 0, result.stderr
 

@@ -30,7 +30,7 @@ def run_steps(c, mesh, count=2):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_accumulation_changes_nothing(config, mesh_of, architecture, sizes):
     options = {"train__global_batch_tokens": 16 * 32, "optimizer__eps": 1e-4}
     one, metrics_one = run_steps(config(architecture, train__accumulation=1, **options), mesh_of(**sizes))
