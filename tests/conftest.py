@@ -3,13 +3,15 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The suite is mostly compilation of tiny programs: without LLVM's expensive passes it takes half the time.
+# The suite is mostly compilation of tiny programs: without LLVM's expensive passes it takes half the time. And an
+# operation on several threads would only wait for what other tests do with the cores.
 # tests/commands_test.py starts processes that compile as a user's do.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_multi_thread_eigen=false",
         "--xla_llvm_disable_expensive_passes=true",
     ]
 )

@@ -13,6 +13,7 @@ from compile import h200
 from difftx.launch.estimate import trace_step
 from difftx.parallel.mesh import make_mesh
 
+TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are jax's.
 V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # Its kernels by themselves: tpu_compile_test.py.
 TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
 
@@ -36,7 +37,7 @@ def sharded(config, architecture):
     )
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+@pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
 def test_on_tpu(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
@@ -46,7 +47,7 @@ def test_on_tpu(config, architecture, topology):
         assert kernel in text
 
 
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("architecture", ["diff", TRANSFORMER])
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", V6E])
 def test_on_tpu_with_rows_cut(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")

@@ -97,7 +97,9 @@ def test_a_window_crosses_the_cuts(mesh_of, zigzag):
 
 @pytest.mark.interpreter
 @BOTH_ORDERS
-@pytest.mark.parametrize("segments", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize(
+    "segments", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["one document", "documents"]
+)
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "splash"])
 def test_tpu_kernels_over_cut_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
     if not segments:  # Splash's backward pass for long rows.

@@ -119,7 +119,9 @@ def test_both_architectures_are_charged_the_same_flops():
     assert per_token["transformer"] == per_token["diff"]
 
 
-@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
+@pytest.mark.parametrize(
+    "remat", ["dots", *(pytest.param(remat, marks=pytest.mark.exhaustive) for remat in ("full", "offload"))]
+)
 def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
     results = {}
     for policy in ("none", remat):

@@ -29,7 +29,7 @@ def run_steps(c, mesh, count=2):
     return jax.device_get(state), jax.device_get(metrics)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.exhaustive), {"data": 2, "fsdp": 2, "tensor": 2}])
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_accumulation_changes_nothing(config, mesh_of, architecture, sizes):
     options = {"train__global_batch_tokens": 16 * 32, "optimizer__eps": 1e-4}
