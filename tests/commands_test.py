@@ -39,6 +39,7 @@ def trained(tmp_path_factory):
             f"--workdir={folder / 'runs' / architecture}",
             "--config.checkpoint.every_steps=3",
             *flags,
+            # Of two trainings one compiles as a user's does.
             environment=ENVIRONMENT if architecture == "diff" else child_environment(1),
         )
         assert result.returncode == 0, result.stderr

@@ -11,8 +11,7 @@ from conftest import ROOT, TINY, child_environment
 
 PATIENCE = 8  # Seconds, of barriers and so of silence.
 
-# Goes between Python and train.py in a command: a tiny model's steps are over before a busy machine lets a test signal
-# between two of them.
+# Stands for train.py in a command: a tiny model's steps are over before a busy machine lets a test signal between two.
 UNHURRIED = (
     "-c",
     """
@@ -29,6 +28,7 @@ MetricsWriter.write = write_and_wait
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """,
+    "train.py",
 )
 
 

@@ -1,4 +1,4 @@
-"""make chaos: faults upon faults, in real processes; and the mistakes that would pass if nobody looked.
+"""make chaos: faults upon faults, in real processes. make test-exhaustive: that mistakes in difftx would be noticed.
 
 FAULTS, SEED and RUN in the environment: how many, which, and one run alone.
 """

@@ -10,8 +10,7 @@ from difftx.kernels import pallas_tpu, xla
 from kernels import oracle
 
 # The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
-INTERPRETED = [pytest.mark.interpreter]
-BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=INTERPRETED)]
+BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
 # Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
@@ -67,7 +66,7 @@ CASES = {
     "lambda per token": {"lam": "per token", "K": 2},
     "large logits": {"scale": LARGE},
 }
-WITHIN = ("T=63", "one key head", "lambda 0", "lambda 1")  # Others' corners.
+WITHIN = ("T=63", "one key head", "lambda 0", "lambda 1")  # What other cases have, too.
 RUNS = [pytest.param(c, "float32", marks=[pytest.mark.exhaustive] * (c in WITHIN)) for c in CASES]
 RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
 
@@ -75,7 +74,7 @@ RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "l
 # Of the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
 @pytest.mark.parametrize(("case", "dtype"), RUNS)
 @pytest.mark.parametrize(
-    "backend", [*BACKENDS[:-1], pytest.param("pallas_gpu", marks=[*INTERPRETED, pytest.mark.exhaustive])]
+    "backend", [*BACKENDS[:-1], pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive])]
 )
 def test_output_and_gradients(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]

@@ -65,7 +65,7 @@ CASES = {
     "float32": Case(length=130, heads=2, segments="packed", dtype="float32"),
     "float32_window": Case(length=130, batch=2, window=70, dtype="float32"),
 }
-# Others have their corners.
+# What other cases have, too.
 WITHIN = (
     *("unordered_segments", "window_in_a_tile", "window_of_one", "large_norms", "float32_window"),
     *("lambda_zero", "lambda_one", "lambda_negative"),

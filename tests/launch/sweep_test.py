@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from configs import quickstart
 
 ARG = "{{architecture}}-{{size}}"
-WIDTHS = {{"s": 16, "m": 32, "l": 48}}
+WIDTHS = {{"s": 16, "m": 32}}
 
 
 def get_config(arg: str) -> ConfigDict:

@@ -44,11 +44,11 @@ def rows(metrics):
 
 
 def test_two_processes_train_as_one_and_stop_together(started):
-    """A SIGTERM to one stops both after the same step; one process of four devices then continues."""
-    options = {"train__steps": 40, "mesh__data": 2, "devices": 2}
-    whole = started("whole", count=1, **(options | {"devices": 4}))
+    """A SIGTERM to one stops both after the same step; one process of eight devices then continues."""
+    options = {"train__steps": 40, "mesh__data": 2, "devices": 4}
+    whole = started("whole", count=1, **(options | {"devices": 8}))
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
-    two = started("two", script=(*UNHURRIED, "train.py"), **options)
+    two = started("two", script=UNHURRIED, **options)
     two.until_step(12)
     two.running[1].send_signal(signal.SIGTERM)
     codes_and_texts = [two.wait(process) for process in (0, 1)]
@@ -57,7 +57,7 @@ def test_two_processes_train_as_one_and_stop_together(started):
     assert steps[-1] == rows(two.metrics)[-1]["step"] >= 12
     assert "stopped by a signal" in codes_and_texts[0][1]
     assert "step" not in codes_and_texts[1][1].replace("[Gloo]", "")  # One process reports.
-    rest = started("two", count=1, **(options | {"devices": 4}))
+    rest = started("two", count=1, **(options | {"devices": 8}))
     assert rest.wait(0)[0] == 0, rest.logs[0].read_text()
     assert [row["step"] for row in rows(two.metrics)] == list(range(1, 41))
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_with_other_processes_and_devices(started):
     options = {"train__steps": 20, "checkpoint__every_steps": 6, "mesh__fsdp": 2, "mesh__tensor": 2}
     whole = started("whole", count=1, devices=4, **options)
     assert whole.wait(0)[0] == 0, whole.logs[0].read_text()
-    two = started("two", devices=2, script=(*UNHURRIED, "train.py"), **options)
+    two = started("two", devices=2, script=UNHURRIED, **options)
     two.until_checkpoint(6)
     two.kill()
     shutil.copytree(two.metrics.parent, two.metrics.parent.with_name("half"))
@@ -177,7 +177,7 @@ def test_a_killed_run_goes_on_with_other_processes_and_devices(started):
 
 def test_a_save_that_one_of_two_fails_is_given_up_by_both_and_tried_again(started):
     """Process 1 may not write arrays for a while: both say so after the barriers' timeout, not after 20 minutes."""
-    two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4, script=(*UNHURRIED, "train.py"))
+    two = started(train__steps=12, devices=2, checkpoint__every_steps=3, mesh__fsdp=4, script=UNHURRIED)
     two.until_step(1)
     # Less than the 160 kB of its arrays, and more than its log, which has the tracebacks of what failed.
     limit = resource.prlimit(two.running[1].pid, resource.RLIMIT_FSIZE, (100_000, -1))

@@ -62,10 +62,16 @@ def train_losses(workdir):
 
 def stop_at(step, text_file, workdir, devices=1):
     """Train until `step` is in metrics.jsonl, then send SIGTERM; return the exit code."""
-    unhurried = [sys.executable, *UNHURRIED, *command(text_file, workdir)[1:]]
+    return stop_after(step, signal.SIGTERM, command(text_file, workdir), workdir, devices)
+
+
+def stop_after(step, sent, command, workdir, devices=1):
+    """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
+    python, _, *flags = command
+    unhurried = [python, *UNHURRIED, *flags]
     process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL)
     wait_for_step(step, process, workdir)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(sent)
     return process.wait(timeout=120)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
 from evals.loss_test import one_device
-from processes import UNHURRIED
 
 from difftx import evals
 from difftx.config_reader import override
@@ -22,7 +21,7 @@ from difftx.report.commands import load_params
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
-from training.resume_test import train_losses, wait_for_step
+from training.resume_test import stop_after, train_losses
 
 pytestmark = pytest.mark.long
 
@@ -176,15 +175,6 @@ def test_a_stage_goes_on_where_it_was_bit_for_bit(sources, tmp_path, config, dat
     assert len(train_losses(whole)[0]) == STEPS
     stopped, uninterrupted = (final_state(folder) for folder in (workdir, whole))
     jax.tree.map(np.testing.assert_array_equal, stopped, uninterrupted)
-
-
-def stop_after(step, sent, command, workdir):
-    """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
-    unhurried = [command[0], *UNHURRIED, *command[1:]]
-    process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(1), stdout=subprocess.DEVNULL)
-    wait_for_step(step, process, workdir)
-    process.send_signal(sent)
-    return process.wait(timeout=120)
 
 
 def newest(workdir):
