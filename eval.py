@@ -4,7 +4,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from difftx.config_reader import split_group_overrides
+from difftx.config.command_line import parse_overrides
 from difftx.errors import run_command
 from difftx.parallel import multihost
 
@@ -27,7 +27,7 @@ def main() -> int:
     multihost.add_flags(parser)
     parser.epilog = "--eval.field=value and --mesh.field=value change fields of the run's config"
     args, rest = parser.parse_known_args()
-    overrides = split_group_overrides(rest, ("eval", "mesh"))
+    overrides = parse_overrides(rest, "eval", "mesh")
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
 
     # Slow to import, so after the flags are known to be good.

@@ -5,7 +5,8 @@ import logging
 import time
 from pathlib import Path
 
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.errors import run_command
 from difftx.parallel import multihost
 
@@ -24,7 +25,7 @@ def main() -> int:
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args()
-    config = load_config(args.config, split_overrides(rest, "config"))
+    config = load_config(args.config, parse_overrides(rest, "config"))
     if args.print_config:
         print(config.to_json(), end="")
         return 0

@@ -26,7 +26,7 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.training import checkpoint
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.manifest import damage

@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.interop.huggingface import config_json
 from difftx.interop.layouts import shape_of, sizes_of, weights_of
 from difftx.interop.safetensors import Written, write_folder

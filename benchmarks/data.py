@@ -24,7 +24,7 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config import MeshConfig
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.loader import HostSlice, Loader, host_batches
 from difftx.data.packing import best_fit
 from difftx.data.sources import load_sources

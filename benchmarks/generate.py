@@ -25,7 +25,8 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
 from difftx.inference import decode
@@ -175,7 +176,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     args, rest = parser.parse_known_args()
-    overrides = split_overrides(rest, "config")
+    overrides = parse_overrides(rest, "config")
     models = {name: load(args.config, overrides, name) for name in ARCHITECTURES}
     measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
     return 0

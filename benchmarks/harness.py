@@ -21,7 +21,8 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx import evals
-from difftx.config_reader import override, split_group_overrides
+from difftx.config.build import override
+from difftx.config.command_line import parse_overrides
 from difftx.data.progress import Work
 from difftx.errors import run_command
 from difftx.evals import harness, harness_model
@@ -66,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     args, rest = parser.parse_known_args()
-    changes = {"eval.harness.truncate": "true"} | split_group_overrides(rest, ("eval", "mesh"))
+    changes = {"eval.harness.truncate": "true"} | parse_overrides(rest, "eval", "mesh")
     run = Run.open(override(read_config(args.workdir), changes), args.workdir)
     step = Checkpointer(args.workdir).newest()
     assert step is not None, "no checkpoint"

@@ -22,8 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from difftx.configs import toy
+
 from benchmarks.results_tables import COMPARED, Record, draw, draw_warmup, estimate, markdown, of_seeds, render
-from configs import toy
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
 from difftx.model.flops import count_parameters

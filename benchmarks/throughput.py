@@ -26,7 +26,8 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config import Config
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
@@ -193,7 +194,7 @@ def main() -> int:
     parser.add_argument("--depths", action="store_true", help="also compile 2 and 24 layers")
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
-    config = load_config(args.config, split_overrides(rest, "config"))
+    config = load_config(args.config, parse_overrides(rest, "config"))
     multihost.start(args, config.multihost)
     contestants = measure(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from difftx.configs import scaling
 from ml_collections import ConfigDict
 
-from configs import scaling
 from difftx.errors import did_you_mean
 
 ARG = "{arm}"  # What `difftx sweep --grid` fills in.

@@ -7,9 +7,8 @@ Expected: Tables 1, 2, 5 and 8. Not reproduced here yet.
 Note:     the paper calls it 2.8B; 28 layers of 3072 with one embedding of 100,288 count to 3.48B.
 """
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
-
-from configs import architectures, base
 
 ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
 

@@ -10,9 +10,8 @@ Expected: Figure 4: lower loss than the Transformer at every position. Not repro
 Compute:  1.3e20 FLOPs, 8e19 with attention halved.
 """
 
+from difftx.configs import diff_3b
 from ml_collections import ConfigDict
-
-from configs import diff_3b
 
 ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
 

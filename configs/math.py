@@ -14,9 +14,9 @@ Expected: stage 2: 50.8 % on average of eight benchmarks, the Transformer 43.3 %
 Compute:  1.8e21 FLOPs in stage 1 (1.1e21 with attention halved), 8e19 in stage 2.
 """
 
+from difftx.configs import long_context
 from ml_collections import ConfigDict
 
-from configs import long_context
 from difftx.errors import did_you_mean
 
 ARG = "{architecture}-{stage}"  # What `difftx sweep --grid` fills in.

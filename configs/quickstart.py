@@ -8,9 +8,8 @@ Command:  make quickstart
 Hardware: 2 CPU cores, about 3 minutes each. Result: README.md shows a real run.
 """
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
-
-from configs import architectures, base
 
 ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
 

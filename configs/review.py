@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from configs import architectures, base
 from difftx.errors import did_you_mean
 
 ARG = "{arm}-{data}"  # What `difftx sweep --grid` fills in.

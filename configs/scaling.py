@@ -8,9 +8,9 @@ Expected: Figure 3a: diff reaches the Transformer's loss with about 62 % of the 
 Compute:  6 N D FLOPs: 5e19 (830m) to 8e20 (13.1b) a run; `--dry_run` prints it for each config.
 """
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from configs import architectures, base
 from difftx.errors import did_you_mean
 
 ARG = "{architecture}-{size}"  # What `difftx sweep --grid` fills in.

@@ -13,9 +13,9 @@ Compute:  4e16 (10m) to 5e17 (160m) FLOPs a run on books, half of it on recall: 
           for all 240 runs.
 """
 
+from difftx.configs import architectures, base, toy
 from ml_collections import ConfigDict
 
-from configs import architectures, base, toy
 from difftx.errors import did_you_mean
 
 ARG = "{task}-{size}-{arm}"  # What `difftx sweep --grid` fills in.

@@ -13,9 +13,9 @@ Protocol: books: half a million bytes, drawn from 160 novels; books-0.8m: the sa
 Hardware: 2 CPU cores. Result: docs/results.md.
 """
 
+from difftx.configs import ablations, architectures, base
 from ml_collections import ConfigDict
 
-from configs import ablations, architectures, base
 from difftx.errors import did_you_mean
 
 ARG = "{task}-{arm}"  # What `difftx sweep --grid` fills in.

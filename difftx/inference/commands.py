@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.config_reader import split_overrides
+from difftx.config.command_line import parse_overrides
 from difftx.errors import UserError
 from difftx.files import write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
     options, rest = parser.parse_known_args(arguments)
-    overrides = {f"mesh.{name}": text for name, text in split_overrides(rest, "mesh").items()}
+    overrides = parse_overrides(rest, "mesh")
     prompts = _prompts(options)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
 

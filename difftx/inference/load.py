@@ -8,7 +8,7 @@ import jax
 import tiktoken
 
 from difftx.config import Config
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from difftx.config import Config
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 
 SHARD_MIB = 4096
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             options.input, options.out, options.step, options.target, options.shard_mib * 2**20, options.verify
         )
     else:
-        decided = {name.partition(".")[2] for name in split_overrides(rest, "config") if name.startswith("model.")}
+        decided = {name.partition(".")[2] for name in parse_overrides(rest, "config") if name.startswith("model.")}
         lines = runs.import_run(options.input, options.out, options.source, config, decided, options.verify)
     print(*lines, sep="\n")
     return 0
@@ -70,7 +71,7 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
             raise UserError("--step is of a run that is read, with --from=difftx")
         if options.config is None:
             raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on: configs/base.py")
-        return load_config(options.config, split_overrides(rest, "config"))
+        return load_config(options.config, parse_overrides(rest, "config"))
     if options.config is not None or rest:
         raise UserError(f"{options.config or rest[0]}: --config is for --to=difftx; a run that is read has its own")
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from difftx.config import Config
-from difftx.config_reader import config_argument, load_config
+from difftx.config.recipes import argument_of, load_config
 from difftx.errors import UserError, did_you_mean
 
 SEED_FIELDS = ("train.seed", "data.seed")  # Together: a pair of architectures with one seed sees the same data order.
@@ -56,7 +56,7 @@ def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping
         UserError: an unknown name, a config that does not load, two points of one name.
     """
     path, _, argument = spec.partition(":")
-    form = config_argument(path) or ""
+    form = argument_of(path) or ""
     slots = [slot for _, slot, _, _ in string.Formatter().parse(form) if slot]
     _check_names(path, argument, form, slots, grid)
     filled = any(slot in grid for slot in slots)

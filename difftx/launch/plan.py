@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from difftx.config import Config
-from difftx.config_reader import load_config, override, split_overrides
+from difftx.config.build import override
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args(arguments)
     topology = parse_topology(args.topology)
-    config = with_slices(load_config(args.config, split_overrides(rest, "config")), topology)
+    config = with_slices(load_config(args.config, parse_overrides(rest, "config")), topology)
     _check(args)
     prepare(topology)
     chip = topology.chip

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.config_reader import split_overrides
+from difftx.config.command_line import parse_overrides
 from difftx.errors import UserError
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, rest = parser.parse_known_args(arguments)
-    overrides = split_overrides(rest, "config")
+    overrides = parse_overrides(rest, "config")
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides)
     if args.launcher is not None:

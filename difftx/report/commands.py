@@ -12,7 +12,7 @@ import rich.console
 
 from difftx import evals
 from difftx.config import Config
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.progress import Work
 from difftx.errors import UserError
 from difftx.files import read_json

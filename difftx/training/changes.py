@@ -3,6 +3,7 @@
 import dataclasses
 
 from difftx.config import Config
+from difftx.config.fields import values_of
 
 # The numbers of a run do not depend on these beyond rounding.
 NEUTRAL_GROUPS = ("mesh", "multihost", "checkpoint", "eval", "logging")
@@ -45,7 +46,7 @@ class Change:
 
 def changed_fields(old: Config, new: Config) -> list[Change]:
     """Return each field that differs."""
-    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    before, after = values_of(old), values_of(new)
     return [
         Change(f"{group}.{name}", before[group][name], value)
         for group, fields in after.items()

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
-from difftx.config_reader import saved_config
+from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UserError
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
 from difftx.training.manifest import damage, describe_arrays, quarantined_in, read_manifest, steps_in, write_manifest
@@ -240,7 +240,7 @@ class Checkpointer:
 def config_of(folder: Path) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return saved_config(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
+        return config_from_dict(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:

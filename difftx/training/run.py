@@ -17,7 +17,7 @@ import jax
 import tiktoken
 
 from difftx.config import Config
-from difftx.config_reader import saved_config
+from difftx.config.build import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
@@ -125,7 +125,7 @@ def read_config(workdir: Path) -> Config:
     path = workdir / "config.json"
     if not path.exists():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
-    return saved_config(read_json(path))
+    return config_from_dict(read_json(path))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import pytest
 from conftest import ROOT
 from flax import nnx
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
 from difftx.model.flops import count_parameters, flops_per_token

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, TINY
 from flax import nnx
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.attention import depth_schedule
 from difftx.model.decoder import ATTENTION, Decoder

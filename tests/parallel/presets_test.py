@@ -3,7 +3,7 @@ import math
 import pytest
 from conftest import ROOT
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.flops import count_parameters, state_bytes
 from difftx.parallel.presets import apply_preset

@@ -1,0 +1,73 @@
+"""Recipes: Python files with a function `get_config` that returns a `ConfigDict`.
+
+The recipes of difftx are in the folder configs/, the package `difftx.configs`; users write their own anywhere.
+"""
+
+import importlib
+import pkgutil
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
+
+from difftx.config import Config
+from difftx.config.build import apply_overrides, config_from_dict
+from difftx.config.fields import defaults_of
+from difftx.errors import UserError, did_you_mean
+from difftx.registry import import_file, one_line_errors
+
+
+def default_config() -> ConfigDict:
+    """Return every field with the schema's default, for a recipe to change."""
+    return defaults_of(Config)
+
+
+def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
+    """Return the config of a recipe.
+
+    Args:
+        spec: `FILE.py` or the name of a recipe of difftx, such as `quickstart`; with `:ARG` for the argument of its
+            `get_config`.
+        overrides: field → text, such as `{"model.num_layers": "2"}`. Fields that a recipe derives from others, with
+            `ConfigDict.get_ref`, follow the overridden values.
+
+    Raises:
+        UserError: no such recipe, a recipe that fails, an unknown field, a wrong type or a refused value.
+    """
+    path, _, argument = spec.partition(":")
+    module = _import_recipe(path)
+    with one_line_errors(module):
+        values = module.get_config(argument) if argument else module.get_config()
+        if not isinstance(values, ConfigDict):
+            raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
+    with values.unlocked():
+        apply_overrides(values, overrides)
+    try:
+        return config_from_dict(values.to_dict())
+    except RequiredValueError as error:
+        raise UserError(f"--config={spec}: {error}; set it with --config.FIELD=value") from error
+
+
+def argument_of(path: str) -> str | None:
+    """Return a recipe's `ARG`, the form of its argument such as "{architecture}-{size}"; None if it has none."""
+    return getattr(_import_recipe(path), "ARG", None)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes of difftx."""
+    package = importlib.import_module("difftx.configs")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def _import_recipe(text: str) -> types.ModuleType:
+    if not text.endswith(".py") and "/" not in text:
+        if text not in recipe_names():
+            raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, recipe_names())}")
+        return importlib.import_module(f"difftx.configs.{text}")
+    path = Path(text)
+    if not path.is_file():
+        near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UserError(f"--config={text}: no file {text!r}.{did_you_mean(text, near) if near else ''}")
+    return import_file(path, "--config")
