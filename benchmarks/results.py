@@ -27,7 +27,7 @@ from difftx.configs import toy
 from benchmarks.results_tables import COMPARED, Record, draw, draw_warmup, estimate, markdown, of_seeds, render
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.report.runs import read_results, read_runs
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,7 +32,7 @@ from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
-from difftx.evals.throughput import ARCHITECTURES, median_ratio, pair, random_rows
+from difftx.evals.throughput import COMPARED, median_ratio, pair, random_rows
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
@@ -115,7 +115,7 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
         for contestant in contestants:
             with jax.profiler.trace(str(profile / contestant.config.model.architecture)):
                 contestant.run(steps)
-        multihost.say(f"traces in {profile}/{{{','.join(ARCHITECTURES)}}}")
+        multihost.say(f"traces in {profile}/{{{','.join(COMPARED)}}}")
     return contestants
 
 

@@ -11,7 +11,7 @@ from difftx.config.fields import fields_of
 from difftx.config.recipes import load_config
 from difftx.config.reference import reference_page
 from difftx.errors import UserError
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 
 SOURCES = '[{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y", "weight": 3}]'
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")

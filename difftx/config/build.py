@@ -18,7 +18,7 @@ def config_from_dict(raw: Any) -> Config:
     Raises:
         UserError: an unknown field, a wrong type or a refused value.
     """
-    return _build(Config, raw, "")
+    return build_group(Config, raw, "")
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
@@ -71,7 +71,7 @@ def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) 
         raise UserError(f"{field}: {path} is a value, not a group")
 
 
-def _build(group: type, raw: Any, path: str) -> Any:
+def build_group(group: type, raw: Any, path: str) -> Any:
     """Build a dataclass from a mapping."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
@@ -100,7 +100,7 @@ def _annotation(group: type, name: str, path: str) -> Any:
 def _checked(value: Any, annotation: Any, path: str) -> Any:
     """Return `value` if it fits the annotation; integers pass as floats and lists as tuples."""
     if dataclasses.is_dataclass(annotation):
-        return _build(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
+        return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     for option in options(annotation):
         if get_origin(option) is Literal and value in get_args(option):
             return value

@@ -1,21 +1,29 @@
 """Config group `model`."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from difftx.config.architectures import TWO_GROUPS, Architecture, Granularity, Implementation, check_architecture
+from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
 from difftx.config.checks import divisor_below, require_positive
 from difftx.config.fields import Extensible
 from difftx.errors import UserError
+
+# Fields that only some architectures use. A class names those that it uses in `SelfAttention.fields`.
+SPECIFIC_FIELDS = ("signal_heads", "top_k", "lambda_init", "lambda_learned", "lambda_std", "post_scale")
+
+
+def default_specific_fields() -> dict[str, Any]:
+    """Return the default of each of `SPECIFIC_FIELDS`, for a config that changes its architecture."""
+    return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in SPECIFIC_FIELDS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Extensible):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
-    architecture: Architecture = "diff"
-    """What attends. "diff": differential attention; "transformer": softmax attention, its baseline; the others are in
-    `difftx/model/variants.py`."""
+    architecture: str = "diff"
+    """What attends: "diff" (differential attention), "transformer" (softmax attention, its baseline), "diff_v2", "gda",
+    "gated", "off_by_one", "sink", "top_k", "signed_mask" (`difftx/model/variants/`), or one of an extension."""
     vocab_size: int = 100_288
     """Rows of the embedding; at least the tokenizer's number of tokens (cl100k_base has 100,277)."""
     d_model: int = 2048
@@ -84,17 +92,16 @@ class ModelConfig(Extensible):
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):
             require_positive("model", name, getattr(self, name))
-        check_architecture(self)
-        width = self._heads_across(self.num_heads)
-        if self.head_dim is None and self.d_model % width:
+        attention = ARCHITECTURES[self.architecture]
+        attention.check(self)
+        self._check_specific_fields()
+        sub_heads = attention.sub_heads(self, self.num_heads)
+        if self.head_dim is None and self.d_model % sub_heads:
             step = self.signal_heads or 1
-            fitting = [n for n in range(step, self.d_model, step) if self.d_model % self._heads_across(n) == 0]
+            fitting = [n for n in range(step, self.d_model, step) if self.d_model % attention.sub_heads(self, n) == 0]
             nearest = min(fitting, key=lambda n: abs(n - self.num_heads), default=step)
-            heads = "2 * num_heads" if self.groups == 2 else "num_heads"
-            if self.architecture == "gda":
-                heads = "num_heads + num_heads / signal_heads"
             raise UserError(
-                f"model.num_heads={self.num_heads}: {heads} = {width} does not divide d_model={self.d_model}; "
+                f"model.num_heads={self.num_heads}: their {sub_heads} sub-heads do not divide d_model={self.d_model}; "
                 f"use {nearest}, or set model.head_dim"
             )
         if self.head_dim is not None:
@@ -103,43 +110,38 @@ class ModelConfig(Extensible):
             raise UserError(f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim")
         if self.num_kv_heads is not None:
             require_positive("model", "num_kv_heads", self.num_kv_heads)
-            if self.noise_heads % self.num_kv_heads:
-                whole = "num_heads" if self.architecture != "gda" else "num_heads / signal_heads"
+            heads = attention.kv_heads(self)
+            if heads % self.num_kv_heads:
                 raise UserError(
-                    f"model.num_kv_heads={self.num_kv_heads} does not divide {whole}={self.noise_heads}; "
-                    f"use {divisor_below(self.num_kv_heads, self.noise_heads)}"
+                    f"model.num_kv_heads={self.num_kv_heads} does not divide the {heads} heads that have keys and "
+                    f"values; use {divisor_below(self.num_kv_heads, heads)}"
+                )
+
+    def _check_specific_fields(self) -> None:
+        """Raise `UserError` for a field that the architecture requires, or does not use."""
+        used = ARCHITECTURES[self.architecture].fields
+        for name, default in default_specific_fields().items():
+            if (value := getattr(self, name)) != default and name not in used:
+                raise UserError(
+                    f"model.{name}={value}: architecture {self.architecture!r} does not use it; leave it at {default}"
                 )
 
     @property
     def groups(self) -> int:
-        """Keys of a key/value head, and width of its value in d: 2 where heads have two maps, as A1 and A2 of Eq. 1."""
-        return 2 if self.architecture in TWO_GROUPS else 1
-
-    @property
-    def noise_heads(self) -> int:
-        """Heads of A2's queries: one for each head, or for several in grouped differential attention."""
-        return self.num_heads // (self.signal_heads or 1)
+        """Keys per key/value head, and width of its value in units of d: 2 where a head has two sets of weights."""
+        return ARCHITECTURES[self.architecture].groups
 
     @property
     def query_heads(self) -> int:
-        """Queries of width d."""
-        return 2 * self.num_heads if self.architecture == "diff_v2" else self._heads_across(self.num_heads)
+        """Number of queries of width d."""
+        return ARCHITECTURES[self.architecture].query_heads(self)
 
     @property
     def d_head(self) -> int:
-        """Width d of a query/key (sub-)head."""
-        return self.head_dim or self.d_model // self._heads_across(self.num_heads)
+        """Width d of a query/key sub-head."""
+        return self.head_dim or self.d_model // ARCHITECTURES[self.architecture].sub_heads(self, self.num_heads)
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads."""
-        return self.num_kv_heads or self.noise_heads
-
-    @property
-    def has_lambda_vectors(self) -> bool:
-        """Whether a layer learns λ as Eq. 2 has it."""
-        return self.architecture in ("diff", "gda") and self.lambda_learned
-
-    def _heads_across(self, num_heads: int) -> int:
-        """Heads of width d that d_model is cut into."""
-        return num_heads + num_heads // self.signal_heads if self.signal_heads else self.groups * num_heads
+        """Number of key/value heads."""
+        return self.num_kv_heads or ARCHITECTURES[self.architecture].kv_heads(self)

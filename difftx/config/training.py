@@ -10,8 +10,12 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Extensible):
-    """AdamW. Projections and embeddings are decayed; norm gains, λ vectors and sinks are not."""
+    """The optimizer. Projections and embeddings are decayed; norm gains, λ vectors and sinks are not."""
 
+    name: str = "adamw"
+    """Optimizer: "adamw", or one of an extension."""
+    schedule: str = "linear"
+    """Learning-rate schedule: "linear" (warm-up and decay), or one of an extension."""
     learning_rate: float = 1.5e-4
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: float = 0.0

@@ -12,13 +12,13 @@ from flax import nnx
 from jax import P
 
 from difftx.config import Config, ModelConfig
+from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
-from difftx.evals.throughput import ARCHITECTURES, counterpart
-from difftx.parallel.layout import Layout
+from difftx.evals.throughput import COMPARED, counterpart
+from difftx.model.abstract import vector_mask
 from difftx.training.loss import batch_nll
-from difftx.training.optimizer import NOT_DECAYED
 from difftx.training.state import graph, init_state
 
 CHECKPOINT = "checkpoint"
@@ -96,26 +96,23 @@ def starts(config: Config) -> dict[str, Config]:
         for name, change in changes.items()
     }
     asked = config.eval.gradients.at_initialization
-    if "counterpart" in asked and model.architecture in ARCHITECTURES:
+    if "counterpart" in asked and model.architecture in COMPARED:
         found["counterpart"] = counterpart(found["as_configured"])
     return {name: found[name] for name in asked if name in found}
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
     """Return the matrices of all layers in a tree of blocks' parameters, `[L, …]` each, those of two groups as two."""
-    layout, found = Layout(), {}
-    for path, leaf in jax.tree.leaves_with_path(blocks):
+    found = {}
+    is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
+    for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
         part, name = path[0].key, path[-1].key.split("_")[0]
-        if path[-1].key in NOT_DECAYED:  # Vectors.
+        if skip:
             continue
-        if model.architecture == "diff_v2" and name == "query":
-            L, D, heads, d = leaf.shape
-            sharding = P(None, *layout.query_DHGd)
-            leaf = jax.lax.reshape(leaf, (L, D, heads // 2, 2, d), out_sharding=sharding)
-        if leaf.ndim == 5:  # In grouped differential attention a group's last query is the noise head's.
-            found |= {f"{name}_1": leaf[..., :-1, :], f"{name}_2": leaf[..., -1:, :]}
+        if part == "mlp":
+            found[f"mlp_{name}"] = leaf
         else:
-            found[f"mlp_{name}" if part == "mlp" else name] = leaf
+            found |= ARCHITECTURES[model.architecture].matrices_by_group(name, leaf)
     return found
 
 

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from difftx.config import Config
-from difftx.config.architectures import implementations
+from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
@@ -85,7 +85,8 @@ def inner_suites(config: Config, suites: Suites) -> tuple[str, ...]:
 def quantized(config: Config, bits: int) -> Config:
     """Return the config with attention logits of so many bits; 16: as a model without quantisation has them."""
     model = config.model
-    serves = model.attention_implementation in implementations(model.architecture, quantized=bits != UNQUANTIZED)
+    backends = ARCHITECTURES[model.architecture].backends(quantized=bits != UNQUANTIZED)
+    serves = model.attention_implementation in backends
     changed = dataclasses.replace(
         model,
         attention_logit_bits=None if bits == UNQUANTIZED else bits,

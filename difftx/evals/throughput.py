@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config
+from difftx.config.model import default_specific_fields
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -21,7 +22,7 @@ from difftx.parallel.mesh import check_divisible
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
-ARCHITECTURES = ("transformer", "diff")  # The first is the measure of the others.
+COMPARED = ("transformer", "diff")  # The first is the measure of the others.
 PASSES = ("forward", "forward_backward")
 WARM_UP_STEPS = 2
 ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
@@ -46,11 +47,11 @@ def evaluate(evaluation: Evaluation) -> Result:
     rows, length = run.microbatch_rows, run.config.data.sequence_length
     numbers, details = {}, {}
     for kind in PASSES:
-        here = {name: calls[kind, name] for name in ARCHITECTURES}
+        here = {name: calls[kind, name] for name in COMPARED}
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
         rates = rates_in_turn(here, rounds, settings.throughput_steps, rows * length)
         ratio = median_ratio(rates["diff"], rates["transformer"])
-        numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in ARCHITECTURES}
+        numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in COMPARED}
         numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
         numbers[f"{kind}_time_rise_percent"] = 100 * (1 / ratio - 1)
         details[kind] = rates
@@ -60,18 +61,18 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart by architecture, in the order of `ARCHITECTURES`.
+    """Return the config and its counterpart by architecture, in the order of `COMPARED`.
 
     Raises:
         UserError: the config is of another architecture, or has no counterpart.
     """
-    if config.model.architecture not in ARCHITECTURES:
+    if config.model.architecture not in COMPARED:
         raise UserError(
-            f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(ARCHITECTURES)}; "
+            f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
             "leave the suite throughput out"
         )
     both = {c.model.architecture: c for c in (config, counterpart(config))}
-    return {name: both[name] for name in ARCHITECTURES}
+    return {name: both[name] for name in COMPARED}
 
 
 def counterpart(config: Config) -> Config:
@@ -100,6 +101,7 @@ def counterpart(config: Config) -> Config:
         num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
         head_norm="rms_affine" if other == "diff" else "none",
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
+        **default_specific_fields(),
     )
     return dataclasses.replace(config, model=changed)
 

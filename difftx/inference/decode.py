@@ -23,10 +23,10 @@ from difftx.data.tokenizer import token_bytes
 from difftx.inference.cache import ROWS, Cache, capacity_for, empty_cache, extend, grow, write_chunk, write_token
 from difftx.inference.sampling import Sampling, choose
 from difftx.kernels.cached import EMPTY
+from difftx.model.abstract import vector_mask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
-from difftx.training.manifest import array_name
 from difftx.training.state import graph
 
 PREFILL_TOKENS = 256  # Of a chunk; short prompts take less,
@@ -54,14 +54,11 @@ class LanguageModel:
     def weights(self) -> Any:
         """The parameters in the compute dtype, which the model would give them at each use: a token reads half as much.
 
-        What belongs to λ and sinks stays float32, as the maps have it.
+        Vectors stay float32, as the model uses them.
         """
-
-        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            name = array_name(path)
-            return leaf if "lambda" in name or "sink" in name else leaf.astype(self.config.model.compute_dtype)
-
-        return jax.tree.map_with_path(cast, self.params)
+        dtype = self.config.model.compute_dtype
+        mask = vector_mask(self.config.model)
+        return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
 
     @functools.cached_property
     def bytes_of(self) -> list[bytes | None]:

@@ -45,6 +45,13 @@ SOFTMAX_BACKENDS = {
 }
 MAPPED_BACKENDS = {"reference": reference.mapped_attention, "xla": mapped.attention}
 
+# Function → the backends that can serve it, on one device or another.
+BACKENDS = {
+    "diff_attention": (*DIFF_FUNCTIONS, "xla", "pallas_tpu", "pallas_gpu"),
+    "attention": tuple(SOFTMAX_BACKENDS),
+    "mapped_attention": tuple(MAPPED_BACKENDS),
+}
+
 # Best first. The reference is an oracle, never a choice.
 AUTO = {
     "diff_attention": {

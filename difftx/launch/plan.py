@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from difftx.files import write_atomically
     from difftx.launch import estimate, search, tables
-    from difftx.model.flops import count_parameters
+    from difftx.model.abstract import count_parameters
     from difftx.parallel.presets import apply_preset
 
     devices, what = find_devices(topology), f"{args.config} on {topology}"

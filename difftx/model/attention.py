@@ -1,27 +1,27 @@
-"""Differential attention (arXiv 2410.05258, §2.1) and the softmax attention it is matched with.
+"""Differential attention (arXiv 2410.05258, §2.1), the softmax attention it is compared with, and their base class.
 
-All architectures have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they
-return the residual update and per-layer statistics. `project` gives queries and what is cached of a token; `extend` is
-the call for tokens that follow cached ones, and returns what is to be cached in place of statistics; `look` is the call
-with rows of the maps in their place. The others are in `variants.py`.
+An architecture is a subclass of `SelfAttention`. Its class attributes and class methods describe it to the rest of
+difftx, and its methods compute it. The other architectures are in `variants/`; docs/extend.md shows how to add one.
 """
 #   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import reshard
+from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
+from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import Ids, Past
 from difftx.kernels.rows import MapRows, map_rows
-from difftx.model.layers import projection, rms_normalize, rotate
+from difftx.model.layers import projection, rms_normalize, rotate, vector
 from difftx.parallel.layout import Layout
 
 Angles = tuple[jax.Array, jax.Array]
@@ -45,13 +45,75 @@ def depth_schedule(config: ModelConfig) -> Depth:
 
 
 class SelfAttention(nnx.Module):
-    """The way from a layer's input to its update; architectures say how they project, attend and end.
+    """Self-attention of one layer, from its input to the residual update.
 
-    `project`, `map_of` and `output` have no answer here: each architecture gives its own.
+    A subclass gives `project`, `map_of` and `output`, or overrides the methods that use them, and describes itself:
+
+    Attributes:
+        groups: keys per key/value head, and width of its value in units of d.
+        kernel: function of `difftx.kernels` that computes the heads; it determines the backends.
+        fields: fields of `ModelConfig` that only some architectures use, this one among them.
     """
+
+    groups: ClassVar[int] = 1
+    kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
+
+    # ── Description ──
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Raise `UserError` for a value that the architecture cannot have."""
+        bits = config.attention_logit_bits
+        if bits is not None and not 2 <= bits < 16:
+            raise UserError(f"model.attention_logit_bits={bits} must lie in 2 … 15; None: not quantised")
+        backends = cls.backends(quantized=bits is not None)
+        if config.attention_implementation not in backends:
+            served = f"architecture {config.architecture!r}" if bits is None else "quantised attention logits"
+            raise UserError(
+                f"model.attention_implementation={config.attention_implementation!r} does not serve {served}; "
+                f"use one of {', '.join(backends)}"
+            )
+
+    @classmethod
+    def backends(cls, *, quantized: bool) -> tuple[str, ...]:
+        """Return the values that `model.attention_implementation` may have."""
+        return ("auto", *kernels.BACKENDS["mapped_attention" if quantized else cls.kernel])
+
+    @classmethod
+    def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
+        """Return the number of sub-heads of width d that divide d_model, for `num_heads` heads."""
+        return cls.groups * num_heads
+
+    @classmethod
+    def query_heads(cls, config: ModelConfig) -> int:
+        """Return the number of queries of width d."""
+        return cls.sub_heads(config, config.num_heads)
+
+    @classmethod
+    def kv_heads(cls, config: ModelConfig) -> int:
+        """Return the number of key/value heads without grouped queries."""
+        return config.num_heads
+
+    @classmethod
+    def configure(cls, c: ConfigDict, heads: int) -> None:
+        """Set the fields of a config in which the architecture differs from a Transformer of `heads` heads.
+
+        `difftx.model.matching.match` calls it and then adapts `model.mlp_dim`, so that both have as many parameters.
+        """
+        c.model.num_heads = heads
+
+    @classmethod
+    def matrices_by_group(cls, name: str, weight: jax.Array) -> dict[str, jax.Array]:
+        """Return a stacked weight `[L, …]` by name; one of two groups as two, such as "query_1" and "query_2"."""
+        if weight.ndim != 5:  # Without an axis G.
+            return {name: weight}
+        return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
+
+    # ── Computation ──
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
@@ -157,20 +219,38 @@ class DiffAttention(SelfAttention):
     pair heads as the official flash code does: query head n, in both groups, uses key/value head n // (H / K).
     """
 
+    groups = 2
+    kernel = "diff_attention"
+    fields = ("lambda_init", "lambda_learned", "lambda_std", "post_scale")
+
+    @classmethod
+    def configure(cls, c, heads):
+        """Take half as many heads of two queries, two keys and a value of width 2d (§3.1), and the head norm."""
+        c.model.num_heads = heads // 2
+        c.model.head_norm = "rms_affine"
+
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
         D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
-        # A head's A1 and A2; in grouped differential attention a noise head's A2 stands behind several heads' A1.
-        groups = (config.noise_heads, config.query_heads // config.noise_heads)
-        self.query_DHGd = projection(config, (D, *groups, d), 1, layout.query_DHGd, rngs=rngs)
+        self.query_DHGd = projection(config, (D, *self.query_shape(config), d), 1, layout.query_DHGd, rngs=rngs)
         self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
         self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
         self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
-        if config.has_lambda_vectors:
+        if self.has_lambda_vectors:
             init = jax.nn.initializers.normal(config.lambda_std)
-            self.lambda_query_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-            self.lambda_key_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
         self.head_norm = HeadNorm(config, 2 * d, layout)
+
+    @property
+    def has_lambda_vectors(self) -> bool:
+        """Whether the layer learns λ as in Eq. 2."""
+        return self.config.lambda_learned
+
+    @classmethod
+    def query_shape(cls, config: ModelConfig) -> tuple[int, int]:
+        """Return the axes H and G of the queries."""
+        return config.num_heads, 2
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, 2, d]` and keys, and the values `[B, T, K, 2d]`."""
@@ -182,7 +262,7 @@ class DiffAttention(SelfAttention):
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
         """Return λ, a float32 scalar: in bfloat16 its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
-        if not self.config.has_lambda_vectors:
+        if not self.has_lambda_vectors:
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
         return jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1]) + lambda_init
@@ -213,6 +293,8 @@ class DiffAttention(SelfAttention):
 
 class Attention(SelfAttention):
     """Multi-head softmax attention with 2h heads of width d: the parameters of h differential heads."""
+
+    kernel = "attention"
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
@@ -251,6 +333,14 @@ class Attention(SelfAttention):
         return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
 
 
+class MappedAttention(Attention):
+    """Softmax attention with another map in place of softmax."""
+
+    kernel = "mapped_attention"
+
+    attend = SelfAttention.attend
+
+
 class HeadNorm(nnx.Module):
     """RMSNorm over each head's output ("GroupNorm" in Figure 2); one gain, if any, for all heads of the layer."""
 
@@ -258,7 +348,7 @@ class HeadNorm(nnx.Module):
         self.kind, self.eps = config.head_norm, config.head_norm_eps
         if self.kind in ("rms_affine", "scalar"):
             shape = (width,) if self.kind == "rms_affine" else ()
-            self.scale = nnx.Param(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
+            self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
         """Normalise the last axis and multiply by the gain, or what the config's `head_norm` leaves of that."""

@@ -10,15 +10,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
+from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
 from difftx.kernels.cached import Ids, Past
 from difftx.kernels.rows import MapRows
-from difftx.model.attention import Angles, Attention, Depth, DiffAttention, SelfAttention, depth_schedule
+from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
-from difftx.model.variants import VARIANTS
 from difftx.parallel.layout import Layout
-
-ATTENTION: dict[str, type[SelfAttention]] = {"diff": DiffAttention, "transformer": Attention, **VARIANTS}
 
 LAYER_INPUT = "layer_input"  # A name for policies.
 
@@ -41,7 +39,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps, layout)
-        self.attention = ATTENTION[config.architecture](config, layout, rngs=rngs)
+        self.attention = ARCHITECTURES[config.architecture](config, layout, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         self.mlp = SwiGLU(config, layout, rngs=rngs)
 

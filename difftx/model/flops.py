@@ -6,9 +6,8 @@ width 2d for (A1 - λ A2) V: as many as the two softmax heads it replaces. Maps 
 makes them: A2 of grouped differential attention once for all of its signal heads.
 """
 
-import dataclasses
-
 from difftx.config import Config, ModelConfig
+from difftx.model.abstract import count_parameters
 
 # Peak dense bf16 FLOP/s of a device kind as jax names it (vendors' data sheets). No entry: no MFU, rather than a guess.
 PEAK_FLOPS = {
@@ -22,35 +21,6 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
     "TPU7x": 2307e12 / 2,  # A chip is two devices.
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """Numbers of parameters."""
-
-    embedding: int  # One table if tied, else two.
-    projections: int  # Matrices of all layers: attention and MLP.
-    vectors: int  # Norm gains and λ vectors.
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.embedding + self.projections + self.vectors
-
-
-def count_parameters(config: ModelConfig) -> Parameters:
-    """Count the parameters of a `Decoder`, to the last one."""
-    D, d, H, groups = config.d_model, config.d_head, config.num_heads, config.groups
-    query, key_and_value = D * config.query_heads * d, 2 * D * config.kv_heads * groups * d
-    layer = query + key_and_value + H * groups * d * D + 3 * D * config.mlp_dim
-    layer += {"diff_v2": D * H, "gated": D * H * d}.get(config.architecture, 0)  # λ of each token; the gate.
-    vectors = (4 * d if config.has_lambda_vectors else 0) + (H if config.architecture == "sink" else 0)
-    head_norm = {"rms_affine": groups * d, "scalar": 1}.get(config.head_norm, 0)
-    return Parameters(
-        embedding=config.vocab_size * D * (1 if config.tie_embeddings else 2),
-        projections=config.num_layers * layer,
-        vectors=config.num_layers * (2 * D + vectors + head_norm) + D,
-    )
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:

@@ -23,7 +23,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, eps: float, layout: Layout):
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+        self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last axis of `x`, of the gain's width."""
@@ -68,6 +68,11 @@ def projection(
     else:
         init = jax.nn.initializers.normal(config.init_std)
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec))
+
+
+def vector(value: jax.Array) -> nnx.Param:
+    """Return a parameter that is neither decayed nor cast for inference: a norm's gain, a λ vector or a sink."""
+    return nnx.Param(value, is_vector=True)
 
 
 def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:

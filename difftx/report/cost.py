@@ -1,7 +1,8 @@
 """What a config costs, on paper: parameters, FLOPs, memory. Printed before training and by --dry_run."""
 
 from difftx.config import Config
-from difftx.model.flops import activation_bytes, count_parameters, flops_per_token, state_bytes
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import activation_bytes, flops_per_token, state_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 from difftx.training.run import Run
 

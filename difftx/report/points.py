@@ -11,7 +11,7 @@ from typing import Any
 
 from difftx.errors import UserError, did_you_mean
 from difftx.files import read_json
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
 COLUMNS = ("architecture", "size", "tokens")  # And the metric.

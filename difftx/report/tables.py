@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from difftx.model.flops import count_parameters, flops_per_token
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import flops_per_token
 from difftx.report.runs import RunRecord, read_results
 from difftx.training.changes import changed_fields
 

@@ -9,6 +9,7 @@ import jax
 import rich
 
 from difftx import kernels
+from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, Loader
 from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
@@ -39,7 +40,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     """
     interrupt = Interrupt()
     try:
-        if run.config.model.architecture in ("diff", "gda"):  # These take the fused kernels.
+        if ARCHITECTURES[run.config.model.architecture].kernel == "diff_attention":
             kernels.check_gradients(run.config.model.d_head)
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step_fn = jax.jit(make_train_step(run.config), donate_argnums=0)

@@ -22,7 +22,7 @@ from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.files import read_json, write_atomically
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import barrier, is_lead

@@ -124,7 +124,8 @@ def test_at_lambda_zero_it_is_softmax_attention(config):
     }
     diff = config(model__post_scale=1.0, model__num_heads=2, **options).model
     module, x_BTD = build(diff), some_input(diff)
-    twin = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head)
+    specific = {"lambda_init": None, "lambda_learned": True, "post_scale": None}
+    twin = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head, **specific)
     softmax = build(twin)
     softmax.query_DHd[...] = module.query_DHGd[:, :, 0]
     softmax.key_DKd[...] = module.key_DKGd[:, :, 0]

@@ -9,11 +9,13 @@ import pytest
 from conftest import ROOT, TINY
 from flax import nnx
 
+from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.model.abstract import count_parameters
 from difftx.model.attention import depth_schedule
-from difftx.model.decoder import ATTENTION, Decoder
-from difftx.model.flops import count_parameters, flops_per_token
+from difftx.model.decoder import Decoder
+from difftx.model.flops import flops_per_token
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
 from model import oracle
@@ -35,7 +37,7 @@ def layer_of(name, **overrides):
     """A layer of random numbers: its config, module, and a function to its outputs and Jacobian, under one jit."""
     changes = {key.replace("__", "."): str(value) for key, value in (oracle.SIZES.get(name, {}) | overrides).items()}
     model = load_config(f"{QUICKSTART}:{name}", TINY | changes).model
-    shapes = nnx.eval_shape(lambda: ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(shapes)
     rng = np.random.default_rng(0)
 
@@ -128,7 +130,7 @@ def test_where_lambda_and_sink_start(config):
     """σ(x W_λ) near 0.5, logged in float32; a sink of 0; λ = λ_init(2) in the second layer where it is fixed."""
 
     def of(model):
-        return ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
+        return ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
 
     assert not np.any(of(config("sink").model).sink_H[...])
     v2 = config("diff_v2", model__num_heads=4).model

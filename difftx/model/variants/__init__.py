@@ -1,0 +1,1 @@
+"""Architectures that are compared with differential attention, one per file."""
