@@ -195,7 +195,7 @@ def get_config() -> ConfigDict:
     c.eval.icl.shots = ()  # Demonstrations of a prompt; (): 1, 2, 4, …, and as many as the context holds.
     c.eval.icl.questions = 250  # Of each test file, at most.
     c.eval.icl.orders = ("random", "alternating")  # Of demonstrations: shuffled, or one of each class in turn.
-    c.eval.icl.permutations = 10  # Of the same demonstrations, in each of the orders.
+    c.eval.icl.permutations = 10  # Different ones of the same demonstrations, in each order; all where there are fewer.
     c.eval.icl.seed = 0  # Of demonstrations, questions and permutations; below 2**32.
     # Suite attention: what the last token of a needle prompt attends to (Table 3, Figure 1). Depths, haystack,
     # new_tokens and seed are those of eval.needle.
