@@ -11,8 +11,8 @@ and more or less, which SwiGLU, 3 D weights a unit of its width, gives up or tak
     gated      5 D²                      h heads, D² for the gate
     gda        3.5 D²                    h queries, 3 signal heads to a noise head; keys, values for each of these
 
-A width is rounded to a multiple of 4, for four devices to share; the quickstart's models agree to 0.3 %, larger ones to
-less. diff_fixed_lambda is diff with λ = λ_init.
+The new width is rounded to a multiple of 4, for four devices to share; the quickstart's models agree to 0.3 %, larger
+ones to less. diff_fixed_lambda is diff with λ = λ_init.
 """
 
 from ml_collections import ConfigDict

@@ -15,6 +15,7 @@ from flax import nnx
 from difftx import evals
 from difftx.config_reader import override
 from difftx.errors import UserError
+from difftx.evals.harness import PAPER_METRICS, averages
 from difftx.evals.harness_data import data_files, splits
 from difftx.training.run import Run
 from difftx.training.state import graph, init_state
@@ -320,9 +321,34 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
         means["acc_norm"].append(np.mean(right["acc" if task in NO_NORM else "acc_norm"]))
     assert result.numbers["average_acc"] == pytest.approx(np.mean(means["acc"]))
     assert result.numbers["average_acc_norm"] == pytest.approx(np.mean(means["acc_norm"]))
+    paper = [result.numbers[f"{task}_{'acc_norm' if task == 'hellaswag' else 'acc'}"] for task in LOCAL]
+    assert result.numbers["average_paper"] == pytest.approx(np.mean(paper))
     assert result.details["truncated_requests"] == sum(len(a + b) > WINDOW + 1 for a, b in texts) > 5
     assert result.details["questions"] == dict.fromkeys(LOCAL, 11)
     assert not (tmp_path / "evals" / "harness" / "3.items.jsonl").exists()
+
+
+def test_the_papers_average_is_that_of_openllamas_published_metrics():
+    """Table 1's row of OpenLLaMA-3B-v2 against OpenLLaMA's README, whose numbers have two decimals."""
+    paper = {"arc_challenge": 33.9, "arc_easy": 67.6, "boolq": 65.7, "hellaswag": 70.0, "openbookqa": 26.0,
+             "piqa": 76.7, "winogrande": 62.9}  # fmt: skip
+    published = {
+        "arc_challenge": {"acc": 0.34, "acc_norm": 0.36},
+        "arc_easy": {"acc": 0.68, "acc_norm": 0.63},
+        "boolq": {"acc": 0.66},
+        "hellaswag": {"acc": 0.52, "acc_norm": 0.70},
+        "openbookqa": {"acc": 0.26, "acc_norm": 0.38},
+        "piqa": {"acc": 0.77, "acc_norm": 0.78},
+        "winogrande": {"acc": 0.63},
+    }
+    for task, metric in PAPER_METRICS.items():
+        assert published[task][metric] == round(paper[task] / 100, 2)
+    numbers = averages(published | {"lambada": {"acc": 0.0}})
+    assert numbers["average_paper"] == pytest.approx(0.575, abs=0.005)
+    assert numbers["average_paper"] - averages(published)["average_acc"] > 0.02
+    assert averages(published)["average_acc_norm"] - numbers["average_paper"] > 0.01
+    del published["piqa"]
+    assert "average_paper" not in averages(published)
 
 
 OWN_TASKS = """
