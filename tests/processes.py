@@ -36,8 +36,21 @@ class Processes:
     """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`."""
 
     def __init__(
-        self, text_file, workdir, logs, *, devices=4, count=2, start=(0, 1), flags=(), script=("train.py",), **changes
+        self,
+        text_file,
+        workdir,
+        logs,
+        *,
+        devices=4,
+        count=2,
+        start=(0, 1),
+        flags=(),
+        script=("train.py",),
+        before=(),
+        environment=None,
+        **changes,
     ):
+        """Start them; `before` is put before the command, and `environment` is added to theirs."""
         overrides = TINY | {
             "data.path": str(text_file),
             "checkpoint.every_steps": "10",
@@ -60,9 +73,9 @@ class Processes:
             command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
             with self.logs[process].open("w") as log:
                 self.running[process] = subprocess.Popen(
-                    [sys.executable, *command],
+                    [*before, sys.executable, *command],
                     cwd=ROOT,
-                    env=child_environment(devices),
+                    env=child_environment(devices) | (environment or {}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -9,8 +9,10 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,17 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.config_reader import saved_config
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UnreadableError, UserError
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
-from difftx.training.manifest import damage, describe_arrays, quarantined_in, read_manifest, steps_in, write_manifest
+from difftx.training.manifest import (
+    QUARANTINED,
+    damage,
+    describe_arrays,
+    quarantined_in,
+    read_manifest,
+    steps_in,
+    write_manifest,
+)
 from difftx.training.retention import remove, remove_leftovers, steps_to_keep
 from difftx.training.state import TrainState
 
@@ -62,10 +72,12 @@ class Checkpointer:
     def newest(self) -> int | None:
         """Return the newest step that verifies; None if there never was a checkpoint.
 
-        In training, what does not verify is renamed, so that it is in nobody's way and not lost.
+        In training, what does not verify is renamed, so that it is in nobody's way and not lost. If no checkpoint
+        verifies, training verifies the quarantined ones again, and takes the newest that verifies back.
 
         Raises:
             UserError: there are checkpoints, but none verifies.
+            UnreadableError: a checkpoint that would be used cannot be read; it is not renamed.
         """
         self._settle()
         step = decided_by_lead(self.find_newest, DECISION_SECONDS)
@@ -78,6 +90,7 @@ class Checkpointer:
 
         Raises:
             UserError: there is no such checkpoint, or it does not verify.
+            UnreadableError: it cannot be read.
         """
         decided_by_lead(lambda: self._require_verified(step), DECISION_SECONDS)
         return step
@@ -105,25 +118,57 @@ class Checkpointer:
         """Do what `newest` says in this process alone."""
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
-        reasons = []
+        reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
             why = self._damage(step)
             if why is None:
                 return step
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {_quarantine(self.folder / str(step))}"
+            fate = "skipped" if self._config is None else f"renamed {quarantine(self.folder / str(step)).name}"
             say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
-        reasons += [path.name for path in quarantined_in(self.folder)] if not reasons else []
-        if reasons:
+        if self._config is not None and (step := self._take_back(quarantined)) is not None:
+            return step
+        if reasons := reasons or [path.name for path in quarantined]:
             raise UserError(
                 f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
                 "restore one from a copy, or use a new --workdir"
             )
         return None
 
+    def _take_back(self, quarantined: Sequence[Path]) -> int | None:
+        """Rename the newest quarantined checkpoint that verifies to its step, and return the step.
+
+        Called only if no checkpoint verifies. While there is one, the quarantined ones stay aside: a user may have put
+        them there to continue from an earlier step, and the metrics after that step have been dropped.
+        """
+        unreadable = []
+        for path in sorted(quarantined, key=_quarantine_order, reverse=True):
+            step, _ = _quarantine_order(path)
+            try:
+                why = damage(path, step=step, content=True)
+            except UnreadableError as error:
+                unreadable.append(error)
+                continue
+            if why is None:
+                _rename(path, self.folder / str(step))
+                say(f"checkpoint {path} verifies, and no other does; renamed {step}")
+                return step
+        if unreadable:
+            raise UnreadableError(
+                f"{unreadable[0]}; no other checkpoint verifies: run the same command again once it can be read, "
+                "restore a checkpoint from a copy, or use a new --workdir"
+            )
+        return None
+
     def _damage(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
-        return damage(self.folder / str(step), step=step, content=content)
+        try:
+            return damage(self.folder / str(step), step=step, content=content)
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
+                f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
+            ) from error
 
     def _require_verified(self, step: int) -> None:
         steps = self.steps()
@@ -209,7 +254,8 @@ class Checkpointer:
             steps = [other for other in self.steps() if other <= step]
             kept = steps_to_keep(self._config, steps, self._workdir)
             remove(self.folder / str(other) for other in steps if other not in kept)
-        except (OSError, UserError) as error:  # The checkpoint is there; that old ones are too is no failure to save.
+        # The save has succeeded; that old checkpoints stay as well is not a failure.
+        except (OSError, UserError, UnreadableError) as error:
             say(f"old checkpoints stay: {error}")
 
     def _settle(self) -> None:
@@ -269,13 +315,29 @@ def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> 
     return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
-def _quarantine(folder: Path) -> str:
-    """Rename a checkpoint that does not verify; return its new name."""
-    first = f"{folder.name}.quarantined"
+def quarantine(folder: Path) -> Path:
+    """Put a checkpoint aside by renaming it; return its new path.
+
+    Raises:
+        RunError: it cannot be renamed.
+    """
+    first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
-    name = next(name for name in names if not folder.with_name(name).exists())
-    folder.rename(folder.with_name(name))
-    return name
+    path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    return _rename(folder, path)
+
+
+def _rename(folder: Path, to: Path) -> Path:
+    try:
+        return folder.rename(to)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
+
+
+def _quarantine_order(path: Path) -> tuple[int, int]:
+    """Return the step of a quarantined checkpoint, -1 if its name has none, and which one of that step it is."""
+    found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:

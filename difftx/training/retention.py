@@ -14,7 +14,7 @@ from orbax.checkpoint import checkpoint_managers as orbax
 
 from difftx.config import CheckpointConfig
 from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.files import list_folder, read_json
 
 REMOVED = ".removed"
 # What a kill leaves of a save, or of a removal.
@@ -75,16 +75,37 @@ def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Each first loses its name, so that a kill leaves no half of one."""
+    """Delete checkpoints. Each first loses its name, so that a kill leaves no half of one.
+
+    If a checkpoint is a symbolic link, only the link is deleted: the user who moved the files decides about them.
+    """
     for folder in folders:
         renamed = folder.with_name(f"{folder.name}{REMOVED}")
         folder.rename(renamed)
-        shutil.rmtree(renamed)
+        _delete(renamed)
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process left unfinished in the folder of checkpoints; return the names."""
-    leftovers = [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
-    for path in leftovers:
+    """Delete what a killed process left unfinished in the folder of checkpoints; return the names.
+
+    A leftover that cannot be deleted is printed and stays: it is not a checkpoint, so that the run can continue.
+    """
+    removed = []
+    for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
+        try:
+            _delete(folder / name)
+        except OSError as error:
+            print(f"{folder / name}: an unfinished save or removal cannot be deleted: {error.strerror}", flush=True)
+        else:
+            removed.append(name)
+    return removed
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        print(f"{path.name}: the link was deleted; its target {path.resolve()} stays", flush=True)
+        path.unlink()
+    elif path.is_dir():
         shutil.rmtree(path)
-    return sorted(path.name for path in leftovers)
+    else:
+        path.unlink()
