@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import time
@@ -28,6 +29,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing under a temporary name; it gets its own at the end of the block, once it is on disk.
 
     After an exception there is no file, after a kill at most a temporary one, whose name begins with a dot.
+
+    Raises:
+        UserError: `path` is a folder.
     """
     temporary = _temporary(path)
     try:
@@ -35,6 +39,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, not a file; move it away")
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -45,8 +51,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a folder under a temporary name, to be filled; it gets its own at the end of the block.
 
-    After an exception there is no folder, after a kill at most a temporary one, whose name begins with a dot.
+    After an exception there is no folder, after a kill at most a temporary one, whose name begins with a dot. The next
+    call for the same path deletes it.
     """
+    remove_temporaries(path.parent, path.name)
     temporary = _temporary(path)
     temporary.mkdir()
     try:
@@ -61,6 +69,40 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a crash leaves the old one or the new one, never a part."""
     with new_file(path) as file:
         file.write(text.encode())
+
+
+def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
+    """Delete the temporary files and folders that killed processes of this host have left in a folder.
+
+    Args:
+        folder: of the files; subfolders are not searched.
+        name: of the file or folder that was to be made; None: of any.
+
+    Returns:
+        The names of what was deleted.
+    """
+    wanted = ".+" if name is None else re.escape(name)
+    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
+    removed = []
+    for path in sorted(folder.iterdir()):
+        found = temporary.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _is_running(process: int) -> bool:
+    """Whether another process of this host has the number; a restarted container gets its old numbers again."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # Another user's; not a process number.
+        return True
+    return True
 
 
 def _temporary(path: Path) -> Path:

@@ -106,7 +106,7 @@ def put_aside(folder: Path, step: int) -> int:
     Raises:
         UserError: there is no such checkpoint.
     """
-    from difftx.training.checkpoint import quarantine
+    from difftx.training.retention import quarantine
 
     path = quarantine(_find(folder, str(step)))
     print(f"{path}: training uses it again only if it verifies and no other checkpoint does")

@@ -6,13 +6,13 @@ Process 0 alone checks, renames and deletes, on the file system that all process
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import orbax.checkpoint as ocp
 from difftx.config import CheckpointConfig, Config
 from difftx.config_reader import saved_config
 from difftx.errors import RunError, UnreadableError, UserError
+from difftx.files import list_folder
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
 from difftx.training.manifest import (
-    QUARANTINED,
     damage,
     describe_arrays,
     quarantined_in,
@@ -32,7 +32,14 @@ from difftx.training.manifest import (
     steps_in,
     write_manifest,
 )
-from difftx.training.retention import remove, remove_leftovers, steps_to_keep
+from difftx.training.retention import (
+    quarantine,
+    quarantine_order,
+    remove,
+    remove_leftovers,
+    rename,
+    steps_to_keep,
+)
 from difftx.training.state import TrainState
 
 # Until process 0 has read a checkpoint: the monitor notices earlier that it is gone.
@@ -61,7 +68,7 @@ class Checkpointer:
         self._verified: set[int] = set()  # Steps that this process has restored or saved.
         self._failures = 0  # Of saves, in a row.
         if config is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            decided_by_lead(self._make_folder, DECISION_SECONDS)
 
     # ── Reading ──
 
@@ -100,14 +107,15 @@ class Checkpointer:
 
         Raises:
             UserError: the checkpoint's arrays are not those of `abstract`.
+            UnreadableError: it cannot be read.
         """
         folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
         saved = _check_arrays(folder, wanted)
         if saved:
             raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's train state")
-        restored = self._orbax.restore(
-            folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
+        with _reading(folder):
+            restored = self._orbax.restore(folder, args=args)
         return TrainState(**restored["state"]), restored["loader"]
 
     def config(self, step: int) -> Config:
@@ -135,6 +143,13 @@ class Checkpointer:
             )
         return None
 
+    def _make_folder(self) -> None:
+        if not list_folder(self.folder):  # It may be a file, or a link to a disk that is not mounted.
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
+
     def _take_back(self, quarantined: Sequence[Path]) -> int | None:
         """Rename the newest quarantined checkpoint that verifies to its step, and return the step.
 
@@ -142,15 +157,15 @@ class Checkpointer:
         them there to continue from an earlier step, and the metrics after that step have been dropped.
         """
         unreadable = []
-        for path in sorted(quarantined, key=_quarantine_order, reverse=True):
-            step, _ = _quarantine_order(path)
+        for path in sorted(quarantined, key=quarantine_order, reverse=True):
+            step, _ = quarantine_order(path)
             try:
                 why = damage(path, step=step, content=True)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
             if why is None:
-                _rename(path, self.folder / str(step))
+                rename(path, self.folder / str(step))
                 say(f"checkpoint {path} verifies, and no other does; renamed {step}")
                 return step
         if unreadable:
@@ -285,7 +300,7 @@ class Checkpointer:
 
 def config_of(folder: Path) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    with _reading(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         return saved_config(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
 
 
@@ -300,8 +315,22 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
         raise UserError(f"{folder}: {more[0]} has no place in this config's model")
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.restore(folder / "state", args=args)["params"]
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn a read error of orbax or tensorstore, after the checkpoint has verified, into an `UnreadableError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # In the text of tensorstore's ValueError.
+        number = error.errno if isinstance(error, OSError) else code and int(code[1])
+        if number is None or isinstance(error, FileNotFoundError):
+            raise
+        why = os.strerror(number)
+        raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
 
 
 def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
@@ -313,31 +342,6 @@ def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> 
     if save_seconds is not None:
         options.timeout_secs = save_seconds
     return ocp.AsyncCheckpointer(handler, async_options=options)
-
-
-def quarantine(folder: Path) -> Path:
-    """Put a checkpoint aside by renaming it; return its new path.
-
-    Raises:
-        RunError: it cannot be renamed.
-    """
-    first = f"{folder.name}{QUARANTINED}"
-    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
-    path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
-    return _rename(folder, path)
-
-
-def _rename(folder: Path, to: Path) -> Path:
-    try:
-        return folder.rename(to)
-    except OSError as error:
-        raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
-
-
-def _quarantine_order(path: Path) -> tuple[int, int]:
-    """Return the step of a quarantined checkpoint, -1 if its name has none, and which one of that step it is."""
-    found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
-    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:

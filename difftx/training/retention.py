@@ -1,8 +1,10 @@
-"""Which checkpoints of a run are kept, and how the others go."""
+"""Which checkpoints of a run are kept, and how the others are deleted or put aside."""
 
 import dataclasses
 import datetime
+import itertools
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -13,8 +15,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as orbax
 
 from difftx.config import CheckpointConfig
-from difftx.errors import UserError
+from difftx.errors import RunError, UserError
 from difftx.files import list_folder, read_json
+from difftx.training.manifest import QUARANTINED
 
 REMOVED = ".removed"
 # What a kill leaves of a save, or of a removal.
@@ -72,6 +75,32 @@ def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
     return {name: float(value)} if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def quarantine(folder: Path) -> Path:
+    """Put a checkpoint aside by renaming it; return its new path.
+
+    Raises:
+        RunError: it cannot be renamed.
+    """
+    first = f"{folder.name}{QUARANTINED}"
+    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
+    path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    return rename(folder, path)
+
+
+def rename(folder: Path, to: Path) -> Path:
+    """Rename a checkpoint; raise `RunError` where that is not possible."""
+    try:
+        return folder.rename(to)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
+
+
+def quarantine_order(path: Path) -> tuple[int, int]:
+    """Return the step of a quarantined checkpoint, -1 if its name has none, and which one of that step it is."""
+    found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
 def remove(folders: Iterable[Path]) -> None:
