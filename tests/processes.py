@@ -48,9 +48,25 @@ class Processes:
         script=("train.py",),
         before=(),
         environment=None,
+        flags_of=None,
         **changes,
     ):
-        """Start them; `before` is put before the command, and `environment` is added to theirs."""
+        """Start them.
+
+        Args:
+            text_file: data.path.
+            workdir: of the run.
+            logs: folder of what they print.
+            devices: of each process.
+            count: of the run's processes.
+            start: which of them.
+            flags: of train.py.
+            script: what Python runs.
+            before: put before the command.
+            environment: added to theirs.
+            flags_of: more flags of some processes, by number.
+            changes: fields of the config, with __ for the dot.
+        """
         overrides = TINY | {
             "data.path": str(text_file),
             "checkpoint.every_steps": "10",
@@ -71,6 +87,7 @@ class Processes:
         for process in start[:count]:
             which = ["--process", str(process)] if count > 1 else []
             command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
+            command += (flags_of or {}).get(process, ())
             with self.logs[process].open("w") as log:
                 self.running[process] = subprocess.Popen(
                     [*before, sys.executable, *command],
