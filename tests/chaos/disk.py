@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,15 +74,13 @@ def read_when_verifying(checkpoint: Path, random: Random) -> Path:
 
 @contextlib.contextmanager
 def without_permissions(paths: Sequence[Path]) -> Iterator[None]:
-    """Take all permissions from files within the block."""
-    modes = [path.stat().st_mode for path in paths]
-    for path in paths:
-        path.chmod(0)
-    try:
+    """Take all permissions from files within the block; they get them back even if they were renamed meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            file = stack.enter_context(path.open("rb")).fileno()
+            stack.callback(os.fchmod, file, os.fstat(file).st_mode)
+            os.fchmod(file, 0)
         yield
-    finally:
-        for path, mode in zip(paths, modes, strict=True):
-            path.chmod(mode)
 
 
 # ── What can happen to a folder of checkpoints; each says what it did ──
