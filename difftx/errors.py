@@ -25,6 +25,10 @@ class RunError(RuntimeError):
     """A run that cannot go on through no mistake of the user's. The message is one line: what, how often, why."""
 
 
+class UnreadableError(RunError):
+    """A file or folder cannot be read, although reads were retried; its content may be correct. Nothing was changed."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean X?' for the closest known name, or the known names if none is close."""
     known = sorted(known)

@@ -36,8 +36,37 @@ class Processes:
     """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`."""
 
     def __init__(
-        self, text_file, workdir, logs, *, devices=4, count=2, start=(0, 1), flags=(), script=("train.py",), **changes
+        self,
+        text_file,
+        workdir,
+        logs,
+        *,
+        devices=4,
+        count=2,
+        start=(0, 1),
+        flags=(),
+        script=("train.py",),
+        before=(),
+        environment=None,
+        flags_of=None,
+        **changes,
     ):
+        """Start them.
+
+        Args:
+            text_file: data.path.
+            workdir: of the run.
+            logs: folder of what they print.
+            devices: of each process.
+            count: of the run's processes.
+            start: which of them.
+            flags: of train.py.
+            script: what Python runs.
+            before: put before the command.
+            environment: added to theirs.
+            flags_of: more flags of some processes, by number.
+            changes: fields of the config, with __ for the dot.
+        """
         overrides = TINY | {
             "data.path": str(text_file),
             "checkpoint.every_steps": "10",
@@ -58,11 +87,12 @@ class Processes:
         for process in start[:count]:
             which = ["--process", str(process)] if count > 1 else []
             command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
+            command += (flags_of or {}).get(process, ())
             with self.logs[process].open("w") as log:
                 self.running[process] = subprocess.Popen(
-                    [sys.executable, *command],
+                    [*before, sys.executable, *command],
                     cwd=ROOT,
-                    env=child_environment(devices),
+                    env=child_environment(devices) | (environment or {}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from difftx.files import misfit, write_atomically
+from difftx.files import misfit, read_file, write_atomically
 from difftx.parallel.multihost import decided_by_lead, is_lead
 from difftx.training.checkpoint import DECISION_SECONDS
 
@@ -57,9 +57,7 @@ class Journal:
 
     def _read(self) -> dict[str, Any]:
         """Return the answers of a journal with the same settings; a line that is none ends nothing but itself."""
-        if not self.path.exists():
-            return {}
-        first, *rest = self.path.read_bytes().splitlines() or [b""]
+        first, *rest = (read_file(self.path) or b"").splitlines() or [b""]
         head = _parsed(first)
         if head is None or head.get("settings") != self._settings:
             return {}

@@ -118,6 +118,7 @@ def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
 
     Raises:
         UserError: `decide` raised it; in every process.
+        RunError: `decide` raised it; in every process.
     """
     if jax.process_count() == 1:
         return decide()
@@ -127,10 +128,16 @@ def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
             answer = {"value": decide()}
         except UserError as error:
             answer = {"mistake": str(error)}
+        except RunError as error:
+            answer = {"failure": str(error)}
         client.key_value_set(key, json.dumps(answer))
     answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
     if "mistake" in answer:
         raise UserError(answer["mistake"])
+    if "failure" in answer:
+        # After a RunError a process ends immediately. If process 0 did so first, JAX would abort the other processes.
+        jax.distributed.shutdown()
+        raise RunError(answer["failure"])
     return answer["value"]
 
 

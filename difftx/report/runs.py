@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.files import read_file, read_json
 from difftx.model.flops import flops_per_token
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
@@ -77,7 +77,7 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     Raises:
         UserError: none matches, or one has no config or no training steps.
     """
-    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]
+    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
     return read_runs(workdirs)
@@ -136,7 +136,7 @@ def read_results(workdir: Path) -> dict[str, dict[int, dict[str, Any]]]:
 def _read_run(workdir: Path, name: str) -> RunRecord:
     config = read_config(workdir)
     path = workdir / "metrics.jsonl"
-    rows, skipped = read_metrics(path) if path.is_file() else ([], 0)
+    rows, skipped = read_metrics(path)
     if skipped:
         print(f"{path}: skipped {skipped} lines that are not metrics")
     if not any(row["split"] == "train" for row in rows):
@@ -155,7 +155,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
 
 def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     entries, broken = [], 0
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in (read_file(path) or b"").decode(errors="replace").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
@@ -169,7 +169,7 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _read_manifest(workdir: Path) -> dict[str, Any]:
     path = workdir / "manifest.json"
-    manifest = read_json(path) if path.is_file() else {}
+    manifest = read_json(path) if path.exists() else {}
     if not isinstance(manifest, dict) or not all(isinstance(manifest.get(k, {}), dict) for k in ("data", "devices")):
         raise UserError(f"{path}: not the description of a run; delete it, and training writes it anew")
     return manifest

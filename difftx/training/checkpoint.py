@@ -6,11 +6,13 @@ Process 0 alone checks, renames and deletes, on the file system that all process
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,25 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.config_reader import saved_config
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UnreadableError, UserError
+from difftx.files import list_folder
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
-from difftx.training.manifest import damage, describe_arrays, quarantined_in, read_manifest, steps_in, write_manifest
-from difftx.training.retention import remove, remove_leftovers, steps_to_keep
+from difftx.training.manifest import (
+    damage,
+    describe_arrays,
+    quarantined_in,
+    read_manifest,
+    steps_in,
+    write_manifest,
+)
+from difftx.training.retention import (
+    quarantine,
+    quarantine_order,
+    remove,
+    remove_leftovers,
+    rename,
+    steps_to_keep,
+)
 from difftx.training.state import TrainState
 
 # Until process 0 has read a checkpoint: the monitor notices earlier that it is gone.
@@ -51,7 +68,7 @@ class Checkpointer:
         self._verified: set[int] = set()  # Steps that this process has restored or saved.
         self._failures = 0  # Of saves, in a row.
         if config is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            decided_by_lead(self._make_folder, DECISION_SECONDS)
 
     # ── Reading ──
 
@@ -62,10 +79,12 @@ class Checkpointer:
     def newest(self) -> int | None:
         """Return the newest step that verifies; None if there never was a checkpoint.
 
-        In training, what does not verify is renamed, so that it is in nobody's way and not lost.
+        In training, what does not verify is renamed, so that it is in nobody's way and not lost. If no checkpoint
+        verifies, training verifies the quarantined ones again, and takes the newest that verifies back.
 
         Raises:
             UserError: there are checkpoints, but none verifies.
+            UnreadableError: a checkpoint that would be used cannot be read; it is not renamed.
         """
         self._settle()
         step = decided_by_lead(self.find_newest, DECISION_SECONDS)
@@ -78,6 +97,7 @@ class Checkpointer:
 
         Raises:
             UserError: there is no such checkpoint, or it does not verify.
+            UnreadableError: it cannot be read.
         """
         decided_by_lead(lambda: self._require_verified(step), DECISION_SECONDS)
         return step
@@ -87,14 +107,15 @@ class Checkpointer:
 
         Raises:
             UserError: the checkpoint's arrays are not those of `abstract`.
+            UnreadableError: it cannot be read.
         """
         folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
         saved = _check_arrays(folder, wanted)
         if saved:
             raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's train state")
-        restored = self._orbax.restore(
-            folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
+        with _reading(folder):
+            restored = self._orbax.restore(folder, args=args)
         return TrainState(**restored["state"]), restored["loader"]
 
     def config(self, step: int) -> Config:
@@ -105,25 +126,64 @@ class Checkpointer:
         """Do what `newest` says in this process alone."""
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
-        reasons = []
+        reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
             why = self._damage(step)
             if why is None:
                 return step
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {_quarantine(self.folder / str(step))}"
+            fate = "skipped" if self._config is None else f"renamed {quarantine(self.folder / str(step)).name}"
             say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
-        reasons += [path.name for path in quarantined_in(self.folder)] if not reasons else []
-        if reasons:
+        if self._config is not None and (step := self._take_back(quarantined)) is not None:
+            return step
+        if reasons := reasons or [path.name for path in quarantined]:
             raise UserError(
                 f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
                 "restore one from a copy, or use a new --workdir"
             )
         return None
 
+    def _make_folder(self) -> None:
+        if not list_folder(self.folder):  # It may be a file, or a link to a disk that is not mounted.
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
+
+    def _take_back(self, quarantined: Sequence[Path]) -> int | None:
+        """Rename the newest quarantined checkpoint that verifies to its step, and return the step.
+
+        Called only if no checkpoint verifies. While there is one, the quarantined ones stay aside: a user may have put
+        them there to continue from an earlier step, and the metrics after that step have been dropped.
+        """
+        unreadable = []
+        for path in sorted(quarantined, key=quarantine_order, reverse=True):
+            step, _ = quarantine_order(path)
+            try:
+                why = damage(path, step=step, content=True)
+            except UnreadableError as error:
+                unreadable.append(error)
+                continue
+            if why is None:
+                rename(path, self.folder / str(step))
+                say(f"checkpoint {path} verifies, and no other does; renamed {step}")
+                return step
+        if unreadable:
+            raise UnreadableError(
+                f"{unreadable[0]}; no other checkpoint verifies: run the same command again once it can be read, "
+                "restore a checkpoint from a copy, or use a new --workdir"
+            )
+        return None
+
     def _damage(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
-        return damage(self.folder / str(step), step=step, content=content)
+        try:
+            return damage(self.folder / str(step), step=step, content=content)
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
+                f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
+            ) from error
 
     def _require_verified(self, step: int) -> None:
         steps = self.steps()
@@ -209,7 +269,8 @@ class Checkpointer:
             steps = [other for other in self.steps() if other <= step]
             kept = steps_to_keep(self._config, steps, self._workdir)
             remove(self.folder / str(other) for other in steps if other not in kept)
-        except (OSError, UserError) as error:  # The checkpoint is there; that old ones are too is no failure to save.
+        # The save has succeeded; that old checkpoints stay as well is not a failure.
+        except (OSError, UserError, UnreadableError) as error:
             say(f"old checkpoints stay: {error}")
 
     def _settle(self) -> None:
@@ -239,7 +300,7 @@ class Checkpointer:
 
 def config_of(folder: Path) -> Config:
     """Return the config that the checkpoint in `folder` was trained with."""
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    with _reading(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
         return saved_config(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
 
 
@@ -254,8 +315,22 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
         raise UserError(f"{folder}: {more[0]} has no place in this config's model")
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.restore(folder / "state", args=args)["params"]
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn a read error of orbax or tensorstore, after the checkpoint has verified, into an `UnreadableError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # In the text of tensorstore's ValueError.
+        number = error.errno if isinstance(error, OSError) else code and int(code[1])
+        if number is None or isinstance(error, FileNotFoundError):
+            raise
+        why = os.strerror(number)
+        raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
 
 
 def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
@@ -267,15 +342,6 @@ def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> 
     if save_seconds is not None:
         options.timeout_secs = save_seconds
     return ocp.AsyncCheckpointer(handler, async_options=options)
-
-
-def _quarantine(folder: Path) -> str:
-    """Rename a checkpoint that does not verify; return its new name."""
-    first = f"{folder.name}.quarantined"
-    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
-    name = next(name for name in names if not folder.with_name(name).exists())
-    folder.rename(folder.with_name(name))
-    return name
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:

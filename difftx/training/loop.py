@@ -13,7 +13,7 @@ from difftx.data.loader import Batch, Loader
 from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
-from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
+from difftx.parallel.multihost import Interrupt, Monitor, barrier, decided_by_lead, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps
@@ -41,6 +41,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     try:
         if run.config.model.architecture in ("diff", "gda"):  # These take the fused kernels.
             kernels.check_gradients(run.config.model.d_head)
+        run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step_fn = jax.jit(make_train_step(run.config), donate_argnums=0)
             journal, outcome = Journal(run.workdir), None
@@ -89,7 +90,7 @@ def _train(
         signature=run.data.signature,
     )
     guard = Guard(config.guards)
-    with goodput.section("restore" if checkpointer.steps() else "init"):
+    with goodput.section("restore" if decided_by_lead(checkpointer.steps, patience) else "init"):
         state, start = starting_state(run, checkpointer, loader, guard, allow_config_change=allow_config_change)
     if is_lead():
         run.write_description()

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,10 +15,11 @@ import xxhash
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.files import json_sha256, misfit, read_json, write_atomically
+from difftx.files import check_link, json_sha256, list_folder, misfit, read_json, retry_read, size_of, write_atomically
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+QUARANTINED = ".quarantined"  # In the name of a checkpoint that was put aside.
 # Orbax writes them after the manifest, before the folder gets its name, with the time. They must be there; what they
 # hold is not read, so that it has no checksum.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
@@ -90,9 +92,11 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         UserError: there is none, it is damaged, or it names a file outside of its folder.
+        UnreadableError: it cannot be read.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    if size_of(path) is None:
+        check_link(folder)
         raise UserError(f"no {MANIFEST}")
     raw = read_json(path)
     try:
@@ -107,70 +111,97 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
-    for name in files:
-        _check_inside(folder, name)
+    _check_inside(folder, files)
     return Manifest(raw["step"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files)
 
 
 def damage(folder: Path, *, step: int | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` cannot be used, or None if it can.
+    """Return why the checkpoint in `folder` does not verify, or None if it does.
+
+    A checkpoint is damaged if its content contradicts its manifest or a file of the manifest does not exist. A read
+    error says nothing about the content: it is an exception.
 
     Args:
         folder: of one step.
         step: of the state in it, where that is known.
         content: compare checksums too, not only which files there are and how long.
+
+    Raises:
+        UnreadableError: a file or folder of the checkpoint cannot be read.
     """
     try:
         manifest = read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
         for name in COMMIT_MARKERS:
-            if not (folder / name).is_file():
+            if size_of(folder / name) is None:
                 return f"{name} is missing"
         for name, (size, _) in manifest.files.items():
-            if not (folder / name).is_file():
+            found = size_of(folder / name)
+            if found is None:
                 return f"{name} is missing"
-            if (folder / name).stat().st_size != size:
-                return f"{name} has {(folder / name).stat().st_size} bytes, not {size}"
+            if found != size:
+                return f"{name} has {found} bytes, not {size}"
         if content:
             with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-                found = pool.map(xxh3_of, (folder / name for name in manifest.files))
-                for (name, (_, expected)), checksum in zip(manifest.files.items(), found, strict=True):
+                checksums = pool.map(xxh3_of, (folder / name for name in manifest.files))
+                for (name, (_, expected)), checksum in zip(manifest.files.items(), checksums, strict=True):
                     if checksum != expected:
                         return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
     except UserError as error:
         return str(error)
-    except OSError as error:
-        return f"{error.filename or folder} cannot be read: {error.strerror}"
+    except (FileNotFoundError, NotADirectoryError) as error:  # It was deleted after its size was read.
+        return f"{error.filename} is missing"
     return None
 
 
 def xxh3_of(file: Path) -> str:
-    """Return a file's XXH3-128: made to notice damage, not forgery, at a fourth of the cost of zlib's CRC-32."""
-    digest, block = xxhash.xxh3_128(), bytearray(BLOCK_BYTES)
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(block):
-            digest.update(memoryview(block)[:count])
-    return digest.hexdigest()
+    """Return a file's XXH3-128: made to notice damage, not forgery, at a fourth of the cost of zlib's CRC-32.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        UnreadableError: it cannot be read.
+    """
+
+    def read() -> str:
+        digest, block = xxhash.xxh3_128(), bytearray(BLOCK_BYTES)
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(block):
+                digest.update(memoryview(block)[:count])
+        return digest.hexdigest()
+
+    return retry_read(file, read)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder in a run's folder of checkpoints, ascending, whether they verify or not."""
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
+    """Return the steps that have a folder in a run's folder of checkpoints, ascending, whether they verify or not.
+
+    A link counts even if its target does not exist: otherwise a run would silently continue from an older step.
+
+    Raises:
+        UnreadableError: the folder of checkpoints cannot be read.
+    """
+    found = list_folder(folder).items()
+    return sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
 
 
 def quarantined_in(folder: Path) -> list[Path]:
-    """Return what was put aside because it did not verify."""
-    return sorted(folder.glob("*.quarantined*"))
+    """Return the quarantined checkpoints, which training or a user has put aside.
+
+    Raises:
+        UnreadableError: the folder of checkpoints cannot be read.
+    """
+    return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
 
 
-def _check_inside(folder: Path, name: str) -> None:
-    """Refuse the path of a file outside of the folder, also by a symbolic link."""
-    path = PurePosixPath(name)
-    try:
-        inside = (folder / name).resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # A loop of links, a name that no file can have.
-        inside = False
-    if not inside or path.is_absolute() or ".." in path.parts:
-        raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")
+def _check_inside(folder: Path, names: Iterable[str]) -> None:
+    """Refuse paths of files outside of the folder, also by a symbolic link inside of it; the folder may be a link."""
+    real = os.path.realpath(folder)
+    for name in names:
+        path = PurePosixPath(name)
+        try:
+            inside = os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
+        except ValueError:  # A name that no file can have.
+            inside = False
+        if not inside or path.is_absolute() or ".." in path.parts:
+            raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")

@@ -7,6 +7,7 @@ import jax
 from difftx.config import Config
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
+from difftx.files import size_of
 from difftx.parallel.multihost import decided_by_lead, say
 from difftx.training.changes import changed_fields
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
@@ -95,7 +96,7 @@ def _weights_of(run: Run, source: Path) -> object:
 
 
 def _checkpoint_in(source: Path) -> Path:
-    if (source / MANIFEST).is_file() and not (source / "checkpoints").is_dir():
+    if size_of(source / MANIFEST) is not None and not (source / "checkpoints").is_dir():
         if why := damage(source, content=True):
             raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
         return source.resolve()

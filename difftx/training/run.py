@@ -21,15 +21,16 @@ from difftx.config_reader import saved_config
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.files import read_json, write_atomically
+from difftx.files import read_file, read_json, remove_temporaries, size_of, write_atomically
 from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.parallel.multihost import barrier, is_lead
+from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
 from difftx.parallel.presets import apply_preset
 from difftx.training.manifest import package_versions
 
 LOCK_WAIT_SECONDS = 60.0
+RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,20 @@ class Run:
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
+    def check_records(self) -> None:
+        """Check the files that training reads and replaces, before it begins; all processes end alike.
+
+        Raises:
+            UserError: one of them is a folder.
+            UnreadableError: one of them cannot be read.
+        """
+
+        def check() -> None:
+            for name in RECORDS:
+                read_file(self.workdir / name)
+
+        decided_by_lead(check, self.config.multihost.barrier_timeout_seconds)
+
     def write_description(self) -> None:
         """Write `config.json` and `manifest.json`, atomically."""
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -121,9 +136,10 @@ def read_config(workdir: Path) -> Config:
 
     Raises:
         UserError: there is none, or it is not a config of this version.
+        UnreadableError: it cannot be read.
     """
     path = workdir / "config.json"
-    if not path.exists():
+    if size_of(path) is None and not path.is_dir():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
     return saved_config(read_json(path))
 
@@ -135,6 +151,7 @@ def _lock_of(workdir: Path) -> Iterator[None]:
         _wait_for_lock(file, workdir)
         file.truncate(0)
         print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+        remove_temporaries(workdir)
         yield
 
 

@@ -42,7 +42,7 @@ def test_ls_shows_what_there_is(workdir, capsys):
         "10": "verified (sizes)",
         "20": "no manifest.json",
         "30": "verified (sizes)",
-        "40.quarantined": "did not verify",
+        "40.quarantined": "quarantined",
     }
 
 
