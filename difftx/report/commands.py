@@ -19,6 +19,7 @@ from difftx.files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
+from difftx.report.outward import confirm_outward
 from difftx.report.runs import Metric
 from difftx.report.scaling import format_study, write_scaling
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
@@ -67,6 +68,8 @@ def run_suites(
     overrides: Mapping[str, str],
     again: bool,
     processes: argparse.Namespace,
+    *,
+    trusted: bool = False,
 ) -> int:
     """Evaluate checkpoints of a run and print the numbers.
 
@@ -77,6 +80,7 @@ def run_suites(
         overrides: fields of the run's config.
         again: do what is done already.
         processes: the flags of `multihost`.
+        trusted: the user confirms addresses, key variables and code that the run's config names.
 
     Raises:
         UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
@@ -84,6 +88,7 @@ def run_suites(
     evals.check_suites(suites)
     config = override(read_config(workdir), overrides)
     multihost.start(processes, config.multihost)
+    confirm_outward(config, workdir, suites, overrides, trusted=trusted)
     checkpointer = Checkpointer(workdir)
     chosen = _choose(checkpointer, workdir, steps)
     run = _open_on_mesh(config, workdir)
