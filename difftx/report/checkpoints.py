@@ -12,7 +12,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,9 +62,8 @@ def list_checkpoints(folder: Path) -> int:
         table.add_column(title, justify=justify, overflow="fold")
     for path in [folder / str(step) for step in steps_in(folder)]:
         why = damage(path, step=int(path.name), content=False)
-        table.add_row(
-            path.name, _size(path), _age(path), "verified (sizes)" if why is None else rich.markup.escape(why)
-        )
+        state = "verified (sizes)" if why is None else rich.markup.escape(printable(why))
+        table.add_row(path.name, _size(path), _age(path), state)
     for path in quarantined_in(folder):
         table.add_row(path.name, _size(path), _age(path), "did not verify")
     console = rich.console.Console()
@@ -84,7 +83,8 @@ def verify(folder: Path) -> int:
     for step in steps:
         began = time.perf_counter()
         why = damage(folder / str(step), step=step, content=True)
-        print(f"{step}: {why or f'every checksum is right ({time.perf_counter() - began:.1f} s)'}", flush=True)
+        found = why or f"every checksum is right ({time.perf_counter() - began:.1f} s)"
+        print(printable(f"{step}: {found}"), flush=True)
         bad += [str(step)] if why else []
     if bad:
         raise UserError(f"{folder}: {len(bad)} of {len(steps)} checkpoints do not verify: {', '.join(bad)}")
@@ -115,7 +115,8 @@ def diff(a: Path, b: Path, values: bool) -> int:
     ]
     if values:
         lines += _value_changes(a, b)
-    print(*lines or ["no difference" if values else "no difference in config, names, shapes and dtypes"], sep="\n")
+    none = "no difference" if values else "no difference in config, names, shapes and dtypes"
+    print(*map(printable, lines or [none]), sep="\n")
     return 0
 
 
@@ -136,14 +137,14 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
     verified = [step for step, why in reasons.items() if why is None]
     for step, why in reasons.items():
         if why is not None:
-            print(f"{step}: stays, since it does not verify: {why}")
+            print(printable(f"{step}: stays, since it does not verify: {why}"))
     if not verified:
         raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
     kept = steps_to_keep(rule, verified, workdir)
     going = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
     for path in going:
-        print(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})")
+        print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
     if yes:
         remove(going)
     elif going:
