@@ -24,6 +24,8 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="write one HTML page of --workdir")
     parser.add_argument("--out", type=Path, help="directory for figures; file of the report, else WORKDIR/report.html")
     parser.add_argument("--list", action="store_true", help="list the suites")
+    trust = "use addresses, key variables and code that the run's config names; print them"
+    parser.add_argument("--trust_run_config", action="store_true", help=trust)
     multihost.add_flags(parser)
     parser.epilog = "--eval.field=value and --mesh.field=value change fields of the run's config"
     args, rest = parser.parse_known_args()
@@ -44,7 +46,10 @@ def main() -> int:
         return commands.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
     if args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
-    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides, args.again, args)
+    suites = args.suite.split(",")
+    return commands.run_suites(
+        args.workdir, suites, args.step, overrides, args.again, args, trusted=args.trust_run_config
+    )
 
 
 if __name__ == "__main__":

@@ -239,11 +239,11 @@ def get_config() -> ConfigDict:
     c.eval.hallucination.support_threshold = 0.5
     c.eval.hallucination.seed = 0  # Of the samples; below 2**32.
     c.eval.judge = ConfigDict()  # How judge_model is reached: results do not depend on it.
-    c.eval.judge.base_url = "https://api.openai.com/v1"  # Anything that speaks chat completions.
-    c.eval.judge.key_variable = "OPENAI_API_KEY"  # The environment variable that has the key; None: no key.
+    c.eval.judge.base_url = "https://api.openai.com/v1"  # Any chat completions; with a key: https, or localhost.
+    c.eval.judge.key_variable = "OPENAI_API_KEY"  # Environment variable of the key, …_KEY or …_TOKEN; None: no key.
     c.eval.judge.concurrency = 4  # Requests under way at a time.
     c.eval.judge.requests_per_minute = placeholder(float)  # Over all of them; None: no limit but the endpoint's own.
-    c.eval.judge.timeout_seconds = 120.0  # Without a byte from the endpoint.
+    c.eval.judge.timeout_seconds = 120.0  # Of a request, until its answer is there whole.
     c.eval.judge.attempts = 8  # At a verdict.
     c.eval.judge.backoff_seconds = 1.0  # After the first failed attempt; doubled after each.
     c.eval.judge.longest_wait_seconds = 120.0  # Of that; an endpoint that asks for a longer one ends the suite.

@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 
@@ -10,19 +11,35 @@ EXIT_FAILED = 1  # What Python itself ends with after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
 LONGEST_MESSAGE = 1500
+# Control characters (C0 without tab and newline, DEL, C1), bidirectional controls, and surrogates, which cannot be
+# printed as UTF-8.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return a text that cannot steer a terminal: control characters as escapes such as \x1b; tab and newline stay."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class UserError(ValueError):
     """A wrong config, path or input file. The message is one line: field or file, value, fix."""
 
     def __init__(self, message: str):
-        """Take the message; a value in it may have come from anywhere, with line breaks or without end."""
-        line = " ".join(message.splitlines())
-        super().__init__(line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …")
+        """Make the message one printable line of bounded length; values in it may come from untrusted files."""
+        super().__init__(_one_line(message))
 
 
 class RunError(RuntimeError):
     """A run that cannot go on through no mistake of the user's. The message is one line: what, how often, why."""
+
+    def __init__(self, message: str):
+        """Make the message one printable line of bounded length, as `UserError` does."""
+        super().__init__(_one_line(message))
+
+
+def _one_line(message: str) -> str:
+    line = printable(" ".join(message.splitlines()))
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …"
 
 
 class UnreadableError(RunError):
@@ -48,7 +65,7 @@ def run_command(main: Callable[[], int]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        what = f"{error.filename}: " if error.filename else ""
+        what = f"{printable(str(error.filename))}: " if error.filename else ""
         _fail(f"{what}{error.strerror}; make room, then run the same command again")
 
 

@@ -5,7 +5,9 @@ import sys
 import pytest
 from conftest import ROOT
 
-from difftx.errors import run_command
+from difftx.errors import RunError, UserError, printable, run_command
+
+HOSTILE = "\x1b]0;title\x07\x9b31m\x7f\x00\r\x0b\u202e\u2066\u200f\udcff"
 
 FULL = """
 import threading, time
@@ -31,3 +33,17 @@ def test_other_errors_of_the_system_keep_their_traceback():
 
     with pytest.raises(PermissionError):
         run_command(main)
+
+
+def test_what_steers_a_terminal_is_escaped_and_nothing_else():
+    escaped = printable(HOSTILE)
+    assert escaped == r"\x1b]0;title\x07\x9b31m\x7f\x00\r\x0b\u202e\u2066\u200f\udcff"
+    assert escaped.isprintable()
+    plain = "a\tb\nnaïve \U0001f468\u200d\U0001f469 日本語 עברית \\x1b"
+    assert printable(plain) == plain
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError])
+def test_messages_are_one_printable_line(kind):
+    assert str(kind(f"a{HOSTILE}\nb")).isprintable()
+    assert len(str(kind("x" * 10**6))) < 2000

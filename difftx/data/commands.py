@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from difftx.data.bigrams import write_bigrams
 from difftx.data.progress import Work
 from difftx.data.store import SPLITS, damage, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 
 DOCUMENT_STYLES = ("cyan", "yellow")  # In turn, so that neighbours differ.
 BOUNDARY_STYLE = "bold reverse"
@@ -56,7 +55,7 @@ def verify(folder: Path) -> int:
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
     if problems:
-        print(*problems, sep="\n")
+        print(*map(printable, problems), sep="\n")
         raise UserError(f"{folder}: {len(problems)} problems, the first: {problems[0]}")
     for split in SPLITS:
         counts = meta["splits"][split]
@@ -88,9 +87,9 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         name = _document_id(folder, meta, split, document)
         title = f"document {document}" if name is None else f"document {document} ({name})"
         where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
-        console.print(rich.text.Text(_printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
+        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
         text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
-        console.print(rich.text.Text(_printable(text), style=DOCUMENT_STYLES[document % 2]))
+        console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
     return 0
 
 
@@ -162,8 +161,3 @@ def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) 
                 return json.loads(next(itertools.islice(lines, document, None)))
         document -= shard["documents"]
     return None
-
-
-def _printable(text: str) -> str:
-    """Write out what would steer the terminal."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftx.config_reader import split_overrides
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
 from difftx.parallel import multihost
@@ -107,7 +107,7 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
 
     def show(index: int, text: str) -> None:
         if multihost.is_lead():
-            print(text, end="", flush=True)
+            print(printable(text), end="", flush=True)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Where the terminal is not UTF-8.
@@ -156,4 +156,4 @@ def _complete_file(
         write_atomically(options.out, text)
     except OSError as error:
         raise UserError(f"--out={options.out}: {error.strerror}") from error
-    print(f"{options.out}: {len(order)} completions")
+    print(printable(f"{options.out}: {len(order)} completions"))

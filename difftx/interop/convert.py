@@ -8,7 +8,7 @@ from pathlib import Path
 
 from difftx.config import Config
 from difftx.config_reader import load_config, split_overrides
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 
 SHARD_MIB = 4096
 OURS = "difftx"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         decided = {name.partition(".")[2] for name in split_overrides(rest, "config") if name.startswith("model.")}
         lines = runs.import_run(options.input, options.out, options.source, config, decided, options.verify)
-    print(*lines, sep="\n")
+    print(*map(printable, lines), sep="\n")
     return 0
 
 

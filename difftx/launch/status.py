@@ -15,6 +15,7 @@ import rich.live
 import rich.markup
 import rich.table
 
+from difftx.errors import printable
 from difftx.launch.grid import Point
 from difftx.training.metrics import read_newest_metrics
 
@@ -67,7 +68,7 @@ class RunStatus:
             "" if self.loss is None else f"{self.loss:.4f}",
             "" if rate is None else f"{rate:,.0f}",
             left,
-            self.error,
+            printable(self.error),
         ]
 
     def as_json(self) -> dict[str, Any]:

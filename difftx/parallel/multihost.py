@@ -26,7 +26,7 @@ from jax._src import distributed  # The coordination service's client: jax has n
 from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
-from difftx.errors import EXIT_BAD_INPUT, RunError, UserError
+from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, printable
 
 REPEAT_SECONDS = 1.0
 _decisions = itertools.count()
@@ -83,9 +83,9 @@ def is_lead() -> bool:
 
 
 def say(text: str) -> None:
-    """Print from one process."""
+    """Print from one process, control characters as escapes."""
     if is_lead():
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def barrier(name: str, timeout_seconds: float) -> None:

@@ -12,7 +12,7 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx.errors import UnreadableError, UserError
+from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def list_checkpoints(folder: Path) -> int:
         table.add_column(title, justify=justify, overflow="fold")
     for path in [folder / str(step) for step in steps_in(folder)]:
         why = _problem(path, content=False)
-        state = "verified (sizes)" if why is None else rich.markup.escape(str(why))
+        state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
         table.add_row(path.name, _size(path), _age(path), state)
     for path in quarantined_in(folder):
         table.add_row(path.name, _size(path), _age(path), "quarantined")
@@ -89,7 +89,8 @@ def verify(folder: Path) -> int:
     for step in steps:
         began = time.perf_counter()
         why = _problem(folder / str(step), content=True)
-        print(f"{step}: {why or f'every checksum is right ({time.perf_counter() - began:.1f} s)'}", flush=True)
+        found = why or f"every checksum is right ({time.perf_counter() - began:.1f} s)"
+        print(printable(f"{step}: {found}"), flush=True)
         if why is not None:
             (unreadable if isinstance(why, UnreadableError) else damaged).append(str(step))
     if damaged:
@@ -109,7 +110,7 @@ def put_aside(folder: Path, step: int) -> int:
     from difftx.training.retention import quarantine
 
     path = quarantine(_find(folder, str(step)))
-    print(f"{path}: training uses it again only if it verifies and no other checkpoint does")
+    print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
     return 0
 
 
@@ -137,7 +138,8 @@ def diff(a: Path, b: Path, values: bool) -> int:
     ]
     if values:
         lines += _value_changes(a, b)
-    print(*lines or ["no difference" if values else "no difference in config, names, shapes and dtypes"], sep="\n")
+    none = "no difference" if values else "no difference in config, names, shapes and dtypes"
+    print(*map(printable, lines or [none]), sep="\n")
     return 0
 
 
@@ -158,14 +160,14 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
     verified = [step for step, why in reasons.items() if why is None]
     for step, why in reasons.items():
         if why is not None:
-            print(f"{step}: stays, since it does not verify: {why}")
+            print(printable(f"{step}: stays, since it does not verify: {why}"))
     if not verified:
         raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
     kept = steps_to_keep(rule, verified, workdir)
     going = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
     for path in going:
-        print(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})")
+        print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
     if yes:
         remove(going)
     elif going:

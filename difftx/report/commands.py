@@ -9,17 +9,19 @@ from typing import Any
 
 import jax
 import rich.console
+import rich.text
 
 from difftx import evals
 from difftx.config import Config
 from difftx.config_reader import override
 from difftx.data.progress import Work
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import read_json
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
-from difftx.report.runs import Metric
+from difftx.report.outward import confirm_outward
+from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.run import Run, read_config
@@ -47,7 +49,7 @@ def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
     studies, files = write_scaling(pattern, out, metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
-        print(*(f"note: {note}" for note in study.notes), sep="\n", end="\n" if study.notes else "")
+        print(*(printable(f"note: {note}") for note in study.notes), sep="\n", end="\n" if study.notes else "")
     print(*files, sep="\n")
     return 0
 
@@ -56,7 +58,7 @@ def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
     """Write the page of one run, or of several to compare, and print where it is."""
     from difftx.report.page import write_page  # Bokeh takes half a second, which the other flags need not wait.
 
-    print(write_page(workdirs, out or workdirs[0] / "report.html"))
+    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
     return 0
 
 
@@ -67,6 +69,8 @@ def run_suites(
     overrides: Mapping[str, str],
     again: bool,
     processes: argparse.Namespace,
+    *,
+    trusted: bool = False,
 ) -> int:
     """Evaluate checkpoints of a run and print the numbers.
 
@@ -77,6 +81,7 @@ def run_suites(
         overrides: fields of the run's config.
         again: do what is done already.
         processes: the flags of `multihost`.
+        trusted: the user confirms addresses, key variables and code that the run's config names.
 
     Raises:
         UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
@@ -84,6 +89,7 @@ def run_suites(
     evals.check_suites(suites)
     config = override(read_config(workdir), overrides)
     multihost.start(processes, config.multihost)
+    confirm_outward(config, workdir, suites, overrides, trusted=trusted)
     checkpointer = Checkpointer(workdir)
     chosen = _choose(checkpointer, workdir, steps)
     run = _open_on_mesh(config, workdir)
@@ -170,12 +176,13 @@ def load_params(run: Run, step: int) -> Any:
 def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
     """Print a result that was written, and draw its charts, which the training loop does not."""
     path = evals.result_path(run.workdir, suite, step)
-    result, figures = read_json(path), path.with_suffix("")
+    result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
     shown = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
-    console.print(f"[bold]{run.workdir} step {step} {suite}[/bold]  {shown}", highlight=False)
+    title = printable(f"{run.workdir} step {step} {suite}")
+    console.print(rich.text.Text.assemble((title, "bold"), f"  {shown}"), highlight=False)
     if not fresh:
-        print(f"skipped, {path} was made with the same settings; --again makes it anew")
+        print(f"skipped, {printable(str(path))} was made with the same settings; --again makes it anew")
     for sample in result["details"].get("samples", []):
         console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
         console.print(sample["completion"], markup=False, highlight=False)

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.axes
 import matplotlib.figure
 import numpy as np
+import rich.markup
 import rich.table
 
 from difftx.errors import UserError
@@ -53,7 +54,7 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     for name in COLUMNS:
         table.add_column(name.replace("_", " "), justify="left" if name in COLUMNS[:2] else "right")
     for row in rows:
-        table.add_row(*(_shown(row[name]) for name in COLUMNS))
+        table.add_row(*(rich.markup.escape(_shown(row[name])) for name in COLUMNS))
     return table
 
 

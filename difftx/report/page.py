@@ -9,7 +9,7 @@ import bokeh.model
 import bokeh.resources
 import jinja2
 
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.report import panels, tables
 from difftx.report.runs import RunRecord, different_tokenizers, read_runs
@@ -40,9 +40,12 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         for figure in figures.values():
             document.add_root(figure)
     script, divs = bokeh.embed.components(figures)
-    template = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template(
-        "report.html"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
+    template = environment.get_template("report.html")
     page = template.render(
         title=" and ".join(run.name for run in runs),
         runs=tables.run_headers(runs),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from difftx.config import Config
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import read_file, read_json
 from difftx.model.flops import flops_per_token
 from difftx.training.metrics import read_metrics
@@ -126,11 +126,22 @@ def read_results(workdir: Path) -> dict[str, dict[int, dict[str, Any]]]:
     for path in sorted(workdir.glob("evals/*/*.json")):
         if not re.fullmatch("[0-9]{1,18}", path.stem):
             continue
-        result = read_json(path)
+        result = printable_json(read_json(path))
         if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
             raise UserError(f"{path}: not the result of a suite, it has no numbers; delete it, or run the suite again")
         results.setdefault(path.parent.name, {})[int(path.stem)] = result
     return {suite: dict(sorted(steps.items())) for suite, steps in results.items()}
+
+
+def printable_json(value: Any) -> Any:
+    """Return a JSON value with every text in it, names too, as `printable` returns it."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_json(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(name): printable_json(item) for name, item in value.items()}
+    return value
 
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
@@ -138,7 +149,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
     path = workdir / "metrics.jsonl"
     rows, skipped = read_metrics(path)
     if skipped:
-        print(f"{path}: skipped {skipped} lines that are not metrics")
+        print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
     journal, broken = _read_journal(workdir / "journal.jsonl")
@@ -147,8 +158,8 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         workdir=workdir,
         config=config,
         manifest=_read_manifest(workdir),
-        rows=rows,
-        journal=journal,
+        rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
+        journal=printable_json(journal),
         skipped=skipped + broken,
     )
 
@@ -169,7 +180,7 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _read_manifest(workdir: Path) -> dict[str, Any]:
     path = workdir / "manifest.json"
-    manifest = read_json(path) if path.exists() else {}
+    manifest = printable_json(read_json(path)) if path.exists() else {}
     if not isinstance(manifest, dict) or not all(isinstance(manifest.get(k, {}), dict) for k in ("data", "devices")):
         raise UserError(f"{path}: not the description of a run; delete it, and training writes it anew")
     return manifest
@@ -177,5 +188,6 @@ def _read_manifest(workdir: Path) -> dict[str, Any]:
 
 def _names(workdirs: Sequence[Path]) -> list[str]:
     """Return the folders' names; whole paths where two folders have one name."""
-    names = [workdir.resolve().name for workdir in workdirs]
-    return [name if names.count(name) == 1 else str(workdir) for name, workdir in zip(names, workdirs, strict=True)]
+    names = [printable(workdir.resolve().name) for workdir in workdirs]
+    whole = [printable(str(workdir)) for workdir in workdirs]
+    return [name if names.count(name) == 1 else path for name, path in zip(names, whole, strict=True)]

@@ -20,7 +20,7 @@ from difftx.config import Config
 from difftx.config_reader import saved_config
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import read_file, read_json, remove_temporaries, size_of, write_atomically
 from difftx.model.flops import count_parameters
 from difftx.parallel.layout import Layout
@@ -173,7 +173,7 @@ def _wait_for_lock(file: TextIO, workdir: Path) -> None:
         if holder is None:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            print(f"{workdir}: waiting for {holder}, which trains there", flush=True)
+            print(printable(f"{workdir}: waiting for {holder}, which trains there"), flush=True)
         if time.monotonic() > deadline:
             raise UserError(f"--workdir={workdir}: {holder} trains there; stop it, or use another --workdir")
         time.sleep(0.2)

@@ -141,6 +141,16 @@ def evaluated(config, workdir, params=random_params):
     return evals.evaluate(run, params(run), 3, ["harness"])["harness"]
 
 
+# Rows as they must be.
+ROWS = {
+    "piqa": {"query": "Question: a\nAnswer:", "choices": ["b", "c"], "gold": 0},
+    "boolq": {"query": "a\nQuestion: b?", "choices": ["no", "yes"], "gold": 0},
+    "hellaswag": {"query": "a: b", "choices": ["c", "d", "e", "f"], "gold": 0},
+    "openbookqa": {"query": "a", "choices": ["c", "d", "e", "f"], "gold": 0},
+    "winogrande": {"context_options": ["a b", "a c"], "continuation": "left.", "gold": 0},
+}
+
+
 def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     run = Run.open(config_of(folder), tmp_path)
@@ -160,6 +170,20 @@ def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypat
         ("piqa", [{"query": "", "choices": ["b"], "gold": 0}], "line 1: query='' must be text, and not empty"),
         ("piqa", [{"quary": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'query'. Did you mean 'quary'"),
         ("winogrande", [{"query": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'context_options'"),
+        ("piqa", [ROWS["piqa"], {"query": "a", "choices": ["b", "c"], "gold": 0}],
+         r"piqa_val.jsonl: line 2: query='a' has not the form of the task, 'Question: …\\nAnswer:'; write the"),
+        ("piqa", [ROWS["piqa"] | {"choices": ["b", "c", "d"]}], "line 1: choices has 3 texts, and the task 2"),
+        ("piqa", [ROWS["piqa"] | {"query": "Question: a {b}?"}], r"query='Question: a {b}\?' has not the form"),
+        ("boolq", [ROWS["boolq"] | {"choices": ["yes", "no"]}], r"line 1: choices must be \['no', 'yes'\]"),
+        ("boolq", [ROWS["boolq"] | {"query": "is it so?"}], "query='is it so.' has not the form of the task"),
+        ("hellaswag", [ROWS["hellaswag"] | {"query": "no activity"}], "has not the form of the task, 'activity: con"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c [step] d", "e"]}], "'c .step. d' has a mark in"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c"]}], "choices has 3 texts, and the task 4"),
+        ("openbookqa", [ROWS["piqa"] | {"choices": ["b"] * 4}], "has not the form of the task, 'the question alone'"),
+        ("arc_easy", [ROWS["openbookqa"]], "query='a' has not the form of the task"),
+        ("arc_challenge", [ROWS["piqa"] | {"choices": ["b"] * 6}], "choices has 6 texts, and the task 2 to 5"),
+        ("winogrande", [ROWS["winogrande"] | {"continuation": " left."}], "continuation=' left.' has not the form"),
+        ("winogrande", [ROWS["winogrande"] | {"context_options": ["a"]}], "context_options has 1 texts, and the task"),
         ("piqa", [], "the file has no questions"),
     ],
 )  # fmt: skip
@@ -171,7 +195,7 @@ def test_mistakes_in_files_name_file_and_line(tmp_path, task, records, message):
 
 
 def test_examples_need_a_file_of_enough(folder, tmp_path):
-    write(tmp_path / "piqa_val.jsonl", [{"query": "a", "choices": ["b"], "gold": 0}])
+    write(tmp_path / "piqa_val.jsonl", [ROWS["piqa"]])
     with pytest.raises(
         UserError, match=r"no piqa_train.jsonl there, plain or compressed. Did you mean 'piqa_val.jsonl'"
     ):

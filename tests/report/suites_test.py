@@ -15,8 +15,8 @@ from training.verified_test import flip_a_bit, largest_file
 
 from difftx import evals
 from difftx.config_reader import load_config, split_group_overrides
-from difftx.errors import UserError
-from difftx.report.commands import chosen_steps, run_suites
+from difftx.errors import UNPRINTABLE, UserError
+from difftx.report.commands import _show_result, chosen_steps, run_suites
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.run import Run
 from difftx.training.state import init_state
@@ -123,6 +123,17 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
     folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
     assert evaluate(run, "position") == 0
     assert len(drawn) == 2
+
+
+def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
+    hostile = "a\tb\nc\x1b]0;t\x07 \x9b31m \u202e [red]"
+    result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
+    (tmp_path / "evals" / "sample").mkdir(parents=True)
+    (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
+    _show_result(types.SimpleNamespace(workdir=tmp_path), "sample", 3, fresh=True)
+    printed = capsys.readouterr().out
+    assert not UNPRINTABLE.search(printed)
+    assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
 
 
 def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
