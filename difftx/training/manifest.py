@@ -118,7 +118,7 @@ def _read_manifest(folder: Path) -> Manifest:
     if why := misfit(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     if raw["format"] != FORMAT:
-        raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}")
+        raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
     for name in files:

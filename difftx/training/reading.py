@@ -37,21 +37,23 @@ class Checkpoint:
     now: Config  # Of the run directory, with the reader's overrides.
 
     def require_unchanged(self) -> None:
-        """Return where the checkpoint is still the one that was opened; all processes must call this.
+        """Check that the folder still holds the checkpoint that was opened; all processes must call this.
 
         Raises:
-            RunError: it was deleted or replaced.
+            RunError: the checkpoint was deleted, replaced or damaged.
         """
-        if why := decided_by_lead(self._change, DECISION_SECONDS):
-            raise RunError(
-                f"{self.folder} {why} while this command used it, and no result was written; run the same command again"
-            )
+        decided_by_lead(self._require_unchanged, DECISION_SECONDS)
 
-    def _change(self) -> str | None:
+    def _require_unchanged(self) -> None:
         try:
-            return None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
+            change = None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
         except UserError:
-            return "was damaged" if self.folder.exists() else "was deleted"
+            change = "was damaged" if self.folder.exists() else "was deleted"
+        if change is not None:
+            raise RunError(
+                f"{self.folder} {change} while this command used it, and no result was written; "
+                "run the same command again"
+            )
 
 
 def open_checkpoint(folder: Path, now: Config) -> Checkpoint:

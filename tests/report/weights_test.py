@@ -86,7 +86,7 @@ def test_an_old_step_is_read_by_its_own_config(trained, workdir, tmp_path):
     """The run goes on with another model; results, text and converted weights of old steps stay as they were."""
     text, _ = trained
     in_training = {10: result_of(workdir, 10)["numbers"]}
-    prompt = [f"--workdir={workdir}", "--step=10", "--prompt=line", "--new_tokens=40", "--temperature=1", "--seed=1"]
+    prompt = [f"--workdir={workdir}", "--step=10", "--prompt=line", "--new_tokens=25", "--temperature=1", "--seed=1"]
     convert = ["convert", "--from=difftx", "--to=hf", f"--input={workdir}", "--step=10"]
     continuation = run("-m", "difftx", "generate", *prompt)
     run("-m", "difftx", *convert, f"--out={tmp_path / 'before'}")
