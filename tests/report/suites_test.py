@@ -187,22 +187,27 @@ def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, cap
     assert f"checkpoint {folder / '9'} was deleted while it was read; reading the newest again" in printed
 
 
+class Killed(BaseException):
+    pass
+
+
 def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch):
     """Its items are in a journal, as those of a killed evaluation; then the step is trained again."""
-    asked = []
+    asked, began = [], []
 
     def suite(evaluation):
+        began.append(evaluation)
         items = [types.SimpleNamespace(id="a"), types.SimpleNamespace(id="b")]
         answers = resumable(
             evaluation, items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
         )
         next(answers)
-        if len(asked) == 1:
-            raise KeyboardInterrupt
+        if len(began) == 1:
+            raise Killed
         return Result(numbers={"sum": 1 + sum(answer for _, answer in answers)})
 
     monkeypatch.setitem(evals.SUITES, "loss", suite)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         evaluate(run, "loss", step="3")
     change_run(run, 3)
     assert evaluate(run, "loss", step="3") == 0
