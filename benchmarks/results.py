@@ -40,7 +40,7 @@ from configs import toy
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
 from difftx.model.flops import count_parameters
-from difftx.report.runs import read_results, read_runs
+from difftx.report.runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTED = ROOT / "docs" / "results.json"
@@ -89,7 +89,7 @@ def _of_sweep(folder: Path) -> Iterable[Record]:
         task = max((task for task in sweep["grid"]["task"] if named.startswith(f"{task}-")), key=len)
         arm = named.removeprefix(f"{task}-")
         config, train = run.config, run.split("train")[-1]
-        newest = {suite: max(steps.items())[1] for suite, steps in read_results(run.workdir).items()}
+        newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
         numbers = {
             f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()
         }

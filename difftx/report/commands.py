@@ -1,6 +1,7 @@
 """What eval.py's flags do."""
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from difftx.report.outward import confirm_outward
 from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.reading import Checkpoint, open_checkpoint, open_run, read_newest
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
 
@@ -84,35 +86,82 @@ def run_suites(
         trusted: the user confirms addresses, key variables and code that the run's config names.
 
     Raises:
-        UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
+        UserError: bad input, or a step cannot be evaluated; the others are evaluated first.
+        RunError: a checkpoint was deleted or replaced during its evaluation.
     """
     evals.check_suites(suites)
-    config = override(read_config(workdir), overrides)
-    multihost.start(processes, config.multihost)
-    confirm_outward(config, workdir, suites, overrides, trusted=trusted)
+    now = override(read_config(workdir), overrides)
+    multihost.start(processes, now.multihost)
+    confirm_outward(now, workdir, suites, overrides, trusted=trusted)
     checkpointer = Checkpointer(workdir)
-    chosen = _choose(checkpointer, workdir, steps)
-    run = _open_on_mesh(config, workdir)
-    evals.check_run(run, suites)
-    damaged = []
+    evaluation = _StepEvaluation(checkpointer, workdir, now, suites, again)
+    failed = []
     with Work(enabled=multihost.is_lead()) as work:
+        if steps is None:
+            opened = read_newest(checkpointer, evaluation.open)
+            if opened is None:
+                raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+            evaluation.run_and_show(opened, work)
+            return 0
+        chosen = _choose(checkpointer, workdir, steps)
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
-            done = set() if again else _done(run, suites, step)
-            todo = [suite for suite in suites if suite not in done]
-            if todo:
-                try:
-                    checkpointer.verified(step)
-                except UserError as error:
-                    damaged.append(str(error))
-                    multihost.say(f"{error}; skipped")
-                    continue
-                evals.evaluate(run, load_params(run, step), step, todo, work)
-            if multihost.is_lead():
-                for suite in suites:
-                    _show_result(run, suite, step, fresh=suite in todo)
-    if damaged:
-        raise UserError(f"{len(damaged)} of {len(chosen)} steps were not evaluated: {damaged[0]}")
+            try:
+                opened = evaluation.open(step)
+            except UserError as error:
+                failed.append(str(error))
+                multihost.say(f"{error}; skipped")
+            else:
+                evaluation.run_and_show(opened, work)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """A step that is ready to be evaluated."""
+
+    step: int
+    checkpoint: Checkpoint
+    run: Run
+    todo: Sequence[str]  # Suites without a result of these weights and settings.
+    params: Any  # None where nothing is to do.
+
+
+class _StepEvaluation:
+    """Evaluates steps of a run, each by its checkpoint's own config; steps of one config share mesh and data."""
+
+    def __init__(self, checkpointer: Checkpointer, workdir: Path, now: Config, suites: Sequence[str], again: bool):
+        self._checkpointer, self._workdir, self._now = checkpointer, workdir, now
+        self._suites, self._again = suites, again
+        self._trained: Config | None = None  # The config that `_run` was opened by.
+        self._run: Run | None = None
+
+    def open(self, step: int) -> _Opened:
+        """Read what a step's evaluation takes.
+
+        Raises:
+            UserError: the checkpoint does not verify, or does not fit devices, data or suites.
+        """
+        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._now)
+        if self._run is None or self._trained != checkpoint.config:
+            self._run = _open_on_mesh(checkpoint, self._workdir)
+            evals.check_run(self._run, self._suites)
+            self._trained = checkpoint.config
+        run = self._run
+        done = set() if self._again else _done(run, self._suites, step, checkpoint)
+        todo = [suite for suite in self._suites if suite not in done]
+        if todo:
+            self._checkpointer.verified(step)
+        return _Opened(step, checkpoint, run, todo, load_params(run, step) if todo else None)
+
+    def run_and_show(self, opened: _Opened, work: Work) -> None:
+        """Run the suites that are not done, and print the numbers of all."""
+        step, checkpoint = opened.step, opened.checkpoint
+        evals.evaluate(opened.run, opened.params, step, opened.todo, work, checkpoint.weights, checkpoint)
+        if multihost.is_lead():
+            for suite in self._suites:
+                _show_result(opened.run, suite, step, fresh=suite in opened.todo)
 
 
 def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
@@ -137,31 +186,35 @@ def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _choose(checkpointer: Checkpointer, workdir: Path, steps: str | None) -> list[int]:
+def _choose(checkpointer: Checkpointer, workdir: Path, steps: str) -> list[int]:
     """Return the steps to evaluate, the same in every process."""
-    if steps is not None:
-        there = multihost.decided_by_lead(checkpointer.steps, DECISION_SECONDS)
-        if there:
-            return chosen_steps(steps, there)
-    elif (newest := checkpointer.newest()) is not None:
-        return [newest]
+    if there := multihost.decided_by_lead(checkpointer.steps, DECISION_SECONDS):
+        return chosen_steps(steps, there)
     raise UserError(f"--workdir={workdir}: no checkpoint there yet")
 
 
-def _open_on_mesh(config: Config, workdir: Path) -> Run:
+def _open_on_mesh(checkpoint: Checkpoint, workdir: Path) -> Run:
     try:
-        check_divisible(config, make_mesh(config.mesh))
+        check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
     except UserError as error:
         flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
         raise UserError(f"{error}. On other devices than the run's, eval.py takes a mesh too: {flags}") from error
-    return Run.open(config, workdir)
+    return open_run(checkpoint, workdir)
 
 
-def _done(run: Run, suites: Sequence[str], step: int) -> set[str]:
-    """Return which suites' results are there already; process 0 looks."""
+def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> set[str]:
+    """Return which suites' results of these weights are there already; process 0 looks."""
 
     def look() -> list[str]:
-        return [suite for suite in suites if evals.stored_result(run, suite, step) is not None]
+        done = []
+        for suite in suites:
+            stored = evals.stored_result(run, suite, step)
+            if stored is not None and stored.get("weights") == checkpoint.weights:
+                done.append(suite)
+            elif stored is not None:
+                path = evals.result_path(run.workdir, suite, step)
+                print(f"{path} is of other weights than {checkpoint.folder} has now; evaluating it again")
+        return done
 
     return set(multihost.decided_by_lead(look, DECISION_SECONDS))
 

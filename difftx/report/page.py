@@ -72,6 +72,12 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Se
     notes += [
         f"{run.name}: {run.skipped} lines of metrics and journal could not be read." for run in runs if run.skipped
     ]
+    notes += [
+        f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. Run "
+        f"eval.py --workdir={run.workdir} --suite={suite} --step={step} to evaluate that checkpoint."
+        for run in runs
+        for suite, step in run.outdated
+    ]
     if foreign:
         notes.append(
             f"{foreign[0]} and {foreign[1]} have different tokenizers: losses a token do not compare, bits per byte do."

@@ -20,7 +20,7 @@ from difftx.report.interactive import (
     mark_points,
     stacked_bars,
 )
-from difftx.report.runs import X_AXES, Metric, RunRecord, read_results
+from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.report.tables import Table, chart_values, event_text, series_values, shown
 
 MOST_POINTS = 2_000  # Of a line on the page. More are not seen, but are downloaded.
@@ -90,7 +90,7 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
     """Draw the charts of each suite's newest results; over the steps, if there are several, numbers and some lines."""
-    results = {run.name: read_results(run.workdir) for run in runs}
+    results = {run.name: run.results for run in runs}
     panels = []
     for suite in dict.fromkeys(suite for found in results.values() for suite in found):
         of_suite = {run: found[suite] for run, found in results.items() if suite in found}

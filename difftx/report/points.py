@@ -58,7 +58,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
 def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | None]:
     rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
     size, batch = count_parameters(run.config.model).total, run.config.train.global_batch_tokens
-    ended = bool(rows) and rows[-1]["step"] == run.config.train.steps
+    ended = bool(rows) and rows[-1]["step"] == run.steps
     points = [
         Point(
             run.config.model.architecture,
@@ -72,7 +72,7 @@ def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | N
     if ended:
         return points, None
     last = f"its last validation is at step {rows[-1]['step']:,}" if rows else f"it has no validation in {metric}"
-    return points, f"{run.name}: {last}, of {run.config.train.steps:,}: not a point of loss against size"
+    return points, f"{run.name}: {last}, of {run.steps:,}: not a point of loss against size"
 
 
 def _points_of_table(path: Path, metric: Metric) -> list[Point]:

@@ -1,6 +1,8 @@
 """Run directories as reports read them: configs, what was logged, what was evaluated."""
 
+import contextlib
 import dataclasses
+import functools
 import glob
 import json
 import re
@@ -12,7 +14,9 @@ from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import read_file, read_json
 from difftx.model.flops import flops_per_token
+from difftx.training.manifest import read_manifest, steps_in
 from difftx.training.metrics import read_metrics
+from difftx.training.reading import open_checkpoint
 from difftx.training.run import read_config
 
 Metric = Literal["loss", "bits_per_byte"]
@@ -25,11 +29,37 @@ class RunRecord:
 
     name: str
     workdir: Path
-    config: Config
+    config: Config  # Model and data of the newest checkpoint; all else of config.json.
+    steps: int  # That the training shall have.
     manifest: dict[str, Any]
     rows: list[dict[str, Any]]  # Of metrics.jsonl.
     journal: list[dict[str, Any]]  # Of journal.jsonl: what the guards did, each with its step and event.
     skipped: int  # Lines of the two that are none, as half-written ones are.
+
+    @functools.cached_property
+    def results(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Suite → step → result, without those in `outdated`."""
+        kept = {
+            suite: {step: result for step, result in steps.items() if (suite, step) not in self.outdated}
+            for suite, steps in self._all_results.items()
+        }
+        return {suite: steps for suite, steps in kept.items() if steps}
+
+    @functools.cached_property
+    def outdated(self) -> list[tuple[str, int]]:
+        """Suite and step of results whose weights are not those of that step's checkpoint."""
+        steps = {step for of_suite in self._all_results.values() for step in of_suite}
+        weights = {step: _weights_of(self.workdir, step) for step in steps}
+        return [
+            (suite, step)
+            for suite, of_suite in self._all_results.items()
+            for step, result in of_suite.items()
+            if weights[step] not in (None, result.get("weights"))
+        ]
+
+    @functools.cached_property
+    def _all_results(self) -> dict[str, dict[int, dict[str, Any]]]:
+        return read_results(self.workdir)
 
     def split(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a split: "train", "valid", "goodput"."""
@@ -144,8 +174,30 @@ def printable_json(value: Any) -> Any:
     return value
 
 
+def _weights_of(workdir: Path, step: int) -> str | None:
+    """Return the identity of the parameters in a step's checkpoint; None where there is none that can be read."""
+    try:
+        return read_manifest(workdir / "checkpoints" / str(step)).weights
+    except UserError:
+        return None
+
+
+def _config_of_run(workdir: Path) -> tuple[Config, int]:
+    """Return the config of the newest checkpoint, and the steps that the run shall have by its config.json.
+
+    A start with another config writes config.json before there is a checkpoint of it. Without a checkpoint, config.json
+    decides everything.
+    """
+    now = read_config(workdir)
+    folder = workdir / "checkpoints"
+    for step in reversed(steps_in(folder)):
+        with contextlib.suppress(UserError):  # `difftx checkpoint verify` says what is wrong with it.
+            return open_checkpoint(folder / str(step), now).config, now.train.steps
+    return now, now.train.steps
+
+
 def _read_run(workdir: Path, name: str) -> RunRecord:
-    config = read_config(workdir)
+    config, steps = _config_of_run(workdir)
     path = workdir / "metrics.jsonl"
     rows, skipped = read_metrics(path)
     if skipped:
@@ -157,6 +209,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         name=name,
         workdir=workdir,
         config=config,
+        steps=steps,
         manifest=_read_manifest(workdir),
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
         journal=printable_json(journal),

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ import orbax.checkpoint as ocp
 from difftx.config import CheckpointConfig, Config
 from difftx.config_reader import saved_config
 from difftx.errors import RunError, UnreadableError, UserError
-from difftx.files import list_folder
+from difftx.files import json_sha256, list_folder, read_json
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
 from difftx.training.manifest import (
+    MANIFEST,
     damage,
     describe_arrays,
     quarantined_in,
@@ -44,6 +46,7 @@ from difftx.training.state import TrainState
 
 # Until process 0 has read a checkpoint: the monitor notices earlier that it is gone.
 DECISION_SECONDS = 24 * 3600.0
+CONFIG_FILE = "config/metadata"  # As orbax's JsonCheckpointHandler names it.
 
 
 class Checkpointer:
@@ -67,7 +70,10 @@ class Checkpointer:
         self._describe: Callable[[Path], None] | None = None  # and what writes its manifest.
         self._verified: set[int] = set()  # Steps that this process has restored or saved.
         self._failures = 0  # Of saves, in a row.
+        self._attempt = ""
         if config is not None:
+            # Each attempt trains with a checkpointer of its own, so that its id and a step identify parameters.
+            self._attempt = decided_by_lead(lambda: uuid.uuid4().hex, DECISION_SECONDS)
             decided_by_lead(self._make_folder, DECISION_SECONDS)
 
     # ── Reading ──
@@ -122,6 +128,10 @@ class Checkpointer:
         """Return the config that the checkpoint was trained with."""
         return config_of(self.folder / str(step))
 
+    def weights_id(self, step: int) -> str:
+        """Return the identity of this attempt's parameters after `step`, which the checkpoint's manifest records."""
+        return f"{self._attempt}/{step}"
+
     def find_newest(self) -> int | None:
         """Do what `newest` says in this process alone."""
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
@@ -131,6 +141,9 @@ class Checkpointer:
             why = self._damage(step)
             if why is None:
                 return step
+            if self._config is None and not (self.folder / str(step)).exists():
+                say(f"checkpoint {self.folder / str(step)} was deleted while it was read; looking for the newest again")
+                return self.find_newest()
             reasons.append(f"{step}: {why}")
             fate = "skipped" if self._config is None else f"renamed {quarantine(self.folder / str(step)).name}"
             say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
@@ -188,10 +201,12 @@ class Checkpointer:
     def _require_verified(self, step: int) -> None:
         steps = self.steps()
         if step not in steps:
-            raise UserError(f"step {step}: no such checkpoint; there are {', '.join(map(str, steps)) or 'none'}")
+            raise UserError(
+                f"step {step}: no such checkpoint; {self.folder} has {', '.join(map(str, steps)) or 'none'}"
+            )
         if why := self._damage(step):
             raise UserError(
-                f"step {step}: the checkpoint does not verify: {why}; there are {', '.join(map(str, steps))}"
+                f"step {step}: the checkpoint does not verify: {why}; {self.folder} has {', '.join(map(str, steps))}"
             )
 
     # ── Writing ──
@@ -209,7 +224,9 @@ class Checkpointer:
         tree = _as_tree(state)
         arrays = describe_arrays(tree)
         self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-        self._describe = lambda folder: write_manifest(folder, step, arrays, config, loader["signature"])
+        self._describe = lambda folder: write_manifest(
+            folder, step, self.weights_id(step), arrays, config, loader["signature"]
+        )
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(tree),
             loader=ocp.args.JsonSave(loader),
@@ -299,9 +316,16 @@ class Checkpointer:
 
 
 def config_of(folder: Path) -> Config:
-    """Return the config that the checkpoint in `folder` was trained with."""
-    with _reading(folder), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return saved_config(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
+    """Return the config that the checkpoint in `folder` was trained with.
+
+    Raises:
+        UserError: it cannot be read, or is not the one of the checkpoint's manifest.
+    """
+    path = folder / CONFIG_FILE
+    raw = read_json(path)
+    if json_sha256(raw) != read_manifest(folder).config_sha256:
+        raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
+    return saved_config(raw)
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:

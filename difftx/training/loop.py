@@ -22,7 +22,7 @@ from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, TrainState, make_train_step
 
-Evaluate = Callable[[Run, Any, int, Sequence[str], Work], Mapping[str, Any]]
+Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
 
 
 def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
@@ -132,7 +132,7 @@ def _train(
                     # To the watchdog an evaluation that gets on is no step that hangs.
                     work = Work(enabled=False, on_advance=functools.partial(monitor.beat, step))
                     suites = config.eval.suites if guard.tripped is None else ()
-                    results = evaluate(run, state.params, step, suites, work)
+                    results = evaluate(run, state.params, step, suites, work, checkpointer.weights_id(step))
                 monitor.beat(step)
                 for suite, result in results.items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})

@@ -17,7 +17,7 @@ from difftx.config import Config
 from difftx.errors import UserError
 from difftx.files import check_link, json_sha256, list_folder, misfit, read_json, retry_read, size_of, write_atomically
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 QUARANTINED = ".quarantined"  # In the name of a checkpoint that was put aside.
 # Orbax writes them after the manifest, before the folder gets its name, with the time. They must be there; what they
@@ -29,6 +29,7 @@ THREADS = min(8, os.cpu_count() or 1)  # xxhash lets go of Python's lock.
 SHAPE = {
     "format": int,
     "step": int,
+    "weights": str,
     "config_sha256": str,
     "data": dict,
     "packages": {str: str},
@@ -37,11 +38,17 @@ SHAPE = {
 }
 
 
+class OtherFormatError(UserError):
+    """A checkpoint that another version of difftx wrote. It is whole, so that nothing may rename it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """A checkpoint's contents."""
 
+    sha256: str  # Of the manifest itself: it differs wherever two checkpoints differ.
     step: int
+    weights: str  # Identity of the parameters, "<attempt>/<step>": equal only where the parameters are.
     config_sha256: str
     data: dict[str, Any]  # The loader's signature: sources, tokenizer, rows, order.
     packages: dict[str, str]
@@ -65,7 +72,9 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def write_manifest(folder: Path, step: int, arrays: dict[str, Any], config: Config, data: dict[str, Any]) -> None:
+def write_manifest(
+    folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
+) -> None:
     """Read every file below `folder` and write its manifest."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
@@ -74,6 +83,7 @@ def write_manifest(folder: Path, step: int, arrays: dict[str, Any], config: Conf
     content = {
         "format": FORMAT,
         "step": step,
+        "weights": weights,
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
@@ -91,28 +101,41 @@ def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 
     Raises:
-        UserError: there is none, it is damaged, or it names a file outside of its folder.
+        UserError: there is none, it is damaged, or it names a file outside of its folder; the message names `folder`.
         UnreadableError: it cannot be read.
     """
+    try:
+        return _read_manifest(folder)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+
+
+def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if size_of(path) is None:
         check_link(folder)
         raise UserError(f"no {MANIFEST}")
     raw = read_json(path)
+    sha256 = raw.pop("sha256", None) if isinstance(raw, dict) else None
     try:
-        whole = isinstance(raw, dict) and raw.pop("sha256", None) == json_sha256(raw)
+        whole = sha256 == json_sha256(raw)
     except RecursionError:
         whole = False
-    if not whole:
+    if not isinstance(sha256, str) or not whole:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
     if why := misfit(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     if raw["format"] != FORMAT:
-        raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}")
+        raise OtherFormatError(
+            f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that version, "
+            "or another --workdir"
+        )
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
     _check_inside(folder, files)
-    return Manifest(raw["step"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files)
+    return Manifest(
+        sha256, raw["step"], raw["weights"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files
+    )
 
 
 def damage(folder: Path, *, step: int | None = None, content: bool) -> str | None:
@@ -128,9 +151,10 @@ def damage(folder: Path, *, step: int | None = None, content: bool) -> str | Non
 
     Raises:
         UnreadableError: a file or folder of the checkpoint cannot be read.
+        OtherFormatError: another version of difftx wrote it.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
         for name in COMMIT_MARKERS:
@@ -148,6 +172,8 @@ def damage(folder: Path, *, step: int | None = None, content: bool) -> str | Non
                 for (name, (_, expected)), checksum in zip(manifest.files.items(), checksums, strict=True):
                     if checksum != expected:
                         return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
+    except OtherFormatError as error:
+        raise OtherFormatError(f"{folder}: {error}") from error
     except UserError as error:
         return str(error)
     except (FileNotFoundError, NotADirectoryError) as error:  # It was deleted after its size was read.

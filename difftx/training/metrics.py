@@ -163,7 +163,8 @@ def _is_row(row: Any) -> bool:
         return False
     if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("step", "attempt")):
         return False
-    if not all(isinstance(row.get(name), kind) for name, kind in REQUIRED.get(row["split"], {}).items()):
+    required = REQUIRED.get(row["split"], {})
+    if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
     values = {name: value for name, value in row.items() if name not in ("split", "suite")}
     lists = [

@@ -13,6 +13,7 @@ from difftx.training.changes import changed_fields
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.guards import Guard
 from difftx.training.manifest import MANIFEST, damage, read_manifest
+from difftx.training.reading import read_newest
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 
@@ -82,7 +83,16 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str]) -> list[s
 
 def _weights_of(run: Run, source: Path) -> object:
     """Return the parameters in the directory of a run or of one checkpoint."""
-    folder = Path(decided_by_lead(lambda: str(_checkpoint_in(source)), DECISION_SECONDS))
+    if decided_by_lead(lambda: _is_checkpoint(source), DECISION_SECONDS):
+        return _params_in(run, source, source.resolve())
+    reader = Checkpointer(source)
+    params = read_newest(reader, lambda step: _params_in(run, source, reader.folder / str(step)))
+    if params is None:
+        raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
+    return params
+
+
+def _params_in(run: Run, source: Path, folder: Path) -> object:
     data = read_manifest(folder).data
     if data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
@@ -95,13 +105,14 @@ def _weights_of(run: Run, source: Path) -> object:
     return params
 
 
-def _checkpoint_in(source: Path) -> Path:
-    if size_of(source / MANIFEST) is not None and not (source / "checkpoints").is_dir():
-        if why := damage(source, content=True):
-            raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
-        return source.resolve()
-    reader = Checkpointer(source)
-    step = reader.find_newest()
-    if step is None:
-        raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
-    return reader.folder / str(step)
+def _is_checkpoint(source: Path) -> bool:
+    """Return whether `source` is the folder of one checkpoint.
+
+    Raises:
+        UserError: it is, and does not verify.
+    """
+    if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
+        return False
+    if why := damage(source, content=True):
+        raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
+    return True

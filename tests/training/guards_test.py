@@ -45,7 +45,7 @@ class Examples:
         return row
 
 
-def evaluate(run, params, step, suites, work):
+def evaluate(run, params, step, suites, work, weights):
     return {}
 
 

@@ -113,6 +113,13 @@ class Wandb:
         pass
 
 
+def test_a_row_without_a_loss_is_skipped(tmp_path):
+    """A loss that was not finite is null; one that is not there is a damaged row."""
+    row = {"split": "train", "step": 1, "attempt": 1, "tokens": 8, "tokens_per_second": 1.0, "step_seconds": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'loss': None})}\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == ([row | {"loss": None}], 1)
+
+
 def test_each_attempt_in_wandb_begins_with_the_history_that_it_continues(tmp_path, monkeypatch):
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)

@@ -3,6 +3,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -15,11 +16,11 @@ from unreadable import as_other_users, failing_reads, modes_count, needs_compile
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import retry_read
+from difftx.files import json_sha256, retry_read
 from difftx.report.checkpoints import main as checkpoint_command
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.manifest import MANIFEST, damage
-from difftx.training.resume import _checkpoint_in
+from difftx.training.reading import read_newest
 from training.verified_test import flip_a_bit, largest_file, names, saved, trainer  # noqa: F401
 
 
@@ -62,7 +63,7 @@ def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved, trainer, 
         trainer.newest,
         reader.newest,
         lambda: reader.verified(40),
-        lambda: _checkpoint_in(tmp_path),
+        lambda: read_newest(reader, lambda step: step),
         lambda: checkpoint_command(["verify", f"--workdir={tmp_path}"]),
     ]
     with unreadable(*UNREADABLE[name](folder)):
@@ -285,3 +286,17 @@ def test_a_read_error_of_the_file_system_is_not_damage(saved, tmp_path):
     assert (result.returncode, result.stderr.count("\n")) == (1, 1), result
     assert "1 of 1 checkpoints cannot be read: 20" in result.stderr
     assert f"{largest_file(folder / '20')} cannot be read: Input/output error" in result.stdout
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved, trainer):
+    folder = saved(20, 40)
+    path = folder / "40" / MANIFEST
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    content["format"] -= 1
+    path.write_text(json.dumps(content | {"sha256": json_sha256(content)}))
+    with pytest.raises(
+        UserError, match=r"/40: manifest.json has format \d, not \d: another version of difftx wrote it"
+    ):
+        trainer.newest()
+    assert names(folder) == ["20", "40"]
