@@ -123,13 +123,13 @@ def _read_manifest(folder: Path) -> Manifest:
         whole = False
     if not isinstance(sha256, str) or not whole:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
+    if raw.get("format") != FORMAT:
+        raise OtherFormatError(
+            f"{MANIFEST} has format {raw.get('format')!r}, not {FORMAT}: another version of difftx wrote it; use that "
+            "version, or another --workdir"
+        )
     if why := misfit(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
-    if raw["format"] != FORMAT:
-        raise OtherFormatError(
-            f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that version, "
-            "or another --workdir"
-        )
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
     _check_inside(folder, files)
@@ -157,27 +157,32 @@ def damage(folder: Path, *, step: int | None = None, content: bool) -> str | Non
         manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
-        for name in COMMIT_MARKERS:
-            if size_of(folder / name) is None:
-                return f"{name} is missing"
-        for name, (size, _) in manifest.files.items():
-            found = size_of(folder / name)
-            if found is None:
-                return f"{name} is missing"
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
-        if content:
-            with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-                checksums = pool.map(xxh3_of, (folder / name for name in manifest.files))
-                for (name, (_, expected)), checksum in zip(manifest.files.items(), checksums, strict=True):
-                    if checksum != expected:
-                        return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
+        return _damaged_file(folder, manifest, content=content)
     except OtherFormatError as error:
         raise OtherFormatError(f"{folder}: {error}") from error
     except UserError as error:
         return str(error)
     except (FileNotFoundError, NotADirectoryError) as error:  # It was deleted after its size was read.
         return f"{error.filename} is missing"
+
+
+def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
+    """Return which file is not the one of the manifest, and why; None if all are."""
+    for name in COMMIT_MARKERS:
+        if size_of(folder / name) is None:
+            return f"{name} is missing"
+    for name, (size, _) in manifest.files.items():
+        found = size_of(folder / name)
+        if found is None:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes, not {size}"
+    if content:
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            checksums = pool.map(xxh3_of, (folder / name for name in manifest.files))
+            for (name, (_, expected)), checksum in zip(manifest.files.items(), checksums, strict=True):
+                if checksum != expected:
+                    return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
     return None
 
 
