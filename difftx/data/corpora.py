@@ -89,7 +89,8 @@ def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[Tok
             "at least 2 are needed, one to train and one to validate on"
         )
     texts = [documents[digest] for digest in sorted(documents)]
-    return _tokenise(texts[held_out:], encoding), _tokenise(texts[:held_out], encoding)
+    name = f"data.path={config.path!r}"
+    return _tokenise(texts[held_out:], encoding, name), _tokenise(texts[:held_out], encoding, name)
 
 
 def text_files(path: str | None, field: str = "data.path") -> list[Path]:
@@ -139,7 +140,7 @@ def _cut(text: str) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _tokenise(texts: list[str], encoding: tiktoken.Encoding) -> TokenStore:
+def _tokenise(texts: list[str], encoding: tiktoken.Encoding, name: str) -> TokenStore:
     dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
     end = np.array([encoding.eot_token], dtype)
     parts = []
@@ -147,4 +148,4 @@ def _tokenise(texts: list[str], encoding: tiktoken.Encoding) -> TokenStore:
         # Text that spells a special token is text.
         parts += [encoding.encode_to_numpy(text, disallowed_special=()).astype(dtype), end]
     lengths = [len(tokens) + 1 for tokens in parts[::2]]
-    return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64))
+    return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64), name=name)

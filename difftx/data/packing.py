@@ -28,6 +28,7 @@ Row = dict[str, np.ndarray]
 class RowSource(Protocol):
     """Rows by number."""
 
+    name: str  # Where the rows come from, for messages.
     sequence_length: int  # T
     tokens: int  # Of an epoch, without padding.
     fingerprint: str  # With the loader's settings it says what the rows are.
@@ -65,7 +66,7 @@ class PackedRows:
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
         """Find or build the pack index; `cache_path` is the folder of such indices."""
-        self.store, self.fingerprint = store, store.fingerprint
+        self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self._offsets = store.offsets.view(np.int64)  # Signed: uint64 and Python's integers meet as floats.
         # Where each document's prompt ends.
