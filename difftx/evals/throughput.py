@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config
+from difftx.config.architectures import unread_fields
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -99,6 +100,7 @@ def counterpart(config: Config) -> Config:
         num_heads=heads(model.num_heads),
         num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
         head_norm="rms_affine" if other == "diff" else "none",
+        **unread_fields(other),
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
     )
     return dataclasses.replace(config, model=changed)
