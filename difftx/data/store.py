@@ -193,7 +193,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = Path(folder) / META
     if not path.exists():
         raise UserError(
-            f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`"
+            f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`, or "
+            f"name the text files in it, such as {str(Path(folder) / '*.txt')!r}"
         )
     meta = read_json(path)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
