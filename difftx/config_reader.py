@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import sys
+import math
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +164,14 @@ def _annotation(cls: type, name: str, key: str) -> Any:
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:
-    """Return `value` if it fits the annotation; integers pass as floats, lists as tuples."""
+    """Return `value` if it fits the annotation; integers pass as floats, lists as tuples.
+
+    No field has a use for NaN or infinity (None is "no limit"), nor for an integer that numpy cannot hold.
+    """
+    if type(value) is int and value.bit_length() > 63:
+        raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
+    if type(value) is float and not math.isfinite(value):
+        raise UserError(f"{path}={value}: expected a finite number")
     if dataclasses.is_dataclass(annotation):
         return _build(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     options = _options(annotation)
@@ -173,7 +180,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
             return value
         if get_origin(option) is tuple and isinstance(value, (list, tuple)):
             return tuple(_checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value))
-        if option is float and (type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)):
+        if option is float and type(value) in (float, int):
             return float(value)
         if isinstance(option, type) and type(value) is option:
             return value

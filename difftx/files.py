@@ -237,6 +237,26 @@ def misfit(value: Any, shape: Any, path: str = "") -> str | None:
     return next((found for name, (item, inner) in parts.items() if (found := misfit(item, inner, name))), None)
 
 
+def write_record(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with its own SHA-256, atomically."""
+    write_atomically(path, json.dumps(content | {"sha256": json_sha256(content)}))
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Return what `write_record` wrote; None if the file holds anything else.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or content.pop("sha256", None) != json_sha256(content):
+        return None
+    return content
+
+
 def json_sha256(value: Any) -> str:
     """Return the SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

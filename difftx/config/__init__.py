@@ -5,7 +5,14 @@ import json
 from typing import Literal
 
 from difftx.config.architectures import TWO_GROUPS, Architecture, Granularity, Implementation, check_architecture
-from difftx.config.checks import divisor_below, require_positive
+from difftx.config.checks import (
+    divisor_below,
+    divisors,
+    require_not_negative,
+    require_positive,
+    require_seed,
+    require_size,
+)
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.config.eval import EvalConfig
 from difftx.errors import UserError
@@ -46,12 +53,17 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):
+            require_size("model", name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps", "head_norm_eps"):
             require_positive("model", name, getattr(self, name))
+        for name in ("lambda_std", "init_std", "embedding_std"):
+            require_not_negative("model", name, getattr(self, name))
         check_architecture(self)
         width = self._heads_across(self.num_heads)
         if self.head_dim is None and self.d_model % width:
             step = self.signal_heads or 1
-            fitting = [n for n in range(step, self.d_model, step) if self.d_model % self._heads_across(n) == 0]
+            unit = self._heads_across(step)
+            fitting = [step * (n // unit) for n in divisors(self.d_model)[:-1] if n % unit == 0]
             nearest = min(fitting, key=lambda n: abs(n - self.num_heads), default=step)
             heads = "2 * num_heads" if self.groups == 2 else "num_heads"
             if self.architecture == "gda":
@@ -61,11 +73,11 @@ class ModelConfig:
                 f"use {nearest}, or set model.head_dim"
             )
         if self.head_dim is not None:
-            require_positive("model", "head_dim", self.head_dim)
+            require_size("model", "head_dim", self.head_dim)
         if self.d_head % 2:
             raise UserError(f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim")
         if self.num_kv_heads is not None:
-            require_positive("model", "num_kv_heads", self.num_kv_heads)
+            require_size("model", "num_kv_heads", self.num_kv_heads)
             if self.noise_heads % self.num_kv_heads:
                 whole = "num_heads" if self.architecture != "gda" else "num_heads / signal_heads"
                 raise UserError(
@@ -122,12 +134,13 @@ class OptimizerConfig:
     clip_norm: float | None
 
     def __post_init__(self):
-        require_positive("optimizer", "learning_rate", self.learning_rate)
+        for name in ("learning_rate", "eps"):
+            require_positive("optimizer", name, getattr(self, name))
+        for name in ("final_learning_rate", "warmup_steps", "weight_decay"):
+            require_not_negative("optimizer", name, getattr(self, name))
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
-        if self.warmup_steps < 0:
-            raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
         if self.clip_norm is not None:
             require_positive("optimizer", "clip_norm", self.clip_norm)
 
@@ -143,7 +156,8 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "global_batch_tokens", "accumulation"):
-            require_positive("train", name, getattr(self, name))
+            require_size("train", name, getattr(self, name))
+        require_seed("train", self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,8 +234,7 @@ class GuardsConfig:
         for name in ("max_skipped", "spike_window_steps", "spike_patience_steps"):
             require_positive("guards", name, getattr(self, name))
         for name in ("skip_steps", "max_rewinds"):
-            if getattr(self, name) < 0:
-                raise UserError(f"guards.{name}={getattr(self, name)} must not be negative")
+            require_not_negative("guards", name, getattr(self, name))
         if self.spike_threshold is not None:
             require_positive("guards", "spike_threshold", self.spike_threshold)
 

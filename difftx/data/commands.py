@@ -13,7 +13,7 @@ import rich.text
 
 from difftx.data.bigrams import write_bigrams
 from difftx.data.progress import Work
-from difftx.data.store import SPLITS, damage, open_store, read_meta, shard_file
+from difftx.data.store import SPLITS, damage, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError, printable
 
@@ -142,10 +142,10 @@ def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
     for index, shard in enumerate(counts["shards"]):
         file = shard_file(folder, split, index, "tokens")
         tokens = np.memmap(file, np.dtype(meta["dtype"]), mode="r")
-        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8").astype(np.int64)
-        if offsets[0] or offsets[-1] != shard["tokens"] or (np.diff(offsets) < 1).any():
-            yield f"{file.with_suffix('.offsets')}: the offsets do not rise from 0 to {shard['tokens']}"
-        elif (tokens[offsets[1:] - 1] != meta["tokenizer"]["end_of_text"]).any():
+        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8")
+        if problem := offsets_problem(offsets, shard["tokens"]):
+            yield f"{file.with_suffix('.offsets')}: {problem}"
+        elif (tokens[offsets[1:] - np.uint64(1)] != meta["tokenizer"]["end_of_text"]).any():
             yield f"{file}: a document does not end with the end-of-text token"
         if int(tokens.max()) >= meta["tokenizer"]["vocab_size"]:
             yield f"{file}: a token is not in the vocabulary of {meta['tokenizer']['vocab_size']}"

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config
+from difftx.config.architectures import unread_fields
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -99,6 +100,7 @@ def counterpart(config: Config) -> Config:
         num_heads=heads(model.num_heads),
         num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
         head_norm="rms_affine" if other == "diff" else "none",
+        **unread_fields(other),
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
     )
     return dataclasses.replace(config, model=changed)
@@ -146,7 +148,14 @@ def median_ratio(rates: Sequence[float], baseline: Sequence[float]) -> float:
 def _random_batch(evaluation: Evaluation) -> Batch:
     run = evaluation.run
     rows = random_rows(run.config, run.microbatch_rows)
-    return next(ordered_batches(rows, rows=len(rows), limit_tokens=rows.tokens, sharding=run.batch_sharding))
+    batches = ordered_batches(
+        rows,
+        rows=len(rows),
+        limit_tokens=rows.tokens,
+        sharding=run.batch_sharding,
+        vocab_size=run.config.model.vocab_size,
+    )
+    return next(batches)
 
 
 def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[[], Any]:

@@ -88,6 +88,8 @@ def _train(
         prefetch_batches=config.data.prefetch_batches,
         sharding=run.batch_sharding,
         signature=run.data.signature,
+        vocab_size=config.model.vocab_size,
+        where=run.data.where,
     )
     guard = Guard(config.guards)
     with goodput.section("restore" if decided_by_lead(checkpointer.steps, patience) else "init"):

@@ -94,15 +94,20 @@ def test_table_9_counts_to_3_48_billion():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("architecture", "changes"),
     [
-        {"model__num_kv_heads": 1},
-        {"model__tie_embeddings": "false"},
-        {"model__head_norm": "scalar"},
-        {"model__lambda_learned": "false"},
+        *(
+            (architecture, changes)
+            for architecture in ("diff", "transformer")
+            for changes in (
+                {"model__num_kv_heads": 1},
+                {"model__tie_embeddings": "false"},
+                {"model__head_norm": "scalar"},
+            )
+        ),
+        ("diff", {"model__lambda_learned": "false"}),
     ],
 )
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
 def test_parameters_are_counted_to_the_last_one(config, mesh_of, architecture, changes):
     c = config(architecture, **changes)
     with jax.set_mesh(mesh_of()):

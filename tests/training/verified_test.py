@@ -311,6 +311,8 @@ def start(config, mesh_of, text_file, tmp_path):
             prefetch_batches=1,
             sharding=run.batch_sharding,
             signature=run.data.signature,
+            vocab_size=c.model.vocab_size,
+            where=run.data.where,
         )
         checkpointer, guard = Checkpointer(run.workdir, c.checkpoint), Guard(c.guards)
         with jax.set_mesh(run.mesh):
