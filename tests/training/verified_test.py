@@ -114,7 +114,6 @@ DAMAGES = {
         "manifest.json is damaged",
     ),
     "manifest of another step": (lambda f: edit_manifest(f, lambda m: m.update(step=3)), "is that of step 3"),
-    "manifest of another format": (lambda f: edit_manifest(f, lambda m: m.update(format=9)), "has format 9"),
     "manifest without files": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "the text: no 'files'"),
     "manifest with odd arrays": (
         lambda f: edit_manifest(f, lambda m: m.update(arrays={"w": 3})),
