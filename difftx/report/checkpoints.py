@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import rich.markup
 import rich.table
 
 from difftx.errors import UserError
+from difftx.files import require_local_paths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     parsers["prune"].add_argument("--keep", type=int, help="keep so many, the newest, and no others")
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
     folder = options.workdir / "checkpoints"
     if not folder.is_dir():
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")

@@ -15,7 +15,7 @@ from difftx.config import Config
 from difftx.config_reader import override
 from difftx.data.progress import Work
 from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
@@ -82,6 +82,9 @@ def run_suites(
         UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
     """
     evals.check_suites(suites)
+    for field in overrides:
+        if field.startswith("model.") and field != "model.attention_implementation":
+            raise UserError(f"--{field}: the checkpoint decides it; of model only attention_implementation may differ")
     config = override(read_config(workdir), overrides)
     multihost.start(processes, config.multihost)
     checkpointer = Checkpointer(workdir)
@@ -94,6 +97,7 @@ def run_suites(
             done = set() if again else _done(run, suites, step)
             todo = [suite for suite in suites if suite not in done]
             if todo:
+                require_writable(workdir)
                 try:
                     checkpointer.verified(step)
                 except UserError as error:

@@ -16,6 +16,7 @@ from difftx.report.charts import add_legend, label_axes, save_figure, series_col
 from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+NAME_WIDTH = 16  # Characters per line of a run's name, at least.
 COLUMNS = (
     "run",
     "architecture",
@@ -51,7 +52,10 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     """Return the rows of `write_curves` as a table for a terminal."""
     table = rich.table.Table(title="last evaluation of each run")
     for name in COLUMNS:
-        table.add_column(name.replace("_", " "), justify="left" if name in COLUMNS[:2] else "right")
+        # A name that does not fit continues on the next line: names of a sweep differ at their ends.
+        justify = "left" if name in COLUMNS[:2] else "right"
+        least = NAME_WIDTH if name == "run" else None
+        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*(_shown(row[name]) for name in COLUMNS))
     return table

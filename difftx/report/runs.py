@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.files import read_json, require_local
 from difftx.model.flops import flops_per_token
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
@@ -77,6 +77,7 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     Raises:
         UserError: none matches, or one has no config or no training steps.
     """
+    require_local(f"--{flag}", pattern)
     workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")

@@ -49,12 +49,14 @@ def _resume(
             f"--config.checkpoint.init_from={run.workdir}"
         )
     data = manifest.data
-    refused = _unsafe_changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
+    changes, refused = _changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
     if refused and not allow_config_change:
         raise UserError(
             f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
             "restore what changed, use a new --workdir, or go on all the same with --allow_config_change"
         )
+    for change in changes:
+        say(f"changed since the checkpoint: {change}")
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = checkpointer.restore(step, abstract, run.mesh)
     if allow_config_change:
@@ -64,19 +66,19 @@ def _resume(
     return state
 
 
-def _unsafe_changes(old: Config, new: Config, data_changes: list[str]) -> list[str]:
-    """Print what differs and return what a run must not go on with unasked.
+def _changes(old: Config, new: Config, data_changes: list[str]) -> tuple[list[str], list[str]]:
+    """Return every field that differs, for the user, and the changes with which a run must not resume unasked.
 
-    Fields of `data` say where it is and how it is read; whether the rows are the same, only their signature knows.
+    The fields of `data` name the data and how to read it; only the signature of its rows tells whether they changed.
     """
-    refused, data_fields = [], []
+    changes, refused, data_fields = [], [], []
     for change in changed_fields(old, new):
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or (is_data and not data_changes)
-        say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
+        changes.append(f"{change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
-    return refused + (data_fields or [f"data, {change}" for change in data_changes])
+    return changes, refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 
 def _weights_of(run: Run, source: Path) -> object:
