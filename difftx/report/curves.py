@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.axes
 import matplotlib.figure
 import numpy as np
+import rich.box
 import rich.table
 
 from difftx.errors import UserError
@@ -16,7 +17,6 @@ from difftx.report.charts import add_legend, label_axes, save_figure, series_col
 from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
-NAME_WIDTH = 16  # Characters per line of a run's name, at least.
 COLUMNS = (
     "run",
     "architecture",
@@ -50,12 +50,12 @@ def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list
 
 def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     """Return the rows of `write_curves` as a table for a terminal."""
-    table = rich.table.Table(title="last evaluation of each run")
-    for name in COLUMNS:
-        # A name that does not fit continues on the next line: names of a sweep differ at their ends.
-        justify = "left" if name in COLUMNS[:2] else "right"
-        least = NAME_WIDTH if name == "run" else None
-        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", min_width=least)
+    table = rich.table.Table(title="last evaluation of each run", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # A name that does not fit continues on the next line: names of a sweep differ at their ends.
+    table.add_column("run", overflow="fold")
+    for name in COLUMNS[1:]:
+        title = name.replace("_", "\n")
+        table.add_column(title, justify="left" if name == "architecture" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(_shown(row[name]) for name in COLUMNS))
     return table

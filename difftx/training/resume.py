@@ -49,14 +49,13 @@ def _resume(
             f"--config.checkpoint.init_from={run.workdir}"
         )
     data = manifest.data
-    changes, refused = _changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
+    data_changes = signature_changes(data, run.data.signature)
+    refused = _unsafe_changes(checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         raise UserError(
             f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
             "restore what changed, use a new --workdir, or go on all the same with --allow_config_change"
         )
-    for change in changes:
-        say(f"changed since the checkpoint: {change}")
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = checkpointer.restore(step, abstract, run.mesh)
     if allow_config_change:
@@ -66,19 +65,20 @@ def _resume(
     return state
 
 
-def _changes(old: Config, new: Config, data_changes: list[str]) -> tuple[list[str], list[str]]:
-    """Return every field that differs, for the user, and the changes with which a run must not resume unasked.
+def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
+    """Print the fields that differ and return the changes with which a run must not resume unasked.
 
     The fields of `data` name the data and how to read it; only the signature of its rows tells whether they changed.
     """
-    changes, refused, data_fields = [], [], []
+    refused, data_fields = [], []
     for change in changed_fields(old, new):
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or (is_data and not data_changes)
-        changes.append(f"{change} ({'safe' if safe else 'not safe'})")
+        if safe or print_unsafe:  # The error of a refused run lists its unsafe changes.
+            say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
-    return changes, refused + (data_fields or [f"data, {change}" for change in data_changes])
+    return refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 
 def _weights_of(run: Run, source: Path) -> object:
