@@ -3,7 +3,8 @@
 A backend that is named serves the call or says why it cannot; "auto" takes the first of the platform's list that can,
 and logs once which. Under a mesh with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the
 arrays' own types say; where they say that rows are cut along their tokens, keys and values are gathered (`context.py`).
-A Pallas backend that is named where there is no such device runs in its interpreter.
+A Pallas backend that is named where there is no such device runs in its interpreter; `why_unavailable` refuses it for
+training, where a step would take minutes.
 """
 #   B = batch, T = query tokens, S = key tokens (= T), H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
