@@ -4,13 +4,16 @@ import argparse
 import logging
 from pathlib import Path
 
-from difftx.config_reader import split_group_overrides
 from difftx.errors import run_command
-from difftx.parallel import multihost
 
 
 def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    # Not at the top of the file: `run_command` explains what to do where packages are missing.
+    from difftx.config_reader import split_group_overrides
+    from difftx.files import require_local_paths, require_writable, require_writable_file
+    from difftx.parallel import multihost
+
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workdir", type=Path, help="directory of a run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
@@ -27,9 +30,14 @@ def main() -> int:
     trust = "use addresses, key variables and code that the run's config names; print them"
     parser.add_argument("--trust_run_config", action="store_true", help=trust)
     multihost.add_flags(parser)
-    parser.epilog = "--eval.field=value and --mesh.field=value change fields of the run's config"
+    parser.epilog = (
+        "--eval.field=value, --mesh.field=value, --model.attention_implementation=value: change the run's config"
+    )
     args, rest = parser.parse_known_args()
-    overrides = split_group_overrides(rest, ("eval", "mesh"))
+    require_local_paths(args)
+    overrides = split_group_overrides(rest, ("eval", "mesh", "model"))
+    if args.out is not None:
+        (require_writable_file if args.report else require_writable)(args.out)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
 
     # Slow to import, so after the flags are known to be good.

@@ -5,14 +5,17 @@ import logging
 import time
 from pathlib import Path
 
-from difftx.config_reader import load_config, split_overrides
 from difftx.errors import run_command
-from difftx.parallel import multihost
 
 
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
     began = time.perf_counter()
+    # Not at the top of the file: `run_command` explains what to do where packages are missing.
+    from difftx.config_reader import load_config, split_overrides
+    from difftx.files import require_local_paths, require_writable
+    from difftx.parallel import multihost
+
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
@@ -24,12 +27,15 @@ def main() -> int:
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args()
+    require_local_paths(args)
     config = load_config(args.config, split_overrides(rest, "config"))
     if args.print_config:
         print(config.to_json(), end="")
         return 0
     if args.workdir is None and not args.dry_run:
         parser.error("--workdir is needed to train")
+    if args.workdir is not None:
+        require_writable(args.workdir)
 
     # Slow to import, so after the flags are known to be good.
     from difftx import evals

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from difftx.config import Config
 from difftx.errors import UserError, did_you_mean
+from difftx.files import require_local
 
 BASE = Path(__file__).parents[1] / "configs" / "base.py"
 
@@ -112,6 +113,9 @@ def _mistakes_in(path_text: str) -> Iterator[None]:
         path = Path(path_text).resolve()
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path]
         at = f"{path_text}:{lines[-1]}" if lines else path_text
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # No frame: that file never ran.
+            is_own = Path(error.filename).resolve() == path
+            at = f"{path_text if is_own else error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
         raise UserError(f"{at}: {type(error).__name__}: {text[0] if text else ''}") from error
 
@@ -175,6 +179,8 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
     if dataclasses.is_dataclass(annotation):
         return _build(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     options = _options(annotation)
+    if isinstance(value, str) and not path.endswith("_url"):
+        require_local(path, value)
     for option in options:
         if get_origin(option) is Literal and value in get_args(option):
             return value

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all, reads that may fail, and JSON that may be broken."""
 
+import argparse
 import contextlib
 import errno
 import hashlib
@@ -9,6 +10,7 @@ import platform
 import re
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,55 @@ RETRY_SECONDS = (0.2, 0.8, 2.0)
 # What these errors say about a path does not change by waiting.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 NAMES = {int: "a count", str: "text", dict: "an object"}
+
+
+def require_local(name: str, path: str | Path) -> None:
+    """Raise `UserError` if a path is the address of an object store, such as gs://bucket/run.
+
+    Args:
+        name: the flag or the config field that holds the path, for the message.
+        path: one path, or several with commas; a `Path` has lost one of the two slashes.
+    """
+    slashes = "/" if isinstance(path, Path) else "//"
+    if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
+        shown = re.sub(r":/(?!/)", "://", str(path))
+        raise UserError(f"{name}={shown}: object stores are not supported yet; use a local or mounted path")
+
+
+def require_local_paths(flags: argparse.Namespace) -> None:
+    """Raise `UserError` if a flag whose type is `Path` is the address of an object store."""
+    for name, value in vars(flags).items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path):
+                require_local(f"--{name}", path)
+
+
+def require_writable(folder: Path) -> None:
+    """Check that a folder can be written, or made with the parents that are missing; leave nothing behind.
+
+    Raises:
+        OSError: of the system, with the path that is the problem.
+    """
+    folder = folder.absolute()
+    while not os.path.lexists(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            folder.lstat()  # Names that are too long, folders that cannot be searched.
+        folder = folder.parent
+    if not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, "Broken symbolic link", str(folder))
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".difftx-", dir=folder))
+    except OSError as error:
+        raise OSError(error.errno, f"No file can be created there ({error.strerror})", str(folder)) from error
+
+
+def require_writable_file(path: Path) -> None:
+    """Check that a file can be written, as `require_writable` does for the folder that holds it."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    require_writable(path.parent)
 
 
 @contextlib.contextmanager

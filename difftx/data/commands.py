@@ -16,6 +16,7 @@ from difftx.data.progress import Work
 from difftx.data.store import SPLITS, damage, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError, printable
+from difftx.files import require_local_paths, require_writable_file
 
 DOCUMENT_STYLES = ("cyan", "yellow")  # In turn, so that neighbours differ.
 BOUNDARY_STYLE = "bold reverse"
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     count.add_argument("--min_count", type=int, default=1, help="leave rarer bigrams out; up to the suite's limit + 1")
     count.add_argument("--max_memory_mib", type=int, default=1024, help="for the counting (%(default)s)")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
     if options.command == "verify":
         return verify(options.folder)
     if options.command == "bigrams":
@@ -108,19 +110,17 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
             )
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out={out}: name a file in a folder that exists")
+    require_writable_file(out)
     description = {
         "tokenizer": {key: tokenizers[0][key] for key in ("name", "vocabulary_sha256")},
         "stores": [
             {"path": str(f.resolve()), "sha256": store.fingerprint} for f, store in zip(folders, stores, strict=True)
         ],
     }
-    try:
-        with Work() as work:
-            header = write_bigrams(
-                stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
-            )
-    except OSError as error:
-        raise UserError(f"--out={out}: {error.strerror} ({error.filename}); name another place") from error
+    with Work() as work:
+        header = write_bigrams(
+            stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
+        )
     print(
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"

@@ -7,7 +7,6 @@ the input and the options alone.
 
 import argparse
 import dataclasses
-import errno
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from difftx.data.store import SPLITS, read_meta
 from difftx.data.units import discard_damaged_units
 from difftx.data.workers import Workers
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError
+from difftx.files import require_local, require_local_paths, require_writable
 
 LOCAL = "local"
 
@@ -63,8 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     except MemoryError as error:
         raise RunError("out of memory; run the same command with fewer --workers, or split long documents") from error
     except OSError as error:
-        full = "; make room and run the same command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise UserError(f"{error.filename or f'--out={job.out}'}: {error.strerror or error}{full}") from error
+        if error.errno is not None:  # Writing does not say where.
+            error.filename = error.filename or str(job.out)
+        raise
     return 0
 
 
@@ -95,6 +96,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop", help="documents that cannot be read")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
+    for flag in ("input", "valid_input"):
+        if (pattern := getattr(options, flag)) is not None:
+            require_local(f"--{flag}", pattern)
+    require_writable(options.out)
     if not 0 <= options.valid_fraction < 1:
         raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
     for name in ("workers", "shard_tokens"):

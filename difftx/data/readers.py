@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from difftx.errors import UserError
+from difftx.errors import UserError, install_hint
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -397,4 +397,4 @@ def import_extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{module} is not installed: pip install 'difftx[{extra}]'") from error
+        raise UserError(f"{module} is not installed: {install_hint(extra)}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftx.config_reader import split_overrides
 from difftx.errors import UserError, printable
-from difftx.files import write_atomically
+from difftx.files import require_local_paths, require_writable_file, write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
 from difftx.parallel import multihost
 
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
     options, rest = parser.parse_known_args(arguments)
+    require_local_paths(options)
     overrides = {f"mesh.{name}": text for name, text in split_overrides(rest, "mesh").items()}
     prompts = _prompts(options)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
@@ -75,6 +76,8 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
         raise UserError(f"--out={options.out}: it is for --prompts; --prompt prints its text")
     if options.out is not None and not options.out.parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.parent}")
+    if options.out is not None:
+        require_writable_file(options.out)
     if not 0 <= options.seed < SEEDS:
         raise UserError(f"--seed={options.seed} must lie in 0 … 2**32 - 1")
     for flag in ("batch_rows", "new_tokens"):
@@ -152,8 +155,5 @@ def _complete_file(
     if options.out is None:
         print(text, end="")
         return
-    try:
-        write_atomically(options.out, text)
-    except OSError as error:
-        raise UserError(f"--out={options.out}: {error.strerror}") from error
+    write_atomically(options.out, text)
     print(printable(f"{options.out}: {len(order)} completions"))

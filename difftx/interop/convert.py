@@ -8,7 +8,8 @@ from pathlib import Path
 
 from difftx.config import Config
 from difftx.config_reader import load_config, split_overrides
-from difftx.errors import UserError, printable
+from difftx.errors import UserError, install_hint, printable
+from difftx.files import require_local_paths, require_writable
 
 SHARD_MIB = 4096
 OURS = "difftx"
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     options, rest = parser.parse_known_args(arguments)
+    require_local_paths(options)
     config = _checked(options, rest)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
 
@@ -61,6 +63,7 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
         raise UserError(f"--out={options.out} is there already; name a new folder")
     if not options.out.absolute().parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")
+    require_writable(options.out)
     if options.verify:
         _require_transformers({options.source, options.target})
     if options.shard_mib < 1:
@@ -81,4 +84,4 @@ def _require_transformers(formats: set[str]) -> None:
         raise UserError("--verify compares with transformers, which has no model of the official layout")
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--verify needs {' and '.join(missing)}: pip install 'difftx[parity]'")
+        raise UserError(f"--verify needs {' and '.join(missing)}: {install_hint('parity')}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from difftx.config import Config
 from difftx.config_reader import load_config, override, split_overrides
 from difftx.errors import UserError
+from difftx.files import require_local_paths, require_writable_file, write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--efficiency", type=float, default=0.6, help="share of the bound's speed for the likely days")
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args(arguments)
+    require_local_paths(args)
     topology = parse_topology(args.topology)
     config = with_slices(load_config(args.config, split_overrides(rest, "config")), topology)
     _check(args)
@@ -42,7 +44,6 @@ def main(arguments: Sequence[str]) -> int:
     # Slow to import, so after the flags are known to be good.
     from rich.console import Console
 
-    from difftx.files import write_atomically
     from difftx.launch import estimate, search, tables
     from difftx.model.flops import count_parameters
     from difftx.parallel.presets import apply_preset
@@ -92,3 +93,5 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
     if args.json is not None and not args.json.parent.is_dir():
         raise UserError(f"--json={args.json}: there is no folder {str(args.json.parent)!r}")
+    if args.json is not None:
+        require_writable_file(args.json)

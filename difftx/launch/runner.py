@@ -41,10 +41,7 @@ class Sweep:
         for status in self._statuses:
             status.refresh()
             _refuse_other_settings(status)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out={out}: {error.strerror}") from error
+        out.mkdir(parents=True, exist_ok=True)
         self._out, self._description = out, description
         self._view = View(self._statuses)
         self._stopping = False

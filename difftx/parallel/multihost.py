@@ -26,7 +26,7 @@ from jax._src import distributed  # The coordination service's client: jax has n
 from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
-from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, printable
+from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, explained, install_hint, printable
 
 REPEAT_SECONDS = 1.0
 _decisions = itertools.count()
@@ -54,6 +54,7 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
         raise UserError("--coordinator=HOST:PORT, --processes=N and --process=I belong together; give all three")
     if not flags.distributed and flags.coordinator is None:
         _refuse_a_lone_start()
+        _require_devices()
         return
     # CPU devices have collectives only through a library; other devices do not read this.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -75,6 +76,20 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
         raise UserError(f"the processes could not be joined: {str(error).splitlines()[0]}") from error
     finally:
         patience.cancel()
+    _require_devices()
+
+
+def _require_devices() -> None:
+    """Raise `UserError` where JAX finds no device of the platforms that JAX_PLATFORMS names."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX 0.12 asserts where it lacks the plugin.
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        why = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"JAX_PLATFORMS={asked}: JAX has no device of that platform here{why}; unset JAX_PLATFORMS or set it to "
+            f"cpu, or install JAX's plugin: {install_hint('cuda')} (for TPUs: tpu)"
+        ) from error
 
 
 def is_lead() -> bool:
@@ -218,7 +233,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        if error is not None and jax.process_count() > 1 and not isinstance(error, UserError | RunError):
+        if error is not None and jax.process_count() > 1 and explained(error) is None:
             # At once: on the way out JAX would wait for the processes that are no more.
             traceback.print_exception(error)
             time.sleep(3 * self._period)

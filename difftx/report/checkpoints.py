@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import rich.markup
 import rich.table
 
 from difftx.errors import UnreadableError, UserError, printable
-from difftx.files import list_folder
+from difftx.files import list_folder, require_local_paths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     parsers["prune"].add_argument("--keep", type=int, help="keep so many, the newest, and no others")
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")

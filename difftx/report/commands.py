@@ -90,6 +90,9 @@ def run_suites(
         RunError: a checkpoint was deleted or replaced during its evaluation.
     """
     evals.check_suites(suites)
+    for field in overrides:
+        if field.startswith("model.") and field != "model.attention_implementation":
+            raise UserError(f"--{field}: the checkpoint decides it; of model only attention_implementation may differ")
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)
     confirm_outward(now, workdir, suites, overrides, trusted=trusted)
@@ -152,6 +155,7 @@ class _StepEvaluation:
         done = set() if self._again else _done(run, self._suites, step, checkpoint)
         todo = [suite for suite in self._suites if suite not in done]
         if todo:
+            require_writable(self._workdir)
             self._checkpointer.verified(step)
         return _Opened(step, checkpoint, run, todo, load_params(run, step) if todo else None)
 

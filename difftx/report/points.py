@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
-from difftx.files import read_json
+from difftx.files import read_json, require_local
 from difftx.model.flops import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
 COLUMNS = ("architecture", "size", "tokens")  # And the metric.
+# Files that commands write next to run directories and into them: a glob of runs may match these files too.
+OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
     Raises:
         UserError: nothing matches, a table is not one, or the runs do not compare by that metric.
     """
-    tables = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    require_local("--scaling", pattern)
+    files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
     if tables:
         points = [point for table in tables for point in _points_of_table(table, metric)]
         if not points:
@@ -53,6 +57,14 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
     if not points:
         raise UserError(f"--scaling={pattern!r}: no run has a validation in {metric} yet")
     return points, notes
+
+
+def _is_other_output(path: Path) -> bool:
+    """Whether a file has the name of another output and no points."""
+    if path.name not in OTHER_OUTPUTS:
+        return False
+    content = read_json(path)
+    return not (isinstance(content, list) and any(isinstance(row, dict) and "size" in row for row in content))
 
 
 def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | None]:

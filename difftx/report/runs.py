@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from difftx.config import Config
 from difftx.errors import UserError, printable
-from difftx.files import read_file, read_json
+from difftx.files import read_file, read_json, require_local
 from difftx.model.flops import flops_per_token
 from difftx.training.manifest import read_manifest, steps_in
 from difftx.training.metrics import read_metrics
@@ -107,6 +107,7 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     Raises:
         UserError: none matches, or one has no config or no training steps.
     """
+    require_local(f"--{flag}", pattern)
     workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")

@@ -21,7 +21,7 @@ from tensorboardX.event_file_writer import EventsWriter, directory_check
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UserError, install_hint
 from difftx.files import read_file, write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
@@ -271,7 +271,7 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         import wandb  # pyrefly: ignore[missing-import]  # An extra.
     except ImportError as error:
         raise UserError(
-            f"logging.wandb_project={project!r}: wandb is not installed; pip install '.[wandb]', or set it to none"
+            f"logging.wandb_project={project!r}: wandb is not installed: {install_hint('wandb')}; or set it to none"
         ) from error
     # W&B takes no step twice: each attempt is a run of its own and begins with the rows that it continues. The
     # newest run of a group has every step once.

@@ -51,7 +51,8 @@ def _resume(
             f"--config.checkpoint.init_from={run.workdir}"
         )
     data = manifest.data
-    refused = _unsafe_changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
+    data_changes = signature_changes(data, run.data.signature)
+    refused = _unsafe_changes(checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         raise UserError(
             f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
@@ -66,16 +67,17 @@ def _resume(
     return state
 
 
-def _unsafe_changes(old: Config, new: Config, data_changes: list[str]) -> list[str]:
-    """Print what differs and return what a run must not go on with unasked.
+def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
+    """Print the fields that differ and return the changes with which a run must not resume unasked.
 
-    Fields of `data` say where it is and how it is read; whether the rows are the same, only their signature knows.
+    The fields of `data` name the data and how to read it; only the signature of its rows tells whether they changed.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or (is_data and not data_changes)
-        say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
+        if safe or print_unsafe:  # The error of a refused run lists its unsafe changes.
+            say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
     return refused + (data_fields or [f"data, {change}" for change in data_changes])

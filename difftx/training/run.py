@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,7 +17,9 @@ from typing import TextIO
 import jax
 import tiktoken
 
+from difftx import kernels
 from difftx.config import Config
+from difftx.config.architectures import implementations
 from difftx.config_reader import saved_config
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
@@ -52,6 +55,7 @@ class Run:
         """
         mesh = make_mesh(config.mesh)
         check_divisible(config, mesh)
+        check_attention(config)
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
         return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
@@ -122,6 +126,26 @@ def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
         raise UserError(
             f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
             f"data.tokenizer={config.data.tokenizer!r}; use at least {-(-tokenizer.n_vocab // 128) * 128}"
+        )
+
+
+def check_attention(config: Config) -> None:
+    """Raise `UserError` where the named attention backend cannot run on this machine's devices."""
+    model = config.model
+    differential = model.architecture in ("diff", "gda")
+    widths = (2, model.d_head) if differential else (model.d_head,)
+    heads = model.num_heads if differential else model.query_heads
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, config.data.sequence_length, *shape), model.compute_dtype)
+
+    q, k, v = array(heads, *widths), array(model.kv_heads, *widths), array(model.kv_heads, math.prod(widths))
+    if why := kernels.why_unavailable(model.attention_implementation, q, k, v):
+        usable = implementations(model.architecture, quantized=model.attention_logit_bits is not None)
+        usable = [name for name in usable if kernels.why_unavailable(name, q, k, v) is None]
+        raise UserError(
+            f"model.attention_implementation={model.attention_implementation!r}: {why}; use one of "
+            f"{', '.join(usable)} (eval.py: --model.attention_implementation={usable[0]})"
         )
 
 

@@ -155,7 +155,7 @@ def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     run = Run.open(config_of(folder), tmp_path)
     for check in (lambda: evals.check_run(run, ["harness"]), lambda: evals.evaluate(run, None, 3, ["harness"])):
-        with pytest.raises(UserError, match=r"lm_eval is not installed: pip install 'difftx\[eval\]'"):
+        with pytest.raises(UserError, match=r"lm_eval is not installed: \S+ -m pip install -e '\S+\[eval\]'"):
             check()
 
 

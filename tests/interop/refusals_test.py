@@ -180,6 +180,12 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
         ("diff", "official", {"head_norm_eps": 1e-6}, "the official code has 1e-05"),
         ("diff", "official", {"head_dim": 4}, "the official code takes it from d_model and num_heads"),
         ("transformer", "hf", {"head_norm": "rms"}, "Llama has no norm behind its heads"),
+        (
+            "transformer",
+            "hf",
+            {"d_model": 66, "num_heads": 4, "head_dim": 16},
+            "d_model=66, .* transformers refuses",
+        ),
         ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no norm behind its heads"),
     ],
 )

@@ -1,4 +1,5 @@
 import csv
+import itertools
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import scipy.optimize
 
 from difftx.analysis.scaling_law import PowerLaw
 from difftx.errors import UserError
+from difftx.report.points import read_points
 from difftx.report.scaling import format_study, write_scaling
 from report.run_dirs import write_run
 
@@ -165,6 +167,28 @@ def test_bad_tables(name, text, message, tmp_path):
     with pytest.raises(UserError) as error:
         write_scaling(str(tmp_path / name), tmp_path / "out")
     assert message in str(error.value)
+
+
+def test_a_glob_of_a_sweep_passes_over_its_other_files(config, tmp_path):
+    for i, (size, tokens) in enumerate(itertools.product((32, 48, 64, 96), (6, 12))):
+        write_run(
+            tmp_path / f"run{i}",
+            config("transformer", model__d_model=size, train__steps=tokens),
+            loss=lambda s: 3 + 1 / s,
+        )
+    expected = read_points(f"{tmp_path}/run*", "loss")
+    (tmp_path / "sweep.json").write_text('{"config": "c.py", "overrides": {}, "grid": {}, "runs": []}')
+    (tmp_path / "curves.json").write_text('[{"run": "run0", "architecture": "diff", "tokens": 9, "loss": 3.0}]')
+    (tmp_path / "scaling.json").write_text('{"metric": "loss", "studies": [], "not_fitted": {}}')
+    assert read_points(f"{tmp_path}/*", "loss") == expected
+    with pytest.raises(UserError, match=r"sweep\.json: not a list of points"):
+        read_points(f"{tmp_path}/sweep.json", "loss")
+    # A table keeps its meaning under any name, and an unknown file is still an error.
+    (tmp_path / "curves.json").write_text('[{"architecture": "diff", "size": 10, "tokens": 9, "loss": 3.0}]')
+    assert [point.size for point in read_points(f"{tmp_path}/*", "loss")[0]] == [10]
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match=r"other\.json: not a list of points"):
+        read_points(f"{tmp_path}/*", "loss")
 
 
 def test_runs_with_different_tokenizers_are_fitted_by_bits_per_byte_only(config, tmp_path):

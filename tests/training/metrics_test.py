@@ -92,7 +92,7 @@ def events(path):
 
 def test_wandb_that_is_not_installed_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\S+\[wandb\]'; or set"):
         MetricsWriter(tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0)
 
 

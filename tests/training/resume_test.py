@@ -253,6 +253,7 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
+    assert ("(not safe)" in result.stdout) == bool(flags)  # Refused: the error lists it.
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
 
 
