@@ -34,16 +34,17 @@ def main() -> int:
     # Slow to import, so after the flags are known to be good.
     from difftx import evals
     from difftx.report.cost import format_cost, format_data
+    from difftx.training.agreement import agree_on_command, open_run
     from difftx.training.loop import train
-    from difftx.training.run import Run, fit_to_devices
+    from difftx.training.run import fit_to_devices
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
+    agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
-    run = Run.open(config, args.workdir or Path())
-    evals.check_run(run, config.eval.suites)
+    run = open_run(config, args.workdir or Path(), lambda run: evals.check_run(run, config.eval.suites))
     multihost.say(format_data(run))
     if args.dry_run:
         return 0

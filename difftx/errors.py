@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 EXIT_FAILED = 1  # What Python itself ends with after an exception.
 EXIT_BAD_INPUT = 2
@@ -30,6 +31,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message has it: a SHA-256 by its first digits."""
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def run_command(main: Callable[[], int]) -> None:

@@ -14,6 +14,7 @@ from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
+from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint import Checkpointer, restore_params
 from difftx.training.manifest import read_manifest
 from difftx.training.run import read_config
@@ -27,16 +28,22 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
         workdir: of the run.
         step: of the checkpoint, or None.
         overrides: of the run's config, such as `{"mesh.tensor": "4"}`.
-        processes: the flags of `multihost`.
+        processes: all flags of the command, with those of `multihost`.
 
     Raises:
         UserError: there is no such checkpoint, or it does not fit the devices or the tokenizer.
     """
     config = override(read_config(workdir), overrides)
     multihost.start(processes, config.multihost)
+    agree_on_command(config, processes)
     mesh = make_mesh(config.mesh)
     check_model_divisible(config, mesh)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = multihost.agree(
+        "the tokenizer",
+        lambda: load_tokenizer(config.data.tokenizer),
+        lambda tokenizer: {"vocabulary of data.tokenizer": fingerprint(tokenizer)},
+        config.multihost.barrier_timeout_seconds,
+    )
     checkpointer = Checkpointer(workdir)
     step = checkpointer.newest() if step is None else checkpointer.verified(step)
     if step is None:

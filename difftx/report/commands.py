@@ -21,6 +21,7 @@ from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
 from difftx.report.runs import Metric
 from difftx.report.scaling import format_study, write_scaling
+from difftx.training.agreement import agree_on_command, open_run
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
@@ -76,18 +77,19 @@ def run_suites(
         steps: as `chosen_steps` reads them; None: the newest checkpoint.
         overrides: fields of the run's config.
         again: do what is done already.
-        processes: the flags of `multihost`.
+        processes: all flags of the command, with those of `multihost`.
 
     Raises:
-        UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
+        UserError: bad input, in any process, or a checkpoint does not verify; the others are evaluated first.
     """
     evals.check_suites(suites)
     config = override(read_config(workdir), overrides)
     multihost.start(processes, config.multihost)
+    agree_on_command(config, processes)
     checkpointer = Checkpointer(workdir)
     chosen = _choose(checkpointer, workdir, steps)
-    run = _open_on_mesh(config, workdir)
-    evals.check_run(run, suites)
+    _check_mesh(config)
+    run = open_run(config, workdir, lambda run: evals.check_run(run, suites))
     damaged = []
     with Work(enabled=multihost.is_lead()) as work:
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
@@ -142,13 +144,12 @@ def _choose(checkpointer: Checkpointer, workdir: Path, steps: str | None) -> lis
     raise UserError(f"--workdir={workdir}: no checkpoint there yet")
 
 
-def _open_on_mesh(config: Config, workdir: Path) -> Run:
+def _check_mesh(config: Config) -> None:
     try:
         check_divisible(config, make_mesh(config.mesh))
     except UserError as error:
         flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
         raise UserError(f"{error}. On other devices than the run's, eval.py takes a mesh too: {flags}") from error
-    return Run.open(config, workdir)
 
 
 def _done(run: Run, suites: Sequence[str], step: int) -> set[str]:

@@ -13,7 +13,8 @@ from difftx.data.loader import Batch, Loader
 from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
-from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
+from difftx.parallel.heartbeat import Monitor
+from difftx.parallel.multihost import Interrupt, barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps

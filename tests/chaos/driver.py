@@ -29,7 +29,7 @@ from chaos import disk, records
 from chaos.plan import KEEP, STARTS, Episode, Layout, Plan
 
 PATIENCE = 600.0  # Seconds until the driver itself gives up; the machine may be busy with other things.
-SILENCE = 20  # Seconds: multihost.barrier_timeout_seconds.
+SILENCE = 20  # Seconds: of barriers and of heartbeats.
 DISK_MIB = 8
 DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
 ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
@@ -92,6 +92,7 @@ def command(layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = Non
         "guards__skip_steps": 2,
         "guards__max_rewinds": 20,
         "multihost__barrier_timeout_seconds": SILENCE,
+        "multihost__heartbeat_timeout_seconds": SILENCE,
         "multihost__initialization_timeout_seconds": 2 * SILENCE,
     }
 
