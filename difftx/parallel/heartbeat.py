@@ -4,6 +4,7 @@ A collective that one process never enters hangs the others for ever and says no
 several processes runs a `Heartbeat` from its start, and a training a `Monitor`.
 """
 
+import atexit
 import dataclasses
 import faulthandler
 import itertools
@@ -67,9 +68,13 @@ class Heartbeat:
         self._timeout, self._me, self._count = timeout_seconds, state.process_id, state.num_processes
         self._peers = {process: Peer("", now) for process in range(self._count) if process != self._me}
         self._coordinator_heard = now
+        self._ended = threading.Event()
         # Two threads: where process 0 is frozen, a call to it does not return.
-        for target in (self._talk, self._watch):
-            threading.Thread(target=target, name=f"difftx heartbeat {target.__name__}", daemon=True).start()
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._watch)]
+        for thread in self._threads:
+            thread.start()
+        # Python ends a daemon thread wherever it is at the exit. Inside of JAX's C++ that aborts the process.
+        atexit.register(self._end)
 
     def silent_peers(self, seconds: float) -> list[str]:
         """Return the processes that have said nothing for so long, in words."""
@@ -85,21 +90,25 @@ class Heartbeat:
             if now - peer.heard > seconds
         ]
 
+    def _end(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(3 * self.period)  # A call to a frozen process 0 does not return.
+
     def _watch(self) -> None:
-        while service() is not None:
+        while not self._ended.wait(self.period):
             if silent := self.silent_peers(self._timeout):
                 _give_up("; ".join(silent))
-            time.sleep(self.period)
 
     def _talk(self) -> None:
         for tick in itertools.count():
-            if (client := service()) is None:  # JAX has closed it: the process ends.
+            self._exchange(tick)
+            if self._ended.wait(self.period):
                 return
-            self._exchange(client, tick)
-            time.sleep(self.period)
 
-    def _exchange(self, client: Any, tick: int) -> None:
+    def _exchange(self, tick: int) -> None:
         """Say that this process lives, and listen to the others."""
+        client = service()
         try:
             client.key_value_set(f"difftx/alive/{self._me}", f"{who_am_i()} at step {self.step} tick {tick}", True)
             heard = client.key_value_dir_get("difftx/alive")
