@@ -20,9 +20,7 @@ def main() -> int:
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; the newest if not given")
     parser.add_argument("--again", action="store_true", help="evaluate again what is done with the same settings")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
-    parser.add_argument(
-        "--scaling", metavar="GLOB", help="run directories, or tables of points, to fit scaling laws to"
-    )
+    parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points, to fit scaling laws to")
     parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
     parser.add_argument("--report", action="store_true", help="write one HTML page of --workdir")
     parser.add_argument("--out", type=Path, help="directory for figures; file of the report, else WORKDIR/report.html")
@@ -55,9 +53,7 @@ def main() -> int:
     if args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
     suites = args.suite.split(",")
-    return commands.run_suites(
-        args.workdir, suites, args.step, overrides, args.again, args, trusted=args.trust_run_config
-    )
+    return commands.run_suites(args.workdir, suites, args.step, overrides, args.again, args, args.trust_run_config)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,8 @@ def get_config() -> ConfigDict:
 
     c.multihost = ConfigDict()  # Used when several processes train together (docs/operations.md).
     c.multihost.initialization_timeout_seconds = 1800  # Until all processes have started: cold pods take long.
-    c.multihost.heartbeat_timeout_seconds = 100  # Until a process that is gone is given up.
+    # Until a process that says nothing, dead or frozen, is given up. JAX's own heartbeat is given four times that.
+    c.multihost.heartbeat_timeout_seconds = 100
     # Until all processes reach the same start, checkpoint or evaluation; also, until a save must be on disk.
     c.multihost.barrier_timeout_seconds = 600
     c.multihost.watchdog_seconds = 1800  # Without a finished step: print all stacks and exit. Compiling counts too.

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 EXIT_FAILED = 1  # What Python itself ends with after an exception.
 EXIT_BAD_INPUT = 2
@@ -125,6 +126,11 @@ def explained(error: BaseException) -> UserError | RunError | None:
 def _shortened(path: object) -> str:
     """Return a path as text; of one that may be too long for the system, the beginning."""
     return text if len(text := str(path)) <= LONGEST_MESSAGE // 5 else f"{text[:100]} …"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message has it: a SHA-256 by its first digits."""
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def run_command(main: Callable[[], int]) -> None:

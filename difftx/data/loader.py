@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from difftx.data.packing import Row, RowSource
-from difftx.errors import UserError
+from difftx.errors import UserError, shown
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +117,7 @@ class Loader:
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return "name old → new" for each part of a loader's signature that differs."""
     return [
-        f"{name} {_short(old.get(name))} → {_short(new.get(name))}"
+        f"{name} {shown(old.get(name))} → {shown(new.get(name))}"
         for name in old | new
         if old.get(name) != new.get(name)
     ]
@@ -206,8 +206,3 @@ def ordered_batches(
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:
     """Return how many rows `ordered_batches` counts."""
     return min(len(source), max(1, limit_tokens // source.sequence_length))
-
-
-def _short(value: Any) -> str:
-    """Return a value as text, a SHA-256 by its first digits."""
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)

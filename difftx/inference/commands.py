@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from difftx.config_reader import split_overrides
 from difftx.errors import UserError, printable
-from difftx.files import require_local_paths, require_writable_file, write_atomically
+from difftx.files import json_sha256, require_local_paths, require_writable_file, write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
 from difftx.parallel import multihost
 
@@ -61,7 +62,12 @@ def main(arguments: Sequence[str]) -> int:
         top_p=options.top_p,
     )
     lm = load(options.workdir, options.step, overrides, options)
-    requests = [_request(lm, prompt, options.new_tokens) for prompt in prompts]
+    requests = multihost.agree(
+        "the prompts",
+        lambda: [_request(lm, prompt, options.new_tokens) for prompt in prompts],
+        lambda requests: {"prompts": json_sha256([dataclasses.astuple(request) for request in requests])},
+        lm.config.multihost.barrier_timeout_seconds,
+    )
     if options.prompt is not None:
         _stream(lm, prompts[0], requests[0], sampling, options.stop)
     else:

@@ -7,10 +7,12 @@ from pathlib import Path
 import jax
 
 from difftx.config_reader import override
+from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
+from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint import Checkpointer, restore_params
 from difftx.training.reading import open_checkpoint, open_tokenizer, read_newest
 from difftx.training.run import read_config
@@ -24,20 +26,26 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
         workdir: of the run.
         step: of the checkpoint, or None.
         overrides: of the run's config, such as `{"mesh.tensor": "4"}`.
-        processes: the flags of `multihost`.
+        processes: all flags of the command, with those of `multihost`.
 
     Raises:
         UserError: there is no such checkpoint, or it does not fit the devices or the tokenizer.
     """
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)
+    agree_on_command(now, processes)
     mesh = make_mesh(now.mesh)
     checkpointer = Checkpointer(workdir)
 
     def load_step(step: int) -> LanguageModel:
         checkpoint = open_checkpoint(checkpointer.folder / str(step), now)
         check_model_divisible(checkpoint.config, mesh)
-        config, tokenizer = open_tokenizer(checkpoint)
+        config, tokenizer = multihost.agree(
+            "the tokenizer",
+            lambda: open_tokenizer(checkpoint),
+            lambda found: {"vocabulary of data.tokenizer": fingerprint(found[1])},
+            now.multihost.barrier_timeout_seconds,
+        )
         with jax.set_mesh(mesh):
             abstract = jax.eval_shape(lambda: init_state(config).params)
             params = restore_params(checkpoint.folder, abstract, mesh)

@@ -17,13 +17,14 @@ from difftx.config import Config
 from difftx.config_reader import override
 from difftx.data.progress import Work
 from difftx.errors import UserError, printable
-from difftx.files import read_json
+from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
 from difftx.report.outward import confirm_outward
 from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
+from difftx.training.agreement import agree_on_command, check_everywhere
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.reading import Checkpoint, open_checkpoint, open_run, read_newest
 from difftx.training.run import Run, read_config
@@ -71,7 +72,6 @@ def run_suites(
     overrides: Mapping[str, str],
     again: bool,
     processes: argparse.Namespace,
-    *,
     trusted: bool = False,
 ) -> int:
     """Evaluate checkpoints of a run and print the numbers.
@@ -82,11 +82,11 @@ def run_suites(
         steps: as `chosen_steps` reads them; None: the newest checkpoint.
         overrides: fields of the run's config.
         again: do what is done already.
-        processes: the flags of `multihost`.
+        processes: all flags of the command, with those of `multihost`.
         trusted: the user confirms addresses, key variables and code that the run's config names.
 
     Raises:
-        UserError: bad input, or a step cannot be evaluated; the others are evaluated first.
+        UserError: bad input, in any process, or a step cannot be evaluated; the others are evaluated first.
         RunError: a checkpoint was deleted or replaced during its evaluation.
     """
     evals.check_suites(suites)
@@ -95,6 +95,7 @@ def run_suites(
             raise UserError(f"--{field}: the checkpoint decides it; of model only attention_implementation may differ")
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)
+    agree_on_command(now, processes)
     confirm_outward(now, workdir, suites, overrides, trusted=trusted)
     checkpointer = Checkpointer(workdir)
     evaluation = _StepEvaluation(checkpointer, workdir, now, suites, again)
@@ -149,7 +150,7 @@ class _StepEvaluation:
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._now)
         if self._run is None or self._trained != checkpoint.config:
             self._run = _open_on_mesh(checkpoint, self._workdir)
-            evals.check_run(self._run, self._suites)
+            check_everywhere(self._run, lambda run: evals.check_run(run, self._suites))
             self._trained = checkpoint.config
         run = self._run
         done = set() if self._again else _done(run, self._suites, step, checkpoint)

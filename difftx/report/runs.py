@@ -62,7 +62,7 @@ class RunRecord:
         return read_results(self.workdir)
 
     def split(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a split: "train", "valid", "goodput"."""
+        """Return the rows of a split: "train", "valid", "goodput", "lambda_crossing"."""
         return [row for row in self.rows if row["split"] == name]
 
     def evaluations(self, metric: Metric) -> list[dict[str, Any]]:

@@ -13,11 +13,13 @@ from difftx.data.loader import Batch, Loader
 from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
-from difftx.parallel.multihost import Interrupt, Monitor, barrier, decided_by_lead, is_lead, say
+from difftx.parallel.heartbeat import Monitor
+from difftx.parallel.multihost import Interrupt, barrier, decided_by_lead, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps
-from difftx.training.metrics import MetricsWriter, Progress
+from difftx.training.lambda_range import SPLIT, LambdaRange, warning
+from difftx.training.metrics import MetricsWriter, Progress, read_newest_metrics
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, TrainState, make_train_step
@@ -186,6 +188,7 @@ class Reporter:
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
         }
+        self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_lead() else ())
         self._pending: tuple[int, Metrics, float] | None = None
         self._last = time.perf_counter()
 
@@ -204,6 +207,10 @@ class Reporter:
         # Bad steps have a row each, even where only some steps have one.
         if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
             self._writer.write("train", step, row)
+        for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers from 1.
+            value = float(row["lambda"][layer - 1])
+            self._writer.write(SPLIT, step, {"layer": layer, "value": value})
+            self._progress.note(warning(step, layer, value))
         self._progress.update(step, row)
         if row["skipped"]:
             self._progress.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")

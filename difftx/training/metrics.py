@@ -31,6 +31,7 @@ REQUIRED = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
     "goodput": {"wall_seconds": int | float},
+    "lambda_crossing": {"layer": int, "value": int | float | None},
 }
 
 

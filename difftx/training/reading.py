@@ -16,6 +16,7 @@ from difftx.data.loader import signature_changes
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.parallel.multihost import decided_by_lead, say
+from difftx.training import agreement
 from difftx.training.changes import config_for_reader
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, config_of
 from difftx.training.manifest import read_manifest
@@ -105,12 +106,12 @@ def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
     """
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
-            run = Run.open(config, workdir)
+            run = agreement.open_run(config, workdir)
             # An imported checkpoint was trained on no data here: its signature has the tokenizer alone.
             signature = {name: run.data.signature.get(name) for name in checkpoint.data}
             if not signature_changes(checkpoint.data, signature):
                 return run
-    return Run.open(checkpoint.config, workdir)
+    return agreement.open_run(checkpoint.config, workdir)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:

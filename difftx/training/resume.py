@@ -12,7 +12,7 @@ from difftx.parallel.multihost import decided_by_lead, say
 from difftx.training.changes import changed_fields
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.guards import Guard
-from difftx.training.manifest import MANIFEST, damage, read_manifest
+from difftx.training.manifest import MANIFEST, damage, package_versions, read_manifest
 from difftx.training.reading import read_newest
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
@@ -50,6 +50,9 @@ def _resume(
             f"{run.workdir}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
             f"--config.checkpoint.init_from={run.workdir}"
         )
+    for name, version in package_versions().items():
+        if (before := manifest.packages.get(name, version)) != version:
+            say(f"{name}: {before} → {version}, since the checkpoint of step {step}")
     data = manifest.data
     data_changes = signature_changes(data, run.data.signature)
     refused = _unsafe_changes(checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change)

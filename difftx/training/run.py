@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import jax
 import tiktoken
@@ -170,36 +169,50 @@ def read_config(workdir: Path) -> Config:
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
+    """Lock the folder itself, which stays locked if `.lock` is deleted, and `.lock`, which also names the process.
+
+    NFS locks files alone; of earlier versions of difftx, `.lock` is the only lock.
+    """
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / ".lock").open("a+") as file:  # The system frees the lock however the process ends.
-        _wait_for_lock(file, workdir)
-        file.truncate(0)
-        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
-        remove_temporaries(workdir)
-        yield
+    folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
+    try:  # The system frees the locks however the process ends.
+        folder_is_locked = _wait_for_lock(folder, path, deadline)
+        with path.open("a+") as file:
+            if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
+                print(printable(f"{workdir}: no file locks here, so nothing keeps a second training out"), flush=True)
+            file.truncate(0)
+            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+            remove_temporaries(workdir)
+            yield
+    finally:
+        os.close(folder)
 
 
-def _wait_for_lock(file: TextIO, workdir: Path) -> None:
-    deadline = time.monotonic() + LOCK_WAIT_SECONDS
+def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
+    """Lock an open file or folder; return False where the file system has no locks for it.
+
+    Raises:
+        UserError: another process, which `path` names, still holds the lock at the deadline.
+    """
     holder = None
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            # Some cluster file systems know no locks (Lustre without -o flock); NFS none of folders (EBADF).
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
                 raise
-            # Some cluster file systems know no locks (Lustre without -o flock).
-            print(f"{workdir}: no file locks here, so nothing keeps a second training out", flush=True)
-            return
+            return False
         if holder is None:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            print(printable(f"{workdir}: waiting for {holder}, which trains there"), flush=True)
+            with contextlib.suppress(FileNotFoundError):
+                holder = path.read_text().strip()
+            holder = holder or "another process"
+            print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)
         if time.monotonic() > deadline:
-            raise UserError(f"--workdir={workdir}: {holder} trains there; stop it, or use another --workdir")
+            raise UserError(f"--workdir={path.parent}: {holder} trains there; stop it, or use another --workdir")
         time.sleep(0.2)
 
 

@@ -43,7 +43,7 @@ from chaos.plan import (
 )
 
 PATIENCE = 600.0  # Seconds until the driver itself gives up; the machine may be busy with other things.
-SILENCE = 20  # Seconds: multihost.barrier_timeout_seconds.
+SILENCE = 20  # Seconds: of barriers and of heartbeats.
 DISK_MIB = 8
 DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
 ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
@@ -121,6 +121,7 @@ def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: st
         "guards__skip_steps": 2,
         "guards__max_rewinds": 20,
         "multihost__barrier_timeout_seconds": SILENCE,
+        "multihost__heartbeat_timeout_seconds": SILENCE,
         "multihost__initialization_timeout_seconds": 2 * SILENCE,
     }
 
@@ -476,7 +477,7 @@ class Run:
 
     def _start_with_different_configs(self) -> str:
         """Start process 1 with another learning rate: all must refuse and name the field."""
-        self._start(flags_of={1: ["--config.optimizer.learning_rate=0.5"]})
+        self._start(own_flags={1: ["--config.optimizer.learning_rate=0.5"]})
         self._refused("optimizer.learning_rate")
         return "exit 2, same configs, went on"
 
