@@ -4,30 +4,38 @@ import argparse
 import logging
 from pathlib import Path
 
-from difftx.config.command_line import parse_overrides
 from difftx.errors import run_command
-from difftx.parallel import multihost
 
 
 def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    # Not at the top of the file: `run_command` explains what to do where packages are missing.
+    from difftx.config.command_line import parse_overrides
+    from difftx.files import require_local_paths, require_writable, require_writable_file
+    from difftx.parallel import multihost
+
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workdir", type=Path, help="directory of a run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; the newest if not given")
     parser.add_argument("--again", action="store_true", help="evaluate again what is done with the same settings")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
-    parser.add_argument(
-        "--scaling", metavar="GLOB", help="run directories, or tables of points, to fit scaling laws to"
-    )
+    parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points, to fit scaling laws to")
     parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
     parser.add_argument("--report", action="store_true", help="write one HTML page of --workdir")
     parser.add_argument("--out", type=Path, help="directory for figures; file of the report, else WORKDIR/report.html")
     parser.add_argument("--list", action="store_true", help="list the suites")
+    trust = "use addresses, key variables and code that the run's config names; print them"
+    parser.add_argument("--trust_run_config", action="store_true", help=trust)
     multihost.add_flags(parser)
-    parser.epilog = "--eval.field=value and --mesh.field=value change fields of the run's config"
+    parser.epilog = (
+        "--eval.field=value, --mesh.field=value, --model.attention_implementation=value: change the run's config"
+    )
     args, rest = parser.parse_known_args()
-    overrides = parse_overrides(rest, "eval", "mesh")
+    require_local_paths(args)
+    overrides = parse_overrides(rest, "eval", "mesh", "model")
+    if args.out is not None:
+        (require_writable_file if args.report else require_writable)(args.out)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
 
     # Slow to import, so after the flags are known to be good.
@@ -44,7 +52,8 @@ def main() -> int:
         return commands.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
     if args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
-    return commands.run_suites(args.workdir, args.suite.split(","), args.step, overrides, args.again, args)
+    suites = args.suite.split(",")
+    return commands.run_suites(args.workdir, suites, args.step, overrides, args.again, args, args.trust_run_config)
 
 
 if __name__ == "__main__":

@@ -5,46 +5,51 @@ import logging
 import time
 from pathlib import Path
 
-from difftx.config.command_line import parse_overrides
-from difftx.config.recipes import load_config
 from difftx.errors import run_command
-from difftx.parallel import multihost
 
 
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
     began = time.perf_counter()
+    # Not at the top of the file: `run_command` explains what to do where packages are missing.
+    from difftx.config.command_line import parse_overrides
+    from difftx.config.recipes import load_config
+    from difftx.files import require_local_paths, require_writable
+    from difftx.parallel import multihost
+
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
     parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
-    parser.add_argument(
-        "--allow_config_change", action="store_true", help="go on though model, data or the like changed"
-    )
+    parser.add_argument("--allow_config_change", action="store_true", help="resume although model or data changed")
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args()
+    require_local_paths(args)
     config = load_config(args.config, parse_overrides(rest, "config"))
     if args.print_config:
         print(config.to_json(), end="")
         return 0
     if args.workdir is None and not args.dry_run:
         parser.error("--workdir is needed to train")
+    if args.workdir is not None:
+        require_writable(args.workdir)
 
     # Slow to import, so after the flags are known to be good.
     from difftx import evals
     from difftx.report.cost import format_cost, format_data
+    from difftx.training.agreement import agree_on_command, open_run
     from difftx.training.loop import train
-    from difftx.training.run import Run, fit_to_devices
+    from difftx.training.run import fit_to_devices
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
+    agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
-    run = Run.open(config, args.workdir or Path())
-    evals.check_run(run, config.eval.suites)
+    run = open_run(config, args.workdir or Path(), lambda run: evals.check_run(run, config.eval.suites))
     multihost.say(format_data(run))
     if args.dry_run:
         return 0

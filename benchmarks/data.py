@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -113,6 +114,8 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
         prefetch_batches=prefetch,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},
+        vocab_size=config.model.vocab_size,
+        where=sources.where,
     )
     return [lambda: next(on_host), lambda: jax.block_until_ready(next(placed))]
 
@@ -131,7 +134,7 @@ def write_store(folder: Path) -> None:
     splits = {}
     for split, count in SHARDS.items():
         (folder / split).mkdir(parents=True)
-        shards = []
+        shards: list[dict[str, Any]] = []
         for index in range(count):
             tokens, offsets = (shard_file(folder, split, index, kind) for kind in ("tokens", "offsets"))
             ends = np.cumsum(random_lengths(rng, SHARD_TOKENS // 400))
@@ -139,10 +142,14 @@ def write_store(folder: Path) -> None:
             rng.integers(0, VOCABULARY, SHARD_TOKENS, np.uint32).tofile(tokens)
             starts.tofile(offsets)
             sha256 = {"tokens": sha256_of(tokens), "offsets": sha256_of(offsets)}
-            shards.append({"tokens": SHARD_TOKENS, "documents": len(starts) - 1, "sha256": sha256})
-        splits[split] = {"shards": shards}
-    tokenizer = {"name": "bytes", "vocabulary_sha256": fingerprint(load_tokenizer("bytes"))}
-    write_meta(folder, {"format": FORMAT, "dtype": "uint32", "tokenizer": tokenizer, "splits": splits})
+            shards.append({"tokens": SHARD_TOKENS, "documents": len(starts) - 1, "bytes": 0, "sha256": sha256})
+        sums = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")}
+        splits[split] = {**sums, "duplicates": 0, "shards": shards}
+    encoding = load_tokenizer("bytes")
+    tokenizer = {"name": "bytes", "vocabulary_sha256": fingerprint(encoding)}
+    tokenizer |= {"vocab_size": encoding.n_vocab, "end_of_text": encoding.eot_token}
+    meta = {"format": FORMAT, "dtype": "uint32", "tokenizer": tokenizer, "empty": 0, "skipped": 0, "splits": splits}
+    write_meta(folder, meta)
 
 
 def random_lengths(rng: np.random.Generator, documents: int) -> np.ndarray:

@@ -31,7 +31,8 @@ from difftx.evals.requests import Tokens
 from difftx.inference.score import Score
 from difftx.report.commands import load_params
 from difftx.training.checkpoint import Checkpointer
-from difftx.training.run import Run, read_config
+from difftx.training.reading import open_checkpoint, open_run
+from difftx.training.run import read_config
 from difftx.training.state import graph
 
 
@@ -68,9 +69,11 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, required=True)
     args, rest = parser.parse_known_args()
     changes = {"eval.harness.truncate": "true"} | parse_overrides(rest, "eval", "mesh")
-    run = Run.open(override(read_config(args.workdir), changes), args.workdir)
-    step = Checkpointer(args.workdir).newest()
+    checkpointer = Checkpointer(args.workdir)
+    step = checkpointer.newest()
     assert step is not None, "no checkpoint"
+    checkpoint = open_checkpoint(checkpointer.folder / str(step), override(read_config(args.workdir), changes))
+    run = open_run(checkpoint, args.workdir)
     fast: dict[tuple[Tokens, Tokens], Score] = {}
     original = harness_model.score_all
 
@@ -82,7 +85,7 @@ def main() -> int:
     params, start = load_params(run, step), time.perf_counter()
     harness_model.score_all = noting
     with Work() as work:
-        result = evals.evaluate(run, params, step, ["harness"], work)["harness"]
+        result = evals.evaluate(run, params, step, ["harness"], work, checkpoint.weights, checkpoint)["harness"]
         seconds, start = time.perf_counter() - start, time.perf_counter()
         evaluation = Evaluation(run, params, work)
         with jax.set_mesh(run.mesh):

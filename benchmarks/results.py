@@ -3,9 +3,11 @@
 python benchmarks/results.py collect --study=arms runs/reproduce/books runs/reproduce/recall
     reads what `difftx sweep` left in these folders into docs/results.json, in place of the study's runs there
 python benchmarks/results.py render
-    writes docs/results.md from docs/results.json and benchmarks/results_template.md, and its figures
+    writes docs/results.md and its figures from docs/results.json and benchmarks/results_template.md, and the part of
+    README.md between the markers from benchmarks/results_summary.md
 python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
-    says which means of new runs lie within docs/results.json's intervals; exit code 1 if one does not
+    compares new runs with docs/results.json: means with intervals, of recall the number of solved runs; exit code 1
+    if one does not agree
 
 In the template `{{WORD STUDY …}}` stands for a table or a value of that study, or of several, STUDY+STUDY: see PLACES
 in benchmarks/results_tables.py.
@@ -24,16 +26,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.configs import toy
 
-from benchmarks.results_tables import COMPARED, Record, draw, draw_warmup, estimate, markdown, of_seeds, render
+from benchmarks.results_tables import (
+    COMPARED,
+    Record,
+    draw,
+    draw_warmup,
+    estimate,
+    markdown,
+    of_seeds,
+    outcomes,
+    render,
+    solved,
+)
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
 from difftx.model.abstract import count_parameters
-from difftx.report.runs import read_results, read_runs
+from difftx.report.runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTED = ROOT / "docs" / "results.json"
 TEMPLATE = ROOT / "benchmarks" / "results_template.md"
 PAGE = ROOT / "docs" / "results.md"
+SUMMARY = ROOT / "benchmarks" / "results_summary.md"
+README = ROOT / "README.md"
+SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to here -->\n")
 IMAGES = ROOT / "docs" / "images"
 PLACES_OF_DATA = ("data.path", "eval.bigrams_path")  # Left out of commands: each machine's own.
 NO_CHANGES = ("train.seed", "data.", "eval.")  # What a run was told that changes nothing of its arm.
@@ -74,7 +90,7 @@ def _of_sweep(folder: Path) -> Iterable[Record]:
         task = max((task for task in sweep["grid"]["task"] if named.startswith(f"{task}-")), key=len)
         arm = named.removeprefix(f"{task}-")
         config, train = run.config, run.split("train")[-1]
-        newest = {suite: max(steps.items())[1] for suite, steps in read_results(run.workdir).items()}
+        newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
         numbers = {
             f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()
         }
@@ -128,6 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     collected = read_json(COLLECTED) if COLLECTED.is_file() else {}
     if args.command == "render":
         write_atomically(PAGE, render(collected, TEMPLATE.read_text()))
+        write_atomically(README, with_summary(README.read_text(), collected))
         draw(collected["arms"], IMAGES)
         draw_warmup(collected["settings"], toy.get_config("books-diff").optimizer.warmup_steps, IMAGES)
         return 0
@@ -144,10 +161,27 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def with_summary(readme: str, collected: Mapping[str, Sequence[Record]]) -> str:
+    """Return the README with the rendered summary between its markers."""
+    start, end = SUMMARY_MARKERS
+    before, _, rest = readme.partition(start)
+    return before + start + render(collected, SUMMARY.read_text()) + end + rest.partition(end)[2]
+
+
 def compare(records: Sequence[Record], committed: Sequence[Record]) -> int:
-    """Print which means lie within the committed ones' intervals; return 0 if all do."""
+    """Print which new results agree with the committed ones; return 0 if all do.
+
+    A mean agrees within the committed interval. On recall an arm agrees if all, or none, of its runs solve the task as
+    in docs/results.json; any number agrees where the committed seeds differ.
+    """
     rows = []
     for task, arm in dict.fromkeys((r["task"], r["arm"]) for r in committed):
+        if task not in COMPARED:
+            here = set(outcomes(records, task, arm))
+            agrees = here and here <= set(outcomes(committed, task, arm))
+            counts = [solved(of, task, arm) for of in (committed, records)]
+            rows.append([task, arm, "solved", *counts, "yes" if agrees else "NO"])
+            continue
         for number in COMPARED[task]:
             stated = estimate(list(of_seeds(committed, task, arm, number).values()))
             values = list(of_seeds(records, task, arm, number).values())
@@ -162,9 +196,9 @@ def compare(records: Sequence[Record], committed: Sequence[Record]) -> int:
                     "yes" if inside else "NO",
                 ]
             )
-    print(markdown(["task", "arm", "number", "docs/results.json", "here", "within"], rows))
+    print(markdown(["task", "arm", "number", "docs/results.json", "here", "agrees"], rows))
     outside = sum(row[-1] == "NO" for row in rows)
-    print(f"\n{len(rows) - outside} of {len(rows)} means are within the stated intervals")
+    print(f"\n{len(rows) - outside} of {len(rows)} results agree with docs/results.json")
     return int(outside > 0)
 
 

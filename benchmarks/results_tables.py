@@ -1,6 +1,7 @@
 """Records of runs, as benchmarks/results.py collects them, to the tables, values and figures of docs/results.md.
 
-Intervals are Student's, 95 %, over seeds.
+Intervals are Student's, 95 %, over seeds. Outcomes of the tasks in `BY_SEED` have two modes, solved or not: the tables
+give the value of each seed and the number of solved runs, because a mean over both modes would describe no run.
 """
 
 import collections
@@ -51,6 +52,21 @@ class Column(NamedTuple):
 
 
 REFERENCE = "transformer"
+BY_SEED = {"recall"}
+# A run has solved recall if it answers at least this share of the questions after one key.
+SOLVED_NUMBER, SOLVED_FROM = "exact_match/retrieval", 0.9
+# Pairs of arms, and the difference between their models.
+CONTRASTS = (
+    ("diff", "transformer", "all of it"),
+    ("transformer-8x256-norm", "transformer-8x256", "head norm, in the Transformer with wide heads"),
+    ("diff", "diff-no_norm", "head norm, in the differential model"),
+    ("diff", "transformer-8x256-norm", "subtraction, with head norm"),
+    ("diff-no_norm", "transformer-8x256", "subtraction, without head norm"),
+    ("transformer-8x256", "transformer", "heads half as many and twice as wide"),
+    ("diff-no_norm", "transformer", "subtraction and wide heads, without head norm"),
+    ("diff_v2", "transformer", "Differential Transformer V2"),
+    ("diff_v2", "transformer-8x256", "V2, compared with wide heads"),
+)
 TASK_COLUMNS = {
     "books": (
         Column("bits per byte", "loss/bits_per_byte"),
@@ -60,7 +76,6 @@ TASK_COLUMNS = {
     ),
     "recall": (
         Column("accuracy, one key asked for", "exact_match/retrieval"),
-        Column("more than transformer", "exact_match/retrieval", minus_reference=True),
         Column("accuracy, all keys", "exact_match/mqar"),
         Column("loss, nats", "loss/loss"),
     ),
@@ -83,9 +98,11 @@ INSIDE_COLUMNS = {
         Column("λ, layer 2", "lambda/2"),
     ),
 }
-# What `compare` compares.
+# Means that `compare` compares; of the tasks in `BY_SEED` it compares the number of solved runs.
 COMPARED = {
-    task: [column.number for column in columns if not column.minus_reference] for task, columns in TASK_COLUMNS.items()
+    task: [column.number for column in columns if not column.minus_reference]
+    for task, columns in TASK_COLUMNS.items()
+    if task not in BY_SEED
 }
 
 
@@ -118,29 +135,109 @@ def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dic
     }
 
 
-def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
-    """Return what an arm has more than another, by pairs of one seed, hence one data order."""
+def paired(records: Sequence[Record], task: str, arm: str, reference: str, number: str) -> list[float]:
+    """Return, for each seed that both arms have, hence for one data order, the arm's number minus the reference's."""
     own, other = (of_seeds(records, task, name, number) for name in (arm, reference))
-    found = estimate([own[seed] - other[seed] for seed in own.keys() & other.keys()])
-    return f"{'+' if found.mean > 0 else ''}{found}"
+    return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
+
+
+def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
+    """Return the mean over seeds of an arm's number minus the reference's, with its interval."""
+    return signed(estimate(paired(records, task, arm, reference, number)))
+
+
+def signed(value: Estimate) -> str:
+    """Return an estimate of a difference, with its sign."""
+    return f"{'+' if value.mean > 0 else ''}{value}"
+
+
+def contrasts_table(records: Sequence[Record], task: str, number: str) -> str:
+    """Return a row for each of `CONTRASTS`: the differences of all seeds, their mean and interval."""
+    rows = []
+    for arm, reference, what in CONTRASTS:
+        values = paired(records, task, arm, reference, number)
+        found = estimate(values)
+        holds_zero = found.half is None or abs(found.mean) <= found.half
+        each = ", ".join(signed(Estimate(value, None)) for value in values)
+        rows.append([f"{arm} − {reference}", what, each, signed(found), "yes" if holds_zero else "no"])
+    return markdown(["contrast", "what differs", "each seed", "mean", "zero in the interval"], rows)
+
+
+def is_solved(record: Record) -> bool:
+    """Return whether a run of recall has solved the task."""
+    return record["numbers"][SOLVED_NUMBER] >= SOLVED_FROM
+
+
+def outcomes(records: Sequence[Record], task: str, arm: str) -> list[bool]:
+    """Return of each of an arm's runs whether it has solved the task."""
+    return [is_solved(r) for r in records if (r["task"], r["arm"]) == (task, arm)]
+
+
+def solved(records: Sequence[Record], task: str, arm: str) -> str:
+    """Return how many of an arm's runs have solved the task, such as "2 of 3"."""
+    own = outcomes(records, task, arm)
+    return f"{sum(own)} of {len(own)}"
+
+
+def modes(records: Sequence[Record], task: str, number: str) -> str:
+    """Return the range of a number that no run is in, between those that have solved the task and the others."""
+    here = [r for r in records if r["task"] == task]
+    unsolved = max(r["numbers"][number] for r in here if not is_solved(r))
+    least = min(r["numbers"][number] for r in here if is_solved(r))
+    return f"at most {unsolved:.3f} in the runs that did not solve the task and at least {least:.3f} in those that did"
+
+
+def seeds(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return an arm's number for each seed."""
+    found = of_seeds(records, task, arm, number)
+    return ", ".join(str(Estimate(found[seed], None)) for seed in sorted(found))
+
+
+def by_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
+    """Return an arm's number at each learning rate, of one seed."""
+    found = {r["learning_rate"]: r["numbers"][number] for r in records if (r["task"], r["arm"]) == (task, arm)}
+    return ", ".join(f"{Estimate(found[rate], None)} at {rate:g}" for rate in sorted(found))
+
+
+def best_difference(records: Sequence[Record], task: str, number: str, row: str, reference: str) -> str:
+    """Return a row of `rates_table` minus another one, each at its best learning rate.
+
+    Args:
+        records: of one seed.
+        task: of the rows.
+        number: to compare; the smallest one is best.
+        row: the arm and its changes, such as "diff,optimizer.warmup_steps=5".
+        reference: the other row.
+    """
+    best: dict[str, float] = {}
+    for r in records:
+        if r["task"] == task:
+            name = _row(r).replace(" ", "")
+            best[name] = min(best.get(name, math.inf), r["numbers"][number])
+    return signed(Estimate(best[row] - best[reference], None))
 
 
 def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, first: bool) -> str:
-    """Return a row for each arm: means over seeds; in the first table of the runs also what they were."""
+    """Return a row for each arm: means over seeds, or each seed; the first table of the runs also describes them."""
     records = [r for r in records if r["task"] == task]
+    counted = first and task in BY_SEED
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         run = next(r for r in records if r["arm"] == arm)
         cells = [f"{run['parameters']:,}", f"{run['learning_rate']:g}"] * first
+        cells += [solved(records, task, arm)] if counted else []
         for _, number, minus_reference in columns:
-            if not of_seeds(records, task, arm, number) or (minus_reference and arm == REFERENCE):
+            if task in BY_SEED:
+                cells.append(seeds(records, task, arm, number))
+            elif not of_seeds(records, task, arm, number) or (minus_reference and arm == REFERENCE):
                 cells.append("")
             elif minus_reference:
                 cells.append(difference(records, task, arm, number))
             else:
-                cells.append(str(estimate(list(of_seeds(records, task, arm, number).values()))))
+                cells.append(mean(records, task, arm, number))
         rows.append([arm, *cells])
-    table = markdown(["arm", *["parameters", "rate"] * first, *(c.title for c in columns)], rows)
+    header = ["arm", *["parameters", "rate"] * first, *["solved"] * counted, *(c.title for c in columns)]
+    table = markdown(header, rows)
     return table + provenance(records) * first
 
 
@@ -150,12 +247,7 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
     rows: dict[str, dict[float, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     chosen = [r for r in records if r["task"] == task]
     for r in chosen:
-        changes = [
-            f"{name.removeprefix('model.')}={value}"
-            for name, value in r["changes"].items()
-            if name != "optimizer.learning_rate"
-        ]
-        rows[", ".join([r["arm"], *changes])][r["learning_rate"]].append(r["numbers"][number])
+        rows[_row(r)][r["learning_rate"]].append(r["numbers"][number])
     rates = sorted({r["learning_rate"] for r in chosen})
     cells = []
     for name, found in rows.items():
@@ -163,6 +255,16 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
         top = best(means.values(), key=lambda e: e.mean)
         cells.append([name, *(_bold(means[rate], top) if rate in means else "" for rate in rates)])
     return markdown(["", *(f"{rate:g}" for rate in rates)], cells) + provenance(chosen)
+
+
+def _row(record: Record) -> str:
+    """Return the arm, and its changes but for the learning rate."""
+    changes = [
+        f"{name.removeprefix('model.')}={value}"
+        for name, value in record["changes"].items()
+        if name != "optimizer.learning_rate"
+    ]
+    return ", ".join([record["arm"], *changes])
 
 
 def growth_table(records: Sequence[Record], task: str, number: str, *arms: str) -> str:
@@ -231,13 +333,19 @@ PLACES: dict[str, Callable[..., str]] = {
     "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], first=False),
     "rates": rates_table,
     "growth": growth_table,
+    "contrasts": contrasts_table,
     "mean": mean,
     "difference": difference,
+    "best_difference": best_difference,
+    "by_rate": by_rate,
+    "solved": solved,
+    "seeds": seeds,
+    "modes": modes,
 }
 
 
 def draw(records: Sequence[Record], folder: Path) -> None:
-    """Draw the headline: every arm's mean and interval on both tasks, and its seeds."""
+    """Draw the headline: every arm's seeds on both tasks, with mean and interval where the outcomes have one mode."""
     figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
     for axes, (task, columns) in zip(
         figure.subplots(1, len(TASK_COLUMNS), sharey=True), TASK_COLUMNS.items(), strict=True
@@ -245,13 +353,16 @@ def draw(records: Sequence[Record], folder: Path) -> None:
         arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))[::-1]
         for y, arm in enumerate(arms):
             values = list(of_seeds(records, task, arm, columns[0].number).values())
-            centre, half = estimate(values)
             colour = {"diff": COLOURS[0], REFERENCE: COLOURS[1]}.get(arm, COLOURS[-1])
+            if task in BY_SEED:
+                axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
+                continue
+            centre, half = estimate(values)
             axes.errorbar(centre, y, xerr=half, fmt="o", capsize=3, color=colour)
             axes.plot(values, [y] * len(values), "|", color=colour, alpha=0.6)
         axes.set_yticks(range(len(arms)), arms)
         if columns[0].number.startswith("exact_match/"):
-            axes.set_xlim(-0.03, 1.03)  # A share; wide intervals are cut off.
+            axes.set_xlim(-0.03, 1.03)  # A share.
         label_axes(axes, {"title": task, "x_label": columns[0].title, "y_label": ""})
     save_figure(figure, folder / "results")
 

@@ -181,6 +181,8 @@ def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
         prefetch_batches=config.data.prefetch_batches,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},
+        vocab_size=config.model.vocab_size,
+        where=lambda example: f"example {example}",
     )
 
 

@@ -3,6 +3,7 @@
 Command:  python train.py --config=configs/scaling.py:diff-2.8b --workdir=runs/diff-2.8b --config.data.path='*.txt'
           (architecture diff or transformer; size 830m, 1.4b, 2.8b, 6.8b or 13.1b; the paper has no others, but those
           of configs/architectures.py are there at the same sizes)
+Sizes:    0.834, 1.410, 2.763, 6.837 and 13.084 billion parameters of the Transformer, as Table 10 prints them.
 Protocol: 40,000 steps of 0.25M tokens, 2,048 a row, AdamW (0.9, 0.98), linear warm-up of 375 steps and linear decay.
 Expected: Figure 3a: diff reaches the Transformer's loss with about 62 % of the parameters. Not reproduced here yet.
 Compute:  6 N D FLOPs: 5e19 (830m) to 8e20 (13.1b) a run; `--dry_run` prints it for each config.
@@ -34,7 +35,7 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     c = base.get_config()
     c.model.d_model = d_model
     c.model.num_layers = num_layers
-    c.model.mlp_dim = 2 * (4 * d_model // 3)  # 8/3 d_model rounded down to an even number, see base.py.
+    c.model.mlp_dim = 64 * (8 * d_model // (3 * 64))  # 8/3 d_model rounded down to a multiple of 64, see base.py.
     c.optimizer.learning_rate = learning_rate
     architectures.choose(c, architecture, heads=2 * diff_heads)
     return c

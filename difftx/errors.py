@@ -3,53 +3,147 @@
 import difflib
 import errno
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 EXIT_FAILED = 1  # What Python itself ends with after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
 LONGEST_MESSAGE = 1500
+# Control characters (C0 without tab and newline, DEL, C1), bidirectional controls, and surrogates, which cannot be
+# printed as UTF-8.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return a text that cannot steer a terminal: control characters as escapes such as \x1b; tab and newline stay."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+SOURCE = Path(__file__).parents[1]  # The source tree, unless difftx is installed without -e.
+
+# Errors of the operating system that the user can correct, and how; other errors may pass by themselves.
+FIXES = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "change its permissions, or use another path",
+    errno.EPERM: "use another path",
+    errno.ENOTDIR: "name a folder, or a path below one",
+    errno.EISDIR: "name a file",
+    errno.EEXIST: "delete it, or use another path",
+    errno.EROFS: "use a path on a file system that can be written",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.ELOOP: "remove the loop of symbolic links, or use another path",
+    errno.EINVAL: "use another path",
+    errno.ENXIO: "name a file or a folder",
+    errno.ENODEV: "name a file or a folder",
+    errno.ENOTEMPTY: "empty the folder, or use another path",
+    errno.EOPNOTSUPP: "use a path on another file system",
+}
+SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Errors that say enough even where the operating system does not name the file.
+PASSING = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 
 
 class UserError(ValueError):
     """A wrong config, path or input file. The message is one line: field or file, value, fix."""
 
     def __init__(self, message: str):
-        """Take the message; a value in it may have come from anywhere, with line breaks or without end."""
-        line = " ".join(message.splitlines())
-        super().__init__(line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …")
+        """Make the message one printable line of bounded length; values in it may come from untrusted files."""
+        super().__init__(_one_line(message))
 
 
 class RunError(RuntimeError):
     """A run that cannot go on through no mistake of the user's. The message is one line: what, how often, why."""
 
+    def __init__(self, message: str):
+        """Make the message one printable line of bounded length, as `UserError` does."""
+        super().__init__(_one_line(message))
+
+
+def _one_line(message: str) -> str:
+    line = printable(" ".join(message.splitlines()))
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …"
+
+
+class UnreadableError(RunError):
+    """A file or folder cannot be read, although reads were retried; its content may be correct. Nothing was changed."""
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean X?' for the closest known name, or the known names if none is close."""
+    """Return ' Did you mean X?' for the closest known name, or the known names if none is close.
+
+    The last component of a dotted name decides if exactly one name, or one of the same group, has it in full, by its
+    initials (`lr` for `learning_rate`) or without its last words (`warmup` for `warmup_steps`).
+    """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    group, _, last = name.rpartition(".")
+    close = [other for other in known if _is_short_for(last, other.rpartition(".")[2])]
+    close = [other for other in close if other.rpartition(".")[0] == group] or close
+    if len(close) != 1:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
 
+def _is_short_for(text: str, name: str) -> bool:
+    initials = "".join(word[:1] for word in name.split("_"))
+    return text == name or (len(text) > 1 and text == initials) or (len(text) > 2 and name.startswith(f"{text}_"))
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs an extra of pyproject.toml into the Python that runs.
+
+    The command names the source tree and never the project: on a package index a stranger could own that name.
+    """
+    source = f"{SOURCE}[{extra}]" if (SOURCE / "pyproject.toml").is_file() else f".[{extra}]"
+    where = "" if (SOURCE / "pyproject.toml").is_file() else " (in difftx's source tree)"
+    return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(source)}{where}"
+
+
+def explained(error: BaseException) -> UserError | RunError | None:
+    """Return what to tell the user of an exception, in one line; None if only a traceback helps."""
+    if isinstance(error, UserError | RunError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("difftx"):
+        return UserError(
+            f"{sys.executable} has no module {error.name!r}: run `make quickstart` in {SOURCE} and use its "
+            f".venv/bin/python, or install the requirements: {shlex.quote(sys.executable)} -m pip install -r "
+            f"{shlex.quote(str(SOURCE / 'requirements.txt'))}"
+        )
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in PASSING):
+        return None
+    names = [_shortened(name) for name in (error.filename, error.filename2) if name is not None]
+    what = f"{' → '.join(names)}: {error.strerror}" if names else str(error.strerror)
+    if error.errno in FIXES:
+        return UserError(f"{what}; {FIXES[error.errno]}")
+    fix = "make room, then" if error.errno in SPACE else "when that has passed,"
+    return RunError(f"{what}; {fix} run the same command again")
+
+
+def _shortened(path: object) -> str:
+    """Return a path as text; of one that may be too long for the system, the beginning."""
+    return text if len(text := str(path)) <= LONGEST_MESSAGE // 5 else f"{text[:100]} …"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message has it: a SHA-256 by its first digits."""
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
+
+
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main`: a `UserError` becomes one line and exit code 2, a `RunError` or a full disk one and 1."""
+    """Run a command's `main`; an exception that `explained` knows becomes one line and exit code 2 or 1."""
     try:
         sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
-    except RunError as error:
-        _fail(str(error))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        explanation = explained(error)
+        if explanation is None:
             raise
-        what = f"{error.filename}: " if error.filename else ""
-        _fail(f"{what}{error.strerror}; make room, then run the same command again")
-
-
-def _fail(line: str) -> None:
-    """End at once: a save that is still under way would bury the line under its own errors."""
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(EXIT_FAILED)
+        print(f"error: {explanation}", file=sys.stderr, flush=True)
+        if isinstance(error, UserError):
+            sys.exit(EXIT_BAD_INPUT)
+        # End immediately: a save that is still under way would bury the line under its own errors.
+        sys.stdout.flush()
+        os._exit(EXIT_BAD_INPUT if isinstance(explanation, UserError) else EXIT_FAILED)

@@ -1,18 +1,78 @@
-"""Files that appear whole or not at all, and JSON that may be broken."""
+"""Files that appear whole or not at all, reads that may fail, and JSON that may be broken."""
 
+import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
-from collections.abc import Iterator
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError
 
+# Seconds between the attempts to read. A restarting file server usually answers again within them, and a process that
+# had too many open files has closed some.
+RETRY_SECONDS = (0.2, 0.8, 2.0)
+# What these errors say about a path does not change by waiting.
+PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 NAMES = {int: "a count", str: "text", dict: "an object"}
+
+
+def require_local(name: str, path: str | Path) -> None:
+    """Raise `UserError` if a path is the address of an object store, such as gs://bucket/run.
+
+    Args:
+        name: the flag or the config field that holds the path, for the message.
+        path: one path, or several with commas; a `Path` has lost one of the two slashes.
+    """
+    slashes = "/" if isinstance(path, Path) else "//"
+    if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
+        shown = re.sub(r":/(?!/)", "://", str(path))
+        raise UserError(f"{name}={shown}: object stores are not supported yet; use a local or mounted path")
+
+
+def require_local_paths(flags: argparse.Namespace) -> None:
+    """Raise `UserError` if a flag whose type is `Path` is the address of an object store."""
+    for name, value in vars(flags).items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path):
+                require_local(f"--{name}", path)
+
+
+def require_writable(folder: Path) -> None:
+    """Check that a folder can be written, or made with the parents that are missing; leave nothing behind.
+
+    Raises:
+        OSError: of the system, with the path that is the problem.
+    """
+    folder = folder.absolute()
+    while not os.path.lexists(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            folder.lstat()  # Names that are too long, folders that cannot be searched.
+        folder = folder.parent
+    if not folder.exists():
+        raise FileNotFoundError(errno.ENOENT, "Broken symbolic link", str(folder))
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".difftx-", dir=folder))
+    except OSError as error:
+        raise OSError(error.errno, f"No file can be created there ({error.strerror})", str(folder)) from error
+
+
+def require_writable_file(path: Path) -> None:
+    """Check that a file can be written, as `require_writable` does for the folder that holds it."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    require_writable(path.parent)
 
 
 @contextlib.contextmanager
@@ -20,6 +80,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing under a temporary name; it gets its own at the end of the block, once it is on disk.
 
     After an exception there is no file, after a kill at most a temporary one, whose name begins with a dot.
+
+    Raises:
+        UserError: `path` is a folder.
     """
     temporary = _temporary(path)
     try:
@@ -27,6 +90,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, not a file; move it away")
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -37,8 +102,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a folder under a temporary name, to be filled; it gets its own at the end of the block.
 
-    After an exception there is no folder, after a kill at most a temporary one, whose name begins with a dot.
+    After an exception there is no folder, after a kill at most a temporary one, whose name begins with a dot. The next
+    call for the same path deletes it.
     """
+    remove_temporaries(path.parent, path.name)
     temporary = _temporary(path)
     temporary.mkdir()
     try:
@@ -55,21 +122,139 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
+    """Delete the temporary files and folders that killed processes of this host have left in a folder.
+
+    Args:
+        folder: of the files; subfolders are not searched.
+        name: of the file or folder that was to be made; None: of any.
+
+    Returns:
+        The names of what was deleted.
+    """
+    wanted = ".+" if name is None else re.escape(name)
+    temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
+    removed = []
+    for path in sorted(folder.iterdir()):
+        found = temporary.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _is_running(process: int) -> bool:
+    """Whether another process of this host has the number; a restarted container gets its old numbers again."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # Another user's; not a process number.
+        return True
+    return True
+
+
 def _temporary(path: Path) -> Path:
     # With the host: containers that share a folder may share a process number too.
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+
+
+def retry_read[T](path: Path, read: Callable[[], T]) -> T:
+    """Return `read()`, and retry after errors that may pass, such as EIO, ESTALE, EACCES or EMFILE.
+
+    Args:
+        path: file or folder that `read` reads, for the message.
+        read: opens `path` in every call, because a stale handle stays stale.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        IsADirectoryError: it is a folder.
+        UnreadableError: every attempt failed with another OSError.
+    """
+    for pause in (*RETRY_SECONDS, None):
+        try:
+            return read()
+        except PERMANENT:
+            raise
+        except OSError as error:
+            if pause is None:
+                attempts = f"{len(RETRY_SECONDS) + 1} attempts in {sum(RETRY_SECONDS):g} s"
+                raise UnreadableError(f"{path} cannot be read: {error.strerror} ({attempts})") from error
+        time.sleep(pause)
+    raise AssertionError("The last attempt returns or raises.")
+
+
+def read_file(path: Path) -> bytes | None:
+    """Return a file's content, or None if there is no such file.
+
+    Raises:
+        UserError: it is a folder.
+        UnreadableError: it exists and cannot be read.
+    """
+    try:
+        return retry_read(path, path.read_bytes)
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder, not a file; move it away") from error
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def size_of(path: Path) -> int | None:
+    """Return a file's size in bytes, or None if there is no such file.
+
+    `Path.is_file` is not used because it reads errors such as EACCES of a parent folder as "no".
+
+    Raises:
+        UnreadableError: whether the file exists cannot be determined.
+    """
+    try:
+        status = retry_read(path, path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def list_folder(path: Path) -> dict[str, bool]:
+    """Return the names in a folder, and whether each is a folder or a symbolic link; none if there is no such folder.
+
+    Raises:
+        UserError: it is not a folder.
+        UnreadableError: it cannot be read, or is a link whose target does not exist.
+    """
+
+    def scan() -> dict[str, bool]:
+        with os.scandir(path) as entries:
+            return {entry.name: entry.is_symlink() or entry.is_dir() for entry in entries}
+
+    try:
+        return retry_read(path, scan)
+    except NotADirectoryError as error:
+        raise UserError(f"{path} is not a folder; move it away") from error
+    except FileNotFoundError:
+        check_link(path)
+        return {}
+
+
+def check_link(path: Path) -> None:
+    """Raise `UnreadableError` if `path` is a link to what does not exist: the disk may not be mounted yet."""
+    if path.is_symlink() and not path.exists():
+        raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
 
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds.
 
     Raises:
-        UserError: it cannot be read, or is not JSON.
+        UserError: there is no such file, or it is not JSON.
+        UnreadableError: it cannot be read.
     """
+    content = read_file(path)
+    if content is None:
+        raise UserError(f"{path}: {os.strerror(errno.ENOENT)}")
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+        return json.loads(content)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
     except (ValueError, RecursionError) as error:  # Not UTF-8, a number of thousands of digits, brackets without end.
@@ -101,6 +286,26 @@ def misfit(value: Any, shape: Any, path: str = "") -> str | None:
             return f"{at}: no {missing[0]!r}"
         parts = {f"{path}.{name}".lstrip("."): (value[name], inner) for name, inner in wanted.items()}
     return next((found for name, (item, inner) in parts.items() if (found := misfit(item, inner, name))), None)
+
+
+def write_record(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with its own SHA-256, atomically."""
+    write_atomically(path, json.dumps(content | {"sha256": json_sha256(content)}))
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Return what `write_record` wrote; None if the file holds anything else.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or content.pop("sha256", None) != json_sha256(content):
+        return None
+    return content
 
 
 def json_sha256(value: Any) -> str:

@@ -114,6 +114,8 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         at = f"{module.__file__}:{lines[-1]}" if lines else str(module.__file__)
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file never ran, so has no frame.
+            at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
         raise UserError(f"{at}: {type(error).__name__}: {text[0] if text else ''}") from error
 

@@ -90,7 +90,7 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
         "--config.data.tokenizer=bytes",
     )
     assert result.returncode == 2
-    assert "diff, 13,096,012,800 parameters" in result.stdout
+    assert "diff, 13,083,724,800 parameters" in result.stdout
     assert "data.path is not set" in result.stderr
 
 

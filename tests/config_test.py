@@ -229,3 +229,20 @@ def test_a_list_of_groups_on_the_command_line():
     ]:
         with pytest.raises(UserError, match=message):
             override(config, changes)
+
+
+PAPERS = ("scaling.py:diff-830m", "diff_3b.py:diff", "long_context.py:diff", "math.py:diff-stage1", "ablations.py:diff")
+OURS = ("quickstart.py:diff", "toy.py:books-diff", "small.py:books-10m-diff")
+
+
+@pytest.mark.parametrize(("specs", "zero"), [(PAPERS, False), (OURS, True)])
+def test_the_papers_configs_start_as_the_official_code(specs, zero):
+    """What small models do better with at 0.1M parameters is not put into the paper's configs."""
+    models = [load_config(str(ROOT / "configs" / spec), {}).model for spec in specs]
+    assert {(m.init, m.zero_init_output) for m in models} == {("fan_in", zero)}
+
+
+def test_the_checkpoints_that_the_paper_evaluates_are_kept():
+    config = load_config(str(ROOT / "configs" / "diff_3b.py:diff"), {})
+    assert config.checkpoint.keep_every_steps == 10_000
+    assert 10_000 % config.checkpoint.every_steps == 0

@@ -1,11 +1,17 @@
 import errno
+import os
+import re
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 from conftest import ROOT
 
-from difftx.errors import run_command
+from difftx.config import OptimizerConfig
+from difftx.errors import RunError, UserError, did_you_mean, explained, install_hint, printable, run_command
+
+HOSTILE = "\x1b]0;title\x07\x9b31m\x7f\x00\r\x0b\u202e\u2066\u200f\udcff"
 
 FULL = """
 import threading, time
@@ -31,3 +37,87 @@ def test_other_errors_of_the_system_keep_their_traceback():
 
     with pytest.raises(PermissionError):
         run_command(main)
+
+
+def test_what_steers_a_terminal_is_escaped_and_nothing_else():
+    escaped = printable(HOSTILE)
+    assert escaped == r"\x1b]0;title\x07\x9b31m\x7f\x00\r\x0b\u202e\u2066\u200f\udcff"
+    assert escaped.isprintable()
+    plain = "a\tb\nnaïve \U0001f468\u200d\U0001f469 日本語 עברית \\x1b"
+    assert printable(plain) == plain
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError])
+def test_messages_are_one_printable_line(kind):
+    assert str(kind(f"a{HOSTILE}\nb")).isprintable()
+    assert len(str(kind("x" * 10**6))) < 2000
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "advice"),
+    [
+        (errno.ENOENT, UserError, "check the path"),
+        (errno.EACCES, UserError, "change its permissions, or use another path"),
+        (errno.ENOTDIR, UserError, "name a folder, or a path below one"),
+        (errno.EROFS, UserError, "use a path on a file system that can be written"),
+        (errno.EIO, RunError, "when that has passed, run the same command again"),
+        (errno.ESTALE, RunError, "when that has passed, run the same command again"),
+        (errno.EMFILE, RunError, "when that has passed, run the same command again"),
+        (errno.EDQUOT, RunError, "make room, then run the same command again"),
+        (errno.EBUSY, RunError, "when that has passed, run the same command again"),
+    ],
+)
+def test_the_systems_errors_by_who_can_correct_them(number, kind, advice):
+    explanation = explained(OSError(number, os.strerror(number), "run/x"))
+    assert type(explanation) is kind
+    assert str(explanation) == f"run/x: {os.strerror(number)}; {advice}"
+
+
+def test_a_rename_names_both_paths(tmp_path):
+    (tmp_path / "full" / "inner").mkdir(parents=True)
+    (tmp_path / "new").mkdir()
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        (tmp_path / "new").rename(tmp_path / "full")
+    assert f"{tmp_path / 'new'} → {tmp_path / 'full'}: Directory not empty; " in str(explained(caught.value))
+
+
+def test_programming_errors_keep_their_traceback():
+    for error in (ValueError("x"), KeyError("x"), AttributeError("x"), ModuleNotFoundError("x", name="difftx.x")):
+        assert explained(error) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),  # difflib alone: optimizer.b2
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.wd", "optimizer.weight_decay"),
+        ("optimizer.warmup", "optimizer.warmup_steps"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("train.learning_rate", "optimizer.learning_rate"),
+        ("optimizer.lerning_rate", "optimizer.learning_rate"),
+        ("model.layers.0.q_proj.weigth", "model.layers.0.q_proj.weight"),
+        ("model.layers.0.q_porj.weight", "model.layers.0.q_proj.weight"),
+    ],
+)
+def test_did_you_mean(name, meant):
+    known = [f"optimizer.{field}" for field in get_type_hints(OptimizerConfig)]
+    known += ["train.steps", "train.seed", "data.seed"]
+    known += [f"model.layers.{i}.{part}_proj.weight" for i in range(2) for part in "qkv"]
+    assert did_you_mean(name, known) == f" Did you mean {meant!r}?"
+
+
+def test_what_is_missing_is_installed_from_the_source_tree():
+    assert install_hint("eval") == f"{sys.executable} -m pip install -e '{ROOT}[eval]'"
+
+
+@pytest.mark.parametrize("command", [["train.py", "--help"], ["eval.py", "--list"], ["-m", "difftx", "generate"]])
+def test_without_the_environment_one_line_says_how_to_make_it(command):
+    # -S: a Python that has the standard library alone.
+    result = subprocess.run(
+        [sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+    )
+    assert result.returncode == 2, result.stdout
+    assert re.fullmatch(
+        r"error: \S+ has no module '\w+': run `make quickstart` in .*, or install .*requirements\.txt\n", result.stderr
+    )

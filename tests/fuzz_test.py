@@ -277,7 +277,7 @@ def checkpoint(folder, tiny):
     for marker in ("commit_success.txt", "_CHECKPOINT_METADATA"):
         (path / marker).touch()
     arrays = {"params/embedding": ((4, 2), "float32")}
-    write_manifest(path, 7, arrays, tiny, {"tokenizer": "bytes", "train": {"path": "abc"}})
+    write_manifest(path, 7, "attempt/7", arrays, tiny, {"tokenizer": "bytes", "train": {"path": "abc"}})
     assert damage(path, step=7, content=True) is None
     return path, (path / MANIFEST).read_bytes()
 

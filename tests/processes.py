@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conftest import ROOT, TINY, child_environment
 
-PATIENCE = 8  # Seconds, of barriers and so of silence.
+PATIENCE = 8  # Seconds, of barriers and of silence.
 
 # Stands for train.py in a command: a tiny model's steps are over before a busy machine lets a test signal between two.
 UNHURRIED = (
@@ -33,11 +33,43 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Processes:
-    """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`."""
+    """`train.py` started as `count` processes of some CPU devices each, or as those of them in `start`.
+
+    `flags` are those of all processes, `own_flags` those of one: process → flags.
+    """
 
     def __init__(
-        self, text_file, workdir, logs, *, devices=4, count=2, start=(0, 1), flags=(), script=("train.py",), **changes
+        self,
+        text_file,
+        workdir,
+        logs,
+        *,
+        devices=4,
+        count=2,
+        start=(0, 1),
+        flags=(),
+        own_flags=None,
+        script=("train.py",),
+        before=(),
+        environment=None,
+        **changes,
     ):
+        """Start them.
+
+        Args:
+            text_file: data.path.
+            workdir: of the run.
+            logs: folder of what they print.
+            devices: of each process.
+            count: of the run's processes.
+            start: which of them.
+            flags: of train.py.
+            own_flags: more flags of some processes, by number.
+            script: what Python runs.
+            before: put before the command.
+            environment: added to theirs.
+            changes: fields of the config, with __ for the dot.
+        """
         overrides = TINY | {
             "data.path": str(text_file),
             "checkpoint.every_steps": "10",
@@ -46,7 +78,7 @@ class Processes:
             "logging.tensorboard": "false",
             "mesh.fsdp": "-1",
             "multihost.initialization_timeout_seconds": "60",
-            "multihost.heartbeat_timeout_seconds": "60",
+            "multihost.heartbeat_timeout_seconds": str(PATIENCE),
             "multihost.barrier_timeout_seconds": str(PATIENCE),
         }
         overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
@@ -58,11 +90,12 @@ class Processes:
         for process in start[:count]:
             which = ["--process", str(process)] if count > 1 else []
             command = [*script, "--config=configs/quickstart.py", f"--workdir={workdir}", *together, *which, *flags]
+            command += (own_flags or {}).get(process, ())
             with self.logs[process].open("w") as log:
                 self.running[process] = subprocess.Popen(
-                    [sys.executable, *command],
+                    [*before, sys.executable, *command],
                     cwd=ROOT,
-                    env=child_environment(devices),
+                    env=child_environment(devices) | (environment or {}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -38,7 +38,8 @@ class Config:
         if self.optimizer.warmup_steps >= self.train.steps:
             raise UserError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of train.steps={self.train.steps}"
-                f"; use fewer, such as {self.train.steps // 10}"
+                f"; set it to half of train.steps, {self.train.steps // 2}, or raise train.steps to "
+                f"{2 * self.optimizer.warmup_steps}"
             )
         if self.model.top_k is not None and self.model.top_k > self.data.sequence_length:
             raise UserError(

@@ -3,13 +3,14 @@
 import ast
 import dataclasses
 import json
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from difftx.config import Config
 from difftx.config.fields import added_groups, describe_type, entry_type, options, types_of, values_of
 from difftx.errors import UserError, did_you_mean
+from difftx.files import require_local
 
 
 def config_from_dict(raw: Any) -> Config:
@@ -98,7 +99,16 @@ def _annotation(group: type, name: str, path: str) -> Any:
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:
-    """Return `value` if it fits the annotation; integers pass as floats and lists as tuples."""
+    """Return `value` if it fits the annotation; integers pass as floats and lists as tuples.
+
+    No field has a use for NaN or infinity (None is "no limit"), nor for an integer that numpy cannot hold.
+    """
+    if type(value) is int and value.bit_length() > 63:
+        raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
+    if type(value) is float and not math.isfinite(value):
+        raise UserError(f"{path}={value}: expected a finite number")
+    if isinstance(value, str) and not path.endswith("_url"):
+        require_local(path, value)
     if dataclasses.is_dataclass(annotation):
         return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
     for option in options(annotation):
@@ -106,7 +116,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
             return value
         if get_origin(option) is tuple and isinstance(value, list | tuple):
             return tuple(_checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value))
-        if option is float and (type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)):
+        if option is float and type(value) in (float, int):
             return float(value)
         if isinstance(option, type) and type(value) is option:
             return value

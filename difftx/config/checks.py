@@ -12,6 +12,19 @@ def require_positive(group: str, name: str, value: float) -> None:
         raise UserError(f"{group}.{name}={value} must be positive")
 
 
+def require_not_negative(group: str, name: str, value: float) -> None:
+    """Raise `UserError` for a field that is below 0."""
+    if not value >= 0:
+        raise UserError(f"{group}.{name}={value} must not be negative")
+
+
+def require_size(group: str, name: str, value: int) -> None:
+    """Raise `UserError` for a field that is not the length of an axis of an array, 1 … 2**31 - 1."""
+    require_positive(group, name, value)
+    if value >= 2**31:
+        raise UserError(f"{group}.{name}={value} must be less than 2**31, as the axis of an array is")
+
+
 def require_seed(group: str, seed: int) -> None:
     """Raise `UserError` for a seed that numpy would not take."""
     if not 0 <= seed < 2**32:
@@ -36,4 +49,10 @@ def require_weights(field: str, names: Sequence[str], weights: Sequence[float]) 
 
 def divisor_below(bound: int, number: int) -> int:
     """Return the largest divisor of `number` that is at most `bound`, at least 1."""
-    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(bound, 1))
+    return max(n for n in divisors(number) if n <= max(bound, 1))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})

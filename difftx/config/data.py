@@ -3,7 +3,14 @@
 import dataclasses
 from typing import Literal
 
-from difftx.config.checks import require_distinct_names, require_positive, require_seed, require_weights
+from difftx.config.checks import (
+    require_distinct_names,
+    require_not_negative,
+    require_positive,
+    require_seed,
+    require_size,
+    require_weights,
+)
 from difftx.errors import UserError
 
 SYNTHETIC = "synthetic:"  # Of a data path: a task of difftx/data/synthetic.py.
@@ -69,8 +76,8 @@ class SyntheticConfig:
     def __post_init__(self):
         for name in ("pairs", "query_power", "train_examples", "valid_examples"):
             require_positive("data.synthetic", name, getattr(self, name))
-        if self.distractors < 0:
-            raise UserError(f"data.synthetic.distractors={self.distractors} must not be negative")
+        require_size("data.synthetic", "vocab_size", self.vocab_size)
+        require_not_negative("data.synthetic", "distractors", self.distractors)
         if self.pairs > self.vocab_size // 2 - 1:
             raise UserError(
                 f"data.synthetic.vocab_size={self.vocab_size} has no {self.pairs} different keys in its lower half; "
@@ -117,7 +124,7 @@ class DataConfig:
     """Folder of packing indices for "best_fit", named by content. Runs share it, and it may be deleted at any time."""
 
     def __post_init__(self):
-        require_positive("data", "sequence_length", self.sequence_length)
+        require_size("data", "sequence_length", self.sequence_length)
         require_positive("data", "prefetch_batches", self.prefetch_batches)
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"data.valid_fraction={self.valid_fraction} must lie between 0 and 1")

@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Literal
 
-from difftx.config.checks import require_positive
+from difftx.config.checks import (
+    require_positive,
+)
 from difftx.errors import UserError
 
 
@@ -49,7 +51,7 @@ class MultihostConfig:
     initialization_timeout_seconds: int = 1800
     """Time for all processes to start; cold pods take long."""
     heartbeat_timeout_seconds: int = 100
-    """Silence after which a process counts as gone."""
+    """Silence after which a process, dead or frozen, counts as gone. JAX's own heartbeat gets four times as long."""
     barrier_timeout_seconds: int = 600
     """Time for all processes to reach the same start, checkpoint or evaluation, and for a save to be on disk."""
     watchdog_seconds: int = 1800

@@ -105,7 +105,7 @@ class IclConfig:
     orders: tuple[Literal["random", "alternating"], ...] = ("random", "alternating")
     """Orders of demonstrations: "random", or "alternating" with one of each class in turn."""
     permutations: int = 10
-    """Permutations of the same demonstrations, in each order."""
+    """Different permutations of the same demonstrations, in each order; all of them where there are fewer."""
     seed: int = 0
     """Seed of demonstrations, questions and permutations, below 2**32."""
 
@@ -193,15 +193,15 @@ class JudgeConfig:
     """Access to `eval.hallucination.judge_model`; results do not depend on it."""
 
     base_url: str = "https://api.openai.com/v1"
-    """Address of an endpoint for chat completions."""
+    """Address of an endpoint for chat completions; with a key: https, or http to this machine."""
     key_variable: str | None = "OPENAI_API_KEY"
-    """Environment variable that holds the key; None: no key."""
+    """Environment variable that holds the key; its name ends in _KEY or _TOKEN. None: no key."""
     concurrency: int = 4
     """Requests in flight."""
     requests_per_minute: float | None = None
     """Largest rate over all requests; None: only the endpoint's own limit."""
     timeout_seconds: float = 120.0
-    """Time without a byte from the endpoint after which a request fails."""
+    """Time for a whole request, until its response is complete."""
     attempts: int = 8
     """Attempts per verdict."""
     backoff_seconds: float = 1.0

@@ -3,7 +3,12 @@
 import dataclasses
 from typing import Literal
 
-from difftx.config.checks import require_positive
+from difftx.config.checks import (
+    require_not_negative,
+    require_positive,
+    require_seed,
+    require_size,
+)
 from difftx.config.fields import Extensible
 from difftx.errors import UserError
 
@@ -34,12 +39,13 @@ class OptimizerConfig(Extensible):
     """Largest global norm of the gradient; None: no clipping. The paper does not state a value."""
 
     def __post_init__(self):
-        require_positive("optimizer", "learning_rate", self.learning_rate)
+        for name in ("learning_rate", "eps"):
+            require_positive("optimizer", name, getattr(self, name))
+        for name in ("final_learning_rate", "warmup_steps", "weight_decay"):
+            require_not_negative("optimizer", name, getattr(self, name))
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
-        if self.warmup_steps < 0:
-            raise UserError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
         if self.clip_norm is not None:
             require_positive("optimizer", "clip_norm", self.clip_norm)
 
@@ -59,7 +65,8 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "global_batch_tokens", "accumulation"):
-            require_positive("train", name, getattr(self, name))
+            require_size("train", name, getattr(self, name))
+        require_seed("train", self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +98,7 @@ class GuardsConfig:
         for name in ("max_skipped", "spike_window_steps", "spike_patience_steps"):
             require_positive("guards", name, getattr(self, name))
         for name in ("skip_steps", "max_rewinds"):
-            if getattr(self, name) < 0:
-                raise UserError(f"guards.{name}={getattr(self, name)} must not be negative")
+            require_not_negative("guards", name, getattr(self, name))
         if self.spike_threshold is not None:
             require_positive("guards", "spike_threshold", self.spike_threshold)
 

@@ -17,9 +17,16 @@ import numpy as np
 from difftx.data.progress import Work
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.files import new_file
+from difftx.files import misfit, new_file
 
 FORMAT = "difftx bigrams 1"
+SHAPE = {
+    "bigrams": int,
+    "min_count": int,
+    "tokens": int,
+    "stores": [dict],
+    "tokenizer": {"name": str, "vocabulary_sha256": str},
+}
 ALIGNMENT = 64  # Of the arrays in the file; the line before them is filled up with spaces.
 BYTES_PER_ITEM = 64  # Of memory, for a token that is counted or an entry that is merged, with all copies on the way.
 
@@ -126,10 +133,12 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
     try:
         header = json.loads(line)
-    except ValueError:  # Not JSON, or not UTF-8.
+    except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
+    if why := misfit(header, SHAPE):
+        raise UserError(f"{where}: the header is damaged: {why}; count the bigrams again")
     size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
     if size != expected:
         raise UserError(f"{where}: {size} bytes, its header says {expected}; count the bigrams again")

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import rich.text
 
 from difftx.data.bigrams import write_bigrams
 from difftx.data.progress import Work
-from difftx.data.store import SPLITS, damage, open_store, read_meta, shard_file
+from difftx.data.store import SPLITS, damage, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
+from difftx.files import require_local_paths, require_writable_file
 
 DOCUMENT_STYLES = ("cyan", "yellow")  # In turn, so that neighbours differ.
 BOUNDARY_STYLE = "bold reverse"
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     count.add_argument("--min_count", type=int, default=1, help="leave rarer bigrams out; up to the suite's limit + 1")
     count.add_argument("--max_memory_mib", type=int, default=1024, help="for the counting (%(default)s)")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
     if options.command == "verify":
         return verify(options.folder)
     if options.command == "bigrams":
@@ -56,7 +57,7 @@ def verify(folder: Path) -> int:
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
     if problems:
-        print(*problems, sep="\n")
+        print(*map(printable, problems), sep="\n")
         raise UserError(f"{folder}: {len(problems)} problems, the first: {problems[0]}")
     for split in SPLITS:
         counts = meta["splits"][split]
@@ -88,9 +89,9 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         name = _document_id(folder, meta, split, document)
         title = f"document {document}" if name is None else f"document {document} ({name})"
         where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
-        console.print(rich.text.Text(_printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
+        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
         text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
-        console.print(rich.text.Text(_printable(text), style=DOCUMENT_STYLES[document % 2]))
+        console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
     return 0
 
 
@@ -109,19 +110,17 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
             )
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out={out}: name a file in a folder that exists")
+    require_writable_file(out)
     description = {
         "tokenizer": {key: tokenizers[0][key] for key in ("name", "vocabulary_sha256")},
         "stores": [
             {"path": str(f.resolve()), "sha256": store.fingerprint} for f, store in zip(folders, stores, strict=True)
         ],
     }
-    try:
-        with Work() as work:
-            header = write_bigrams(
-                stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
-            )
-    except OSError as error:
-        raise UserError(f"--out={out}: {error.strerror} ({error.filename}); name another place") from error
+    with Work() as work:
+        header = write_bigrams(
+            stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
+        )
     print(
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"
@@ -143,10 +142,10 @@ def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
     for index, shard in enumerate(counts["shards"]):
         file = shard_file(folder, split, index, "tokens")
         tokens = np.memmap(file, np.dtype(meta["dtype"]), mode="r")
-        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8").astype(np.int64)
-        if offsets[0] or offsets[-1] != shard["tokens"] or (np.diff(offsets) < 1).any():
-            yield f"{file.with_suffix('.offsets')}: the offsets do not rise from 0 to {shard['tokens']}"
-        elif (tokens[offsets[1:] - 1] != meta["tokenizer"]["end_of_text"]).any():
+        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8")
+        if problem := offsets_problem(offsets, shard["tokens"]):
+            yield f"{file.with_suffix('.offsets')}: {problem}"
+        elif (tokens[offsets[1:] - np.uint64(1)] != meta["tokenizer"]["end_of_text"]).any():
             yield f"{file}: a document does not end with the end-of-text token"
         if int(tokens.max()) >= meta["tokenizer"]["vocab_size"]:
             yield f"{file}: a token is not in the vocabulary of {meta['tokenizer']['vocab_size']}"
@@ -162,8 +161,3 @@ def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) 
                 return json.loads(next(itertools.islice(lines, document, None)))
         document -= shard["documents"]
     return None
-
-
-def _printable(text: str) -> str:
-    """Write out what would steer the terminal."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)

@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import hashlib
 import math
+import shlex
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import tiktoken
 
 from difftx.config.data import DataConfig
+from difftx.data.readers import OPENERS
 from difftx.data.store import SPLITS, TokenStore, open_store, store_tokenizer
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
@@ -27,6 +29,9 @@ STDLIB_WITHOUT = {
     "encodings",
     "pydoc_data",
 }
+
+# Read by `difftx prepare` alone. A .json file may be text.
+NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet")
 
 # Longer texts are cut at line ends, so that one large file can be split into training and validation too.
 DOCUMENT_BYTES = 65_536
@@ -89,7 +94,8 @@ def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[Tok
             "at least 2 are needed, one to train and one to validate on"
         )
     texts = [documents[digest] for digest in sorted(documents)]
-    return _tokenise(texts[held_out:], encoding), _tokenise(texts[:held_out], encoding)
+    name = f"data.path={config.path!r}"
+    return _tokenise(texts[held_out:], encoding, name), _tokenise(texts[:held_out], encoding, name)
 
 
 def text_files(path: str | None, field: str = "data.path") -> list[Path]:
@@ -115,6 +121,11 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
         UserError: no such file, or one that is not UTF-8.
     """
     for file in text_files(path, field):
+        if file.suffix in NOT_PLAIN_TEXT:
+            raise UserError(
+                f"{field}={path!r}: {file.name} is not plain text; make a store of it, `python -m difftx prepare "
+                f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"
+            )
         try:
             text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -139,7 +150,7 @@ def _cut(text: str) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _tokenise(texts: list[str], encoding: tiktoken.Encoding) -> TokenStore:
+def _tokenise(texts: list[str], encoding: tiktoken.Encoding, name: str) -> TokenStore:
     dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
     end = np.array([encoding.eot_token], dtype)
     parts = []
@@ -147,4 +158,4 @@ def _tokenise(texts: list[str], encoding: tiktoken.Encoding) -> TokenStore:
         # Text that spells a special token is text.
         parts += [encoding.encode_to_numpy(text, disallowed_special=()).astype(dtype), end]
     lengths = [len(tokens) + 1 for tokens in parts[::2]]
-    return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64))
+    return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64), name=name)

@@ -6,8 +6,10 @@ import fcntl
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,17 @@ from difftx.data.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
-from difftx.files import read_json, write_atomically
+from difftx.files import read_record, write_record
+
+# What a description has under "source" that decides only on which document goes where, or is compared by source.
+DECIDES_NO_UNIT = (
+    "valid_input",
+    "files",
+    "bytes",
+    "sha256_of_names_sizes_and_times",
+    "valid_fraction",
+    "shard_tokens",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,23 +139,47 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UserError(f"--out={job.out}: another `difftx prepare` is at work there") from error
-        _continue_or_begin(job, {"description": description, "files": input_states(sources)})
+        inputs = [{"held_out": source.held_out, **input_states([source])} for source in sources]
+        _continue_or_begin(job, {"description": description, "inputs": inputs})
         yield True
 
 
 def _continue_or_begin(job: Job, journal: dict[str, Any]) -> None:
+    """Keep of an earlier run what this one would do alike: units by their source, shards only if all is alike.
+
+    Raises:
+        UserError: the earlier run is of another input or tokenizer, or of other fields.
+    """
     path = job.work / "job.json"
     if path.exists():
-        before = read_json(path)
-        names = sorted(before["files"].keys() | journal["files"].keys())
-        changed = [name for name in names if before["files"].get(name) != journal["files"].get(name)]
-        different = changed[0] if changed else _differences(before["description"], journal["description"])
-        if different:
-            what = "the input file has changed since" if changed else "differs from"
-            raise UserError(f"{different}: {what} the unfinished run in {job.work}; delete {job.out} to start anew")
-    write_atomically(path, json.dumps(journal))  # First: without it, the folders would be taken for somebody else's.
+        before = read_record(path)
+        if before is None:
+            print(f"{path}: damaged; preparing everything again", file=sys.stderr)
+            before = {"description": {}, "inputs": []}
+        elif different := _differences(_of_units(before["description"]), _of_units(journal["description"])):
+            raise UserError(
+                f"{different}: differs from the unfinished run in {job.work}; choose another --out, or delete {job.out}"
+            )
+        for index, (old, new) in enumerate(itertools.zip_longest(before["inputs"], journal["inputs"])):
+            if old == new:
+                continue
+            if changed := [name for name in old or () if name in (new or ()) and old[name] != new[name]]:
+                what = f"{changed[-1]}: changed" if changed != ["held_out"] else "--valid_fraction: changed"
+                print(f"{what} since the unfinished run; tokenising again", file=sys.stderr)
+            for unit in job.units.glob(f"{index:05d}-*.npz"):
+                unit.unlink()
+        if before != journal:
+            for folder in (job.records, *(job.out / split for split in SPLITS)):
+                shutil.rmtree(folder, ignore_errors=True)
+    write_record(path, journal)  # First: without it, the folders would be taken for somebody else's.
     for folder in (job.units, job.records, *(job.out / split for split in SPLITS)):
         folder.mkdir(exist_ok=True)
+
+
+def _of_units(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a description that decides on what a unit's file holds."""
+    source = {name: value for name, value in description["source"].items() if name not in DECIDES_NO_UNIT}
+    return description | {"source": source}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ neither on the number of processes nor on the mesh. grain does the shuffling (`s
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from difftx.data.packing import Row, RowSource
-from difftx.errors import UserError
+from difftx.errors import UserError, shown
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +59,8 @@ class Loader:
         prefetch_batches: int,
         sharding: jax.sharding.NamedSharding,
         signature: dict[str, Any],
+        vocab_size: int,
+        where: Callable[[int], str],
     ):
         """Start at the first example.
 
@@ -68,16 +70,22 @@ class Loader:
             prefetch_batches: batches prepared ahead, in a thread.
             sharding: of a `[rows, T]` array.
             signature: what the meaning of the state depends on, as JSON; compared on `restore`.
+            vocab_size: of the model; every id of every batch is compared with it.
+            where: returns where an example comes from, for messages: `Sources.where`.
         """
-        self._iterator = host_batches(HostSlice(examples, rows, rows_here(sharding, rows)), prefetch_batches)
+        self._rows_here = rows_here(sharding, rows)
+        self._iterator = host_batches(HostSlice(examples, rows, self._rows_here), prefetch_batches)
         self._rows, self._sharding, self._signature = rows, sharding, signature
+        self._vocab_size, self._where = vocab_size, where
         self._examples = 0
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batch = make_batch(next(self._iterator), self._rows, self._sharding)
+        rows = next(self._iterator)
+        check_ids(rows, self._vocab_size, lambda row: self._where(self._examples + int(self._rows_here[row])))
+        batch = make_batch(rows, self._rows, self._sharding)
         self._examples += self._rows
         return batch
 
@@ -109,7 +117,7 @@ class Loader:
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return "name old → new" for each part of a loader's signature that differs."""
     return [
-        f"{name} {_short(old.get(name))} → {_short(new.get(name))}"
+        f"{name} {shown(old.get(name))} → {shown(new.get(name))}"
         for name in old | new
         if old.get(name) != new.get(name)
     ]
@@ -128,6 +136,28 @@ def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
     """
     indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
     return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
+
+
+def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
+    """Raise `UserError` for a token or target, of `[rows, T]` each, that is not one of the model's ids.
+
+    The model itself would not notice: lookups on a device clamp an index, or return zeros.
+
+    Args:
+        rows: of this process.
+        vocab_size: of the model; its ids are 0 … vocab_size - 1.
+        where: returns where a row, by its index here, comes from.
+    """
+    for name in ("tokens", "targets"):
+        ids = rows[name]
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            row, at = (int(index[0]) for index in np.nonzero((ids < 0) | (ids >= vocab_size)))
+            value = int(ids[row, at])
+            unsigned = f" ({value % 2**32} as uint32)" if value < 0 else ""
+            raise UserError(
+                f"{where(row)}: {name}[{at}] is id {value}{unsigned}, which model.vocab_size={vocab_size} does not "
+                "have; restore the data, or prepare it again with the tokenizer of data.tokenizer"
+            )
 
 
 def make_batch(
@@ -156,22 +186,23 @@ def ordered_batches(
     rows: int,
     limit_tokens: int,
     sharding: jax.sharding.NamedSharding,
+    vocab_size: int,
 ) -> Iterator[Batch]:
-    """Yield a source's first rows in order, once; the last batch is filled up with masked rows."""
+    """Yield a source's first rows in order, once; the last batch is filled up with masked rows.
+
+    Raises:
+        UserError: an id of a row is not below `vocab_size`, the model's.
+    """
     wanted = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
     for start in range(0, wanted, rows):
         indices = start + here
         examples = [source[min(int(i), wanted - 1)] for i in indices]
         stacked = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        check_ids(stacked, vocab_size, lambda row, at=indices: f"{source.name}: row {min(int(at[row]), wanted - 1)}")
         yield make_batch(stacked, rows, sharding, (indices < wanted).astype(np.float32))
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:
     """Return how many rows `ordered_batches` counts."""
     return min(len(source), max(1, limit_tokens // source.sequence_length))
-
-
-def _short(value: Any) -> str:
-    """Return a value as text, a SHA-256 by its first digits."""
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)

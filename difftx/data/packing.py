@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from difftx.data.store import TokenStore
-from difftx.errors import UserError
+from difftx.errors import RunError, UserError
 from difftx.files import new_file
 
 BEST_FIT_VERSION = 1  # A change to what `best_fit` returns needs another.
+CHECKSUM_BYTES = 16  # XXH3-128, in front of a pack index.
 GROUP_DOCUMENTS = 2**17  # Packed together: a bound on memory, and on how far apart a row's documents lie.
 
 # Arrays of T elements: "tokens" and "targets", the token after each, int32; "loss_mask", float32, 1 where the target
@@ -28,6 +30,7 @@ Row = dict[str, np.ndarray]
 class RowSource(Protocol):
     """Rows by number."""
 
+    name: str  # Where the rows come from, for messages.
     sequence_length: int  # T
     tokens: int  # Of an epoch, without padding.
     fingerprint: str  # With the loader's settings it says what the rows are.
@@ -65,7 +68,7 @@ class PackedRows:
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
         """Find or build the pack index; `cache_path` is the folder of such indices."""
-        self.store, self.fingerprint = store, store.fingerprint
+        self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
         self._offsets = store.offsets.view(np.int64)  # Signed: uint64 and Python's integers meet as floats.
         # Where each document's prompt ends.
@@ -142,22 +145,31 @@ def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarr
 
 
 def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return `best_fit`, mapped into memory from `folder`, after building and keeping it there if need be.
+    """Return `best_fit`, read from `folder`, after building and keeping it there if need be.
+
+    A file that does not verify is built again. Any number of processes may do so: each writes a file of its own, and
+    renames it.
 
     Raises:
         UserError: the folder cannot be written.
     """
     content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
     content.update(np.ascontiguousarray(offsets))
-    path = folder.expanduser() / f"{content.hexdigest()}.npy"
+    path = folder.expanduser() / f"{content.hexdigest()}.index"
     try:
-        if not path.exists():
+        index = _read(path) if path.exists() else None
+        if index is None:
+            if path.exists():
+                print(f"{path}: damaged: its content does not match its checksum; packing again", flush=True)
             _write(path, best_fit(offsets, row_tokens))
-        return _read(path)
+            index = _read(path)
     except OSError as error:
         raise UserError(
             f"data.cache_path: {path} cannot be written or read ({error.strerror}); name another folder"
         ) from error
+    if index is None:
+        raise RunError(f"{path}: damaged again as soon as it was written; check the disk, or set data.cache_path")
+    return index
 
 
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
@@ -227,14 +239,20 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _write(path: Path, index: PackIndex) -> None:
-    """Write one array, number of rows first, so that one rename makes the whole index appear."""
+    """Write the XXH3-128 of one int64 array and the array, number of rows first."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    array = np.concatenate([[len(index)], index.first, index.starts, index.lengths]).astype("<i8", copy=False)
     with new_file(path) as file:
-        np.save(file, np.concatenate([[len(index)], index.first, index.starts, index.lengths]))
+        file.write(xxhash.xxh3_128_digest(array))
+        file.write(array.data)
 
 
-def _read(path: Path) -> PackIndex:
-    array = np.asarray(np.load(path, mmap_mode="r"))  # Still mapped; np.memmap's own slices are slow.
+def _read(path: Path) -> PackIndex | None:
+    """Return an index that `_write` wrote; None if the file is anything else."""
+    raw = np.fromfile(path, np.uint8)
+    if xxhash.xxh3_128_digest(raw[CHECKSUM_BYTES:]) != raw[:CHECKSUM_BYTES].tobytes():
+        return None
+    array = raw[CHECKSUM_BYTES:].view("<i8")
     rows = int(array[0])
     first, pieces = array[1 : rows + 2], array[rows + 2 :]
     return PackIndex(first, pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :])

@@ -6,7 +6,7 @@ the input and the options alone.
 """
 
 import argparse
-import errno
+import dataclasses
 import os
 import signal
 import sys
@@ -17,10 +17,12 @@ from typing import Any
 from difftx.data.beam import BeamWorkers
 from difftx.data.job import Job, describe, input_states, open_job
 from difftx.data.readers import Fields, Source, sources_of
-from difftx.data.shards import SKIPPED, finish, make_plan
+from difftx.data.shards import SKIPPED, discard_damaged_shards, finish, make_plan
 from difftx.data.store import SPLITS, read_meta
+from difftx.data.units import discard_damaged_units
 from difftx.data.workers import Workers
-from difftx.errors import EXIT_PREEMPTED, UserError
+from difftx.errors import EXIT_PREEMPTED, RunError, UserError
+from difftx.files import require_local, require_local_paths, require_writable
 
 LOCAL = "local"
 
@@ -42,6 +44,9 @@ def main(arguments: Sequence[str]) -> int:
             if options.out.resolve().is_relative_to(Path(pattern).resolve()):
                 raise UserError(f"--out={options.out}: lies in the input {pattern}; choose a folder outside of it")
             sources += sources_of(pattern, valid=valid, first_index=len(sources))
+    if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and options.valid_fraction:
+        sources = _split_in_two(sources[0], options.valid_fraction)
+        print(f"{sources[0].files[0]}: a single text: its last {options.valid_fraction:.2%} is held out for validation")
     inputs = {"input": options.input, "valid_input": options.valid_input}
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
@@ -55,10 +60,23 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from what is finished in {job.work}", file=sys.stderr)
         return EXIT_PREEMPTED
+    except MemoryError as error:
+        raise RunError("out of memory; run the same command with fewer --workers, or split long documents") from error
     except OSError as error:
-        full = "; make room and run the same command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise UserError(f"{error.filename or f'--out={job.out}'}: {error.strerror or error}{full}") from error
+        if error.errno is not None:  # Writing does not say where.
+            error.filename = error.filename or str(job.out)
+        raise
     return 0
+
+
+def _split_in_two(source: Source, held_out: float) -> list[Source]:
+    """Return the validation text and the training text of a source that is one text file."""
+    valid_size = round(held_out * source.size)
+    sizes = {True: valid_size, False: source.size - valid_size}
+    return [
+        dataclasses.replace(source, index=i, size=sizes[valid], valid=valid, held_out=held_out)
+        for i, valid in enumerate((True, False))
+    ]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -78,6 +96,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop", help="documents that cannot be read")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
+    for flag in ("input", "valid_input"):
+        if (pattern := getattr(options, flag)) is not None:
+            require_local(f"--{flag}", pattern)
+    require_writable(options.out)
     if not 0 <= options.valid_fraction < 1:
         raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
     for name in ("workers", "shard_tokens"):
@@ -94,10 +117,12 @@ def _workers(job: Job, options: argparse.Namespace) -> Workers | BeamWorkers:
 
 def _prepare(job: Job, sources: Sequence[Source], description: dict[str, Any], workers: Workers | BeamWorkers) -> None:
     states = input_states(sources)
+    for line in (*discard_damaged_units(job), *discard_damaged_shards(job)):
+        print(line, file=sys.stderr)
     workers.encode_units(job, sources)
     for name, state in input_states(sources).items():
         if state != states[name]:
-            raise UserError(f"{name}: changed while it was read; delete {job.out} and prepare again")
+            raise UserError(f"{name}: changed while it was read; run the same command again")
     plan = make_plan(job, sources)
     workers.write_shards(job, plan.shards)
     finish(job, description, plan)

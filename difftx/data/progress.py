@@ -9,6 +9,8 @@ from typing import Self, TypeVar
 import rich.console
 import rich.progress
 
+from difftx.errors import printable
+
 LINE_SECONDS = 10.0
 
 Item = TypeVar("Item")
@@ -118,4 +120,4 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from difftx.errors import UserError
+from difftx.errors import UserError, install_hint
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -25,9 +25,11 @@ else:
     from backports import zstd
 
 UNIT_BYTES = 4 * 2**20
+LONGEST_DOCUMENT = 2**30  # Bytes of a line or of a text file, decompressed; a gigabyte of text is tokenised in one go.
 HUGGING_FACE = "hf:"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
+TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
 BROKEN_STREAM = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 
@@ -85,7 +87,10 @@ class Lines:
         return _document_of(record, fields, lambda: self._at(index))
 
     def _at(self, index: int) -> str:
-        """Name a line; the lines before this unit are counted only now that one is needed."""
+        return f"{self.file}: line {self.number(index)}"
+
+    def number(self, index: int) -> int:
+        """Return a line's number in the file; the lines before this unit are counted only now that one is needed."""
         before = 0
         if self.start:
             with open_stream(self.file) as stream:
@@ -93,7 +98,7 @@ class Lines:
                 while left and (data := stream.read(min(left, 2**20))):
                     before += data.count(b"\n")
                     left -= len(data)
-        return f"{self.file}: line {before + index + 1}"
+        return before + index + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Texts:
     """Whole files, a document each."""
 
     files: tuple[tuple[Path, bytes | UserError], ...]  # Content, or why there is none.
+    start: int = 0  # Of the content in its file: not 0 in the second part of a file that is split.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
         """Yield a document, or what is wrong with it, for each file; its id is its path."""
@@ -114,7 +120,7 @@ class Texts:
             try:
                 yield Document(data.decode(), data, fields.id and str(file))
             except UnicodeDecodeError as error:
-                yield UserError(f"{file}: byte {error.start} is not UTF-8")
+                yield UserError(f"{file}: byte {self.start + error.start} is not UTF-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +169,7 @@ class Source:
     files: tuple[Path, ...]  # For "hf": NAME[:SPLIT[:CONFIG]].
     size: int  # Bytes as stored.
     valid: bool  # Given as validation text.
+    held_out: float | None = None  # Of a text file that is split: the share, at its end, that is validation text.
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read from `position`, where unit `index` begins."""
@@ -209,6 +216,18 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     ]
 
 
+def validation_start(text: bytes, share: float) -> int:
+    """Return the byte at which the held-out end of a text begins: at a line, or else at a character.
+
+    The end is at least `share` of the text, and at most twice that where it begins at a line.
+    """
+    start = min(round((1 - share) * len(text)), len(text) - 1)
+    start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
+    while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a character of several bytes.
+        start -= 1
+    return start
+
+
 def input_files(pattern: str, flag: str) -> list[Path]:
     """Return the files of a path, folder or glob, sorted; what begins with a dot is left out of a folder."""
     path = Path(pattern)
@@ -250,7 +269,14 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Piece
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
-            data += stream.readline()
+            last = data.rfind(b"\n") + 1  # Where the last line begins.
+            data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
+            if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
+                line = (whole := Lines(file, position, data[:last])).number(data.count(b"\n", 0, last))
+                if whole.data:
+                    yield whole, position + last, stored.tell() - before
+                yield Unreadable(f"{file}: line {line} {TOO_LONG}; what follows it is not read"), 0, 0
+                return
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
@@ -267,10 +293,17 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Piece
     for file in source.files:
         try:
             with open_stream(file) as stream:
-                texts.append((file, stream.read() or UserError(f"{file}: the file is empty")))
+                data = stream.read(LONGEST_DOCUMENT + 1)
+            texts.append((file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data))
         except BROKEN_STREAM as error:
             texts.append((file, UserError(why_broken(file, error))))
-    yield Texts(tuple(texts)), 1, source.size
+    start, (file, data) = 0, texts[0]
+    if source.held_out is not None and data and not isinstance(data, UserError):
+        at = validation_start(data, source.held_out)
+        start, part = (at, data[at:]) if source.valid else (0, data[:at])
+        texts = [(file, part or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0"))]
+    contents = tuple((file, data or UserError(f"{file}: the file is empty")) for file, data in texts)
+    yield Texts(contents, start), 1, source.size
 
 
 def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
@@ -364,4 +397,4 @@ def import_extra(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{module} is not installed: pip install 'difftx[{extra}]'") from error
+        raise UserError(f"{module} is not installed: {install_hint(extra)}") from error

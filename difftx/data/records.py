@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from difftx.data.readers import BROKEN_STREAM, open_stream, why_broken
+from difftx.data.readers import BROKEN_STREAM, LONGEST_DOCUMENT, TOO_LONG, open_stream, why_broken
 from difftx.errors import UserError, did_you_mean
 
 
@@ -48,18 +48,27 @@ def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
         what: the lines are, for messages: "prompts".
 
     Raises:
-        UserError: the file cannot be read or holds nothing, or a line is not an object; says which.
+        UserError: the file cannot be read or holds nothing, or a line is too long or not an object; says which.
     """
+    empty = True
+    for number, line in enumerate(_lines(path, field), start=1):
+        if len(line) > LONGEST_DOCUMENT and not line.endswith(b"\n"):
+            raise UserError(f"{path}: line {number} {TOO_LONG}")
+        if line.strip():
+            empty = False
+            yield _record(f"{path}: line {number}", line)
+    if empty:
+        raise UserError(f"{field}={path}: the file has no {what}")
+
+
+def _lines(path: Path, field: str) -> Iterator[bytes]:
+    """Yield lines; of one that is too long no more than shows it."""
     try:
         with open_stream(path) as stream:
-            lines = stream.read().splitlines()
+            while line := stream.readline(LONGEST_DOCUMENT + 1):
+                yield line
     except BROKEN_STREAM as error:
         raise UserError(f"{field}={why_broken(path, error)}") from error
-    if not any(line.strip() for line in lines):
-        raise UserError(f"{field}={path}: the file has no {what}")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _record(f"{path}: line {number}", line)
 
 
 def _record(name: str, line: bytes) -> Record:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +12,10 @@ import numpy as np
 
 from difftx.data.job import Job
 from difftx.data.readers import Source
-from difftx.data.store import SPLITS, shard_file, write_meta
+from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
 from difftx.data.units import finished_units, unit_file
-from difftx.errors import UserError
-from difftx.files import new_file, read_json, write_atomically
+from difftx.errors import RunError, UserError
+from difftx.files import new_file, read_record, write_atomically, write_record
 
 SKIPPED = "skipped.txt"
 
@@ -73,8 +72,8 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     valid = _held_out(hash_[:, 0], fraction) if fraction else given
     if not (first & ~valid).any():
         raise UserError(
-            f"the input has {int(first.sum())} different documents, and none is left to train on; "
-            "give more, or --valid_fraction=0"
+            f"the input has {int(first.sum())} different documents, and none is left to train on; give more, name "
+            "validation text with --valid_input, or hold none out with --valid_fraction=0"
         )
     shard_of = np.full(len(length), -1)
     for split_mask in (first & ~valid, first & valid):
@@ -87,6 +86,20 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     ]
     duplicates = {"train": int((~first & ~valid).sum()), "valid": int((~first & valid).sum())}
     return Plan(shards, duplicates, empty, problems)
+
+
+def discard_damaged_shards(job: Job) -> Iterator[str]:
+    """Delete the records of an earlier run's shards that are not as they were written, and yield a line for each."""
+    for file in sorted(job.records.glob("*.json")):
+        split, _, index = file.stem.partition("-")
+        record = read_record(file)
+        files = {} if record is None else record["files"]
+        if not files or any(
+            not (path := shard_file(job.out, split, int(index), kind)).is_file() or sha256_of(path) != expected
+            for kind, expected in files.items()
+        ):
+            file.unlink()
+            yield f"{file}: it or its shard is damaged; writing the shard again"
 
 
 def write_shard(job: Job, shard: Shard) -> None:
@@ -120,20 +133,16 @@ def write_shard(job: Job, shard: Shard) -> None:
                 tokens += int(length[mask].sum())
                 text_bytes += int(archive["sizes"][mask].sum())
         write("offsets", np.array([tokens], "<u8"))
-    record = {
-        "documents": documents,
-        "tokens": tokens,
-        "bytes": text_bytes,
-        "sha256": {kind: digest.hexdigest() for kind, digest in hashes.items()},
-    }
-    write_atomically(_record_file(job, shard), json.dumps(record))
+    record = {"documents": documents, "tokens": tokens, "bytes": text_bytes}
+    sha256_of_files = {kind: digest.hexdigest() for kind, digest in hashes.items()}
+    write_record(_record_file(job, shard), record | {"files": sha256_of_files})
 
 
 def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
     """Write `meta.json`, which makes the folder a store, and remove what does not belong to it."""
     meta = dict(description) | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
-        own = [read_json(_record_file(job, shard)) for shard in plan.shards if shard.split == split]
+        own = [_entry(job, shard) for shard in plan.shards if shard.split == split]
         for leftover in (job.out / split).glob(".*"):  # Of a run that was killed.
             leftover.unlink()
         meta["splits"][split] = {
@@ -145,6 +154,14 @@ def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
         write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
     write_meta(job.out, meta)
     shutil.rmtree(job.work)
+
+
+def _entry(job: Job, shard: Shard) -> dict[str, Any]:
+    """Return a finished shard's entry of meta.json."""
+    record = read_record(_record_file(job, shard))
+    if record is None:
+        raise RunError(f"{_record_file(job, shard)}: damaged since it was written; run the same command again")
+    return {("sha256" if name == "files" else name): value for name, value in record.items()}
 
 
 def _record_file(job: Job, shard: Shard) -> Path:

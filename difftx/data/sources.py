@@ -32,12 +32,17 @@ class Sources:
     @functools.cached_property
     def examples(self) -> Any:
         """Training rows by number, without end: each source shuffled anew in each of its epochs, then mixed."""
-        seeds = [(self.config.seed + i * GOLDEN) % 2**32 for i in range(len(self.train))]
-        shuffled = [
-            grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
-            for rows, seed in zip(self.train.values(), seeds, strict=True)
-        ]
+        shuffled = [self._shuffled(grain.MapDataset.source(rows), i) for i, rows in enumerate(self.train.values())]
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
+
+    def where(self, example: int) -> str:
+        """Return which row of which source a training example is, for messages."""
+        source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)
+        rows = list(self.train.values())[source]
+        return f"{rows.name}: row {self._shuffled(grain.MapDataset.range(len(rows)), source)[number]}"
+
+    def _shuffled(self, rows: grain.MapDataset, source: int) -> grain.MapDataset:
+        return rows.shuffle(seed=(self.config.seed + source * GOLDEN) % 2**32).repeat()
 
     def epochs(self, examples: int) -> dict[str, float]:
         """Return how often each source has been read after so many examples; of a mixture, in whole blocks."""

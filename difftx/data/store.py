@@ -1,4 +1,4 @@
-"""Token stores: tokenised documents end to end, in memory or in the memory-mapped shards of `difftx prepare`.
+"""Token stores: tokenised documents end to end, in memory or in the shards of `difftx prepare`.
 
 A shard is `NNNNN.tokens` (little-endian uint16 or uint32), `NNNNN.offsets` (uint64: where each document starts in the
 shard, and the end) and, where the input has them, `NNNNN.ids` (a JSON string a line) and `NNNNN.prompts` (uint64: how
@@ -10,9 +10,10 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from difftx.files import json_sha256, misfit, read_json, write_atomically
 
 META = "meta.json"
 FORMAT = 1
+RESTORE = "restore it, or prepare the store again"
 SPLITS = ("train", "valid")
 SHARD = {"documents": int, "tokens": int, "bytes": int, "sha256": {"tokens": str, "offsets": str}}
 SPLIT = {"documents": int, "tokens": int, "bytes": int, "duplicates": int, "shards": [SHARD]}
@@ -36,15 +38,18 @@ SHAPE = {
 class TokenStore:
     """Documents end to end, each followed by the end-of-text token."""
 
-    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None):
+    def __init__(
+        self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
+    ):
         """Hold a store in memory.
 
         Args:
             tokens: uint16 or uint32.
             offsets: uint64 `[documents + 1]`, where each document starts, and the end.
             prompts: uint64 `[documents]`, how many tokens of each are its prompt, which no loss counts; None: none.
+            name: where the tokens come from, for messages.
         """
-        self.dtype = tokens.dtype
+        self.name, self.dtype = name, tokens.dtype
         self.fingerprint = hashlib.sha256(tokens).hexdigest()  # Of what the tokens are.
         self._starts = [0, len(tokens)]  # Where each piece starts among all tokens, and the end.
         self._tokens, self._offsets, self._prompts = tokens, offsets, prompts
@@ -68,20 +73,28 @@ class TokenStore:
             raise IndexError(f"tokens {start} … {stop} of {len(self)}")
         first = min(bisect.bisect_right(self._starts, start), len(self._starts) - 1) - 1
         last = max(first + 1, bisect.bisect_left(self._starts, stop))
-        parts = [self._piece(i)[max(0, start - self._starts[i]) : stop - self._starts[i]] for i in range(first, last)]
+        begins = self._starts
+        parts = [
+            self._read(i, max(start, begins[i]) - begins[i], min(stop, begins[i + 1]) - begins[i])
+            for i in range(first, last)
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _piece(self, index: int) -> np.ndarray:
-        return self._tokens
+    def _read(self, piece: int, start: int, stop: int) -> np.ndarray:
+        return self._tokens[start:stop]
 
 
 class ShardedStore(TokenStore):
-    """One split of a store on disk. Holds names, not memory maps, so that it can be pickled."""
+    """One split of a store on disk. Holds names, not open files, so that it can be pickled.
+
+    Tokens are read, not mapped: a file that somebody truncates or a disk that fails is an error with a name, where an
+    access to a map would end the process by SIGBUS.
+    """
 
     def __init__(self, folder: Path, meta: dict[str, Any], split: str):
         """Hold the shards that `meta` lists; nothing is read yet."""
         shards = meta["splits"][split]["shards"]
-        self.dtype = np.dtype(meta["dtype"])
+        self.name, self.dtype = str(Path(folder) / split), np.dtype(meta["dtype"])
         kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
         content = [self.dtype.name, [[shard["sha256"][kind] for kind in kinds] for shard in shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -92,22 +105,48 @@ class ShardedStore(TokenStore):
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each document starts among all tokens, and the end; read when first asked for."""
+        """Where each document starts among all tokens, and the end; read and checked when first asked for.
+
+        Raises:
+            UserError: the offsets of a shard do not rise from 0 to its number of tokens.
+        """
         if "_offsets" not in self.__dict__:
-            parts = [np.fromfile(file.with_suffix(".offsets"), "<u8")[:-1] for file in self._files]
-            moved = [part + np.uint64(start) for part, start in zip(parts, self._starts, strict=False)]
-            self._offsets = np.concatenate([*moved, np.array([len(self)], np.uint64)])
+            parts = []
+            for file, (start, stop) in zip(self._files, itertools.pairwise(self._starts), strict=True):
+                part = np.fromfile(file.with_suffix(".offsets"), "<u8")
+                if problem := offsets_problem(part, stop - start):
+                    raise UserError(f"{file.with_suffix('.offsets')}: {problem}; {RESTORE}")
+                parts.append(part[:-1] + np.uint64(start))
+            self._offsets = np.concatenate([*parts, np.array([len(self)], np.uint64)])
         return self._offsets
 
     @property
     def prompts(self) -> np.ndarray | None:
-        """How many tokens of each document are its prompt; read when first asked for."""
+        """How many tokens of each document are its prompt; read and checked when first asked for.
+
+        Raises:
+            UserError: a prompt is longer than its document.
+        """
         if self._has_prompts and "_prompts" not in self.__dict__:
-            self._prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
+            prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
+            if len(prompts) != len(self.offsets) - 1 or (prompts > np.diff(self.offsets)).any():
+                raise UserError(f"{self.name}: a prompt is longer than its document; {RESTORE}")
+            self._prompts = prompts
         return self._prompts if self._has_prompts else None
 
-    def _piece(self, index: int) -> np.ndarray:
-        return _map(self._files[index], self.dtype, self._hashes[index])
+    def _read(self, piece: int, start: int, stop: int) -> np.ndarray:
+        tokens = np.empty(stop - start, self.dtype)
+        raw, at = tokens.view(np.uint8), 0
+        file = _open(self._files[piece], self._hashes[piece])
+        while at < len(raw):
+            try:
+                count = os.preadv(file.fileno(), [raw[at:]], start * self.dtype.itemsize + at)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, file.name) from error
+            if not count:
+                raise UserError(f"{file.name}: truncated while it was in use, before token {stop} of it; {RESTORE}")
+            at += count
+        return tokens
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_offsets", "_prompts")}
@@ -130,7 +169,7 @@ def open_store(folder: Path, split: str, *, verify: bool = False) -> TokenStore:
     if not shards:
         raise UserError(f"{folder}: the store has no {split} documents; prepare it with more text or --valid_input")
     for problem in damage(folder, meta, split, content=verify):
-        raise UserError(f"{problem}; restore it, or prepare the store again")
+        raise UserError(f"{problem}; {RESTORE}")
     return ShardedStore(folder, meta, split)
 
 
@@ -154,7 +193,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = Path(folder) / META
     if not path.exists():
         raise UserError(
-            f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`"
+            f"{folder}: no {META}, so it is not a finished token store; make it with `python -m difftx prepare`, or "
+            f"name the text files in it, such as {str(Path(folder) / '*.txt')!r}"
         )
     meta = read_json(path)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -206,14 +246,20 @@ def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> 
                 yield f"{file}: damaged, its SHA-256 is not that of {META}"
 
 
+def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
+    """Return what is wrong with a shard's uint64 offsets `[documents + 1]`; None: nothing."""
+    rise = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] > offsets[:-1]).all()
+    return None if rise else f"the offsets do not rise from 0 to {tokens}"
+
+
 def sha256_of(file: Path) -> str:
     """Return a file's SHA-256."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# A map holds a file descriptor, of which a process often may have 1,024: the oldest are closed and opened again.
+# A process may often have 1,024 file descriptors: the shards that were used last stay open, the others are closed.
 @functools.lru_cache(maxsize=256)
-def _map(file: Path, dtype: np.dtype, sha256: str) -> np.ndarray:
-    """Map a shard; its hash is part of the key, so that a store prepared anew is not mistaken for the old one."""
-    return np.memmap(file, dtype, mode="r").view(np.ndarray)
+def _open(file: Path, sha256: str) -> BinaryIO:
+    """Open a shard; its hash is part of the key, so that a store prepared again is not mistaken for the old one."""
+    return file.open("rb", buffering=0)

@@ -103,7 +103,7 @@ class SyntheticRows:
         if name not in TASKS:
             raise UserError(f"data path {path!r}: no such task.{did_you_mean(name, TASKS)}")
         self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
-        self.task = name
+        self.task, self.name = name, f"{path}, {split}"
         self._document_mask = config.document_mask
         needed = self._task.tokens(self._config, self.sequence_length)
         if needed > self.sequence_length:

@@ -10,6 +10,7 @@ import tiktoken
 from difftx.errors import UserError, did_you_mean
 
 BYTES = "bytes"
+LARGEST_ID = 2**24 - 1  # Of a .tiktoken file: an embedding has a row for each id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 
 # How cl100k_base cuts text before it merges bytes (tiktoken's openai_public.py).
@@ -86,6 +87,8 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
             raise UserError(
                 f"{field}={str(path)!r}: line {number} is not a token in base64 and its id ({error})"
             ) from error
+    if (largest := max(ranks.values(), default=0)) > LARGEST_ID:
+        raise UserError(f"{field}={str(path)!r}: id {largest} is more than {LARGEST_ID}, the largest that is read")
     if len(set(ranks.values())) != len(ranks) or min(ranks.values(), default=0) < 0:
         raise UserError(f"{field}={str(path)!r}: two tokens have one id, or an id is negative")
     if missing := [value for value in range(256) if bytes([value]) not in ranks]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from difftx.data.job import Job
 from difftx.data.readers import Document, Source, Unit
 from difftx.errors import UserError
 from difftx.files import new_file
+
+PARTS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "state")  # Of a unit's file.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,24 @@ def encode_unit(job: Job, unit: Unit) -> Done:
             state=np.frombuffer(json.dumps(state).encode(), np.uint8),
         )
     return done
+
+
+def discard_damaged_units(job: Job) -> Iterator[str]:
+    """Delete the units of an earlier run that are not as they were written, and yield a line for each."""
+    for file in sorted(job.units.glob("*.npz")):
+        if not _is_whole(file.read_bytes()):
+            file.unlink()
+            yield f"{file}: damaged; tokenising that part of the input again"
+
+
+def _is_whole(data: bytes) -> bool:
+    """Return whether a unit's file has every part, each with its CRC."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = sorted(archive.namelist())
+            return names == sorted(f"{part}.npy" for part in PARTS) and archive.testzip() is None
+    except Exception:  # zipfile raises nearly anything for bytes that are no archive.
+        return False
 
 
 def read_state(file: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class UpsampledStore(TokenStore):
             chosen = is_long == kind
             uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
         documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
-        self.dtype, self._store, self._sources = store.dtype, store, offsets[documents]
+        self.name, self.dtype, self._store, self._sources = store.name, store.dtype, store, offsets[documents]
         self._prompts = None if store.prompts is None else store.prompts[documents]
         self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
         content = json.dumps([store.fingerprint, longer_than_tokens, share])

@@ -37,6 +37,7 @@ from difftx.evals.needle_prompts import NeedlePrompts
 from difftx.evals.result import Result
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_lead
+from difftx.training.reading import Checkpoint
 from difftx.training.run import Run
 
 
@@ -122,7 +123,15 @@ def check_run(run: Run, suites: Sequence[str]) -> None:
             NEEDS[name](run)
 
 
-def evaluate(run: Run, params: Any, step: int, suites: Sequence[str], work: Work | None = None) -> dict[str, Result]:
+def evaluate(
+    run: Run,
+    params: Any,
+    step: int,
+    suites: Sequence[str],
+    work: Work | None = None,
+    weights: str | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, Result]:
     """Run suites on parameters of a step and write `<workdir>/evals/<suite>/<step>.json` for each.
 
     Args:
@@ -131,6 +140,11 @@ def evaluate(run: Run, params: Any, step: int, suites: Sequence[str], work: Work
         step: that they are of.
         suites: names.
         work: shows how far a suite is; None: nothing does.
+        weights: identity of `params`, as in a checkpoint's manifest; None: they are of no run.
+        checkpoint: that holds `params`; None: there is none yet, since training evaluates before it saves.
+
+    Raises:
+        RunError: `checkpoint` was deleted or replaced during the evaluation; that suite's result is not written.
     """
     check_suites(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
@@ -138,12 +152,15 @@ def evaluate(run: Run, params: Any, step: int, suites: Sequence[str], work: Work
     with jax.set_mesh(run.mesh):
         for name in suites:
             path, depends_on = result_path(run.workdir, name, step), settings(run, name)
-            evaluation.journal = Journal(path.with_suffix(".items.jsonl"), depends_on)
+            evaluation.journal = Journal(path.with_suffix(".items.jsonl"), depends_on, weights)
             results[name] = result = SUITES[name](evaluation)
+            if checkpoint is not None:
+                checkpoint.require_unchanged()
             if not is_lead():
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"suite": name, "step": step, "settings": depends_on, **dataclasses.asdict(result)}
+            source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
+            content = {"suite": name, "step": step, "settings": depends_on} | source | dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
             evaluation.journal.remove()
     return results

@@ -1,20 +1,26 @@
 """A client of any endpoint that speaks OpenAI's chat completions: patient, paced, and silent about its key."""
 
+import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import requests
 import urllib3
 
 from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
+from difftx.evals.bounded_http import RequestError, Response, may_carry_key, post_json
 from difftx.files import misfit
 
 WORTH_ANOTHER_ATTEMPT = {408, 409, 425, 429}  # HTTP status; and all from 500.
 LONGEST_REASON = 200  # Characters of what an endpoint says, in a message.
+LONGEST_EXAMINED = 4096  # Characters of what an endpoint says, from which that is taken.
+LONGEST_RETRY_SECONDS = 10**9
+KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Of an environment variable that may be sent.
+SHORTEST_PART = 6  # Characters of a key that are masked in messages; "sk-" and the last four are often shown.
 
 
 class Reply(NamedTuple):
@@ -44,9 +50,14 @@ class ChatEndpoint:
         """Read the key from the environment.
 
         Raises:
-            UserError: it is not there, or cannot be a key.
+            UserError: the key is not there, cannot be a key, or would be sent unencrypted to another machine.
         """
         self._config, self._key = config, _key(config.key_variable)
+        if self._key is not None and not may_carry_key(config.base_url):
+            raise UserError(
+                f"eval.judge.base_url={config.base_url}: a key is sent over https, or over http within this machine "
+                "(localhost); use https, or eval.judge.key_variable=none for an endpoint that needs no key"
+            )
         self.url = f"{config.base_url.rstrip('/')}/chat/completions"
         self._pace = _Pace(config.requests_per_minute)
 
@@ -71,6 +82,12 @@ class ChatEndpoint:
     def public(self, text: str) -> str:
         """Return a text without the key, whoever wrote it there."""
         return text if self._key is None else text.replace(self._key, "(key)")
+
+    def brief(self, text: str) -> str:
+        """Return the beginning of a text for a message, without the key and without parts of it."""
+        text = text[:LONGEST_EXAMINED]
+        masked = text if self._key is None else _without_parts(text, self._key)
+        return " ".join(masked.split())[:LONGEST_REASON]
 
     def _ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
         longest, reason = self._config.longest_wait_seconds, ""
@@ -101,23 +118,18 @@ class ChatEndpoint:
 
     def _post(self, body: dict[str, Any]) -> Reply:
         try:
-            # A redirect would be followed with the method changed, and perhaps to somebody else.
-            response = requests.post(
-                self.url, json=body, auth=self._authorize, timeout=self._config.timeout_seconds, allow_redirects=False
-            )
-        except requests.exceptions.Timeout as error:
-            raise AttemptError(f"no answer within {self._config.timeout_seconds:g} s") from error
-        except requests.exceptions.RequestException as error:
-            raise AttemptError(f"{type(error).__name__}: {self._brief(str(error))}") from error
-        if response.status_code == 200:
+            response = post_json(self.url, body, key=self._key, seconds=self._config.timeout_seconds)
+        except RequestError as error:
+            raise AttemptError(self.brief(str(error))) from error
+        if response.status == 200:
             return self._reply(response)
         self._refuse(response)
-        raise AttemptError(self._reason(response), _retry_after(response))
+        raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After")))
 
-    def _refuse(self, response: requests.Response) -> None:
+    def _refuse(self, response: Response) -> None:
         """Raise for an answer that would be the same again."""
-        status = response.status_code
-        if status in (401, 403):  # What the endpoint says of it may have a part of the key in it.
+        status = response.status
+        if status in (401, 403):
             where = f"the key in the environment variable {self._config.key_variable}"
             wanted = "a request without a key; set eval.judge.key_variable" if self._key is None else where
             raise UserError(f"{self.url} refuses {wanted} (HTTP {status})")
@@ -127,9 +139,9 @@ class ChatEndpoint:
                 "eval.hallucination.judge_model"
             )
 
-    def _reply(self, response: requests.Response) -> Reply:
+    def _reply(self, response: Response) -> Reply:
         try:
-            content = response.json()
+            content = json.loads(response.content)
         except (ValueError, RecursionError) as error:
             raise AttemptError("the reply is not JSON") from error
         wrong = misfit(content, {"choices": [{"message": {"content": str}}]})
@@ -142,23 +154,13 @@ class ChatEndpoint:
             usage = {"prompt_tokens": None, "completion_tokens": None}
         return Reply(content["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
 
-    def _reason(self, response: requests.Response) -> str:
+    def _reason(self, response: Response) -> str:
         """Return the status, and what the endpoint says of it."""
         try:
-            text = str(response.json()["error"]["message"])
+            text = str(json.loads(response.content)["error"]["message"])
         except (ValueError, RecursionError, TypeError, KeyError):
-            text = response.text
-        return f"HTTP {response.status_code}: {self._brief(text) or 'it says no more'}"
-
-    def _brief(self, text: str) -> str:
-        """Return the beginning of a text; without the key first, since a part of it would be there to read too."""
-        return " ".join(self.public(text).split())[:LONGEST_REASON]
-
-    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Add the key. In place of a header: there, an entry of ~/.netrc would replace it."""
-        if self._key is not None:
-            request.headers["Authorization"] = f"Bearer {self._key}"
-        return request
+            text = response.content.decode(errors="replace")
+        return f"HTTP {response.status}: {self.brief(text) or 'it says no more'}"
 
 
 class _Pace:
@@ -199,6 +201,11 @@ class _Pace:
 def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
+    if not KEY_NAME.search(variable):
+        raise UserError(
+            f"eval.judge.key_variable={variable!r}: only a variable whose name ends in _KEY or _TOKEN is sent to an "
+            "endpoint; copy the key to such a variable, for example JUDGE_API_KEY"
+        )
     key = os.environ.get(variable, "").strip()
     if not key:
         raise UserError(
@@ -210,12 +217,28 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _retry_after(response: requests.Response) -> float | None:
-    """Return the seconds that Retry-After names, as a number or a date; None if it does not."""
-    value = response.headers.get("Retry-After")
+def _without_parts(text: str, key: str) -> str:
+    """Return a text in which everything that it has in common with the key, from some characters on, is masked."""
+    kept, at = [], 0
+    while at < len(text):
+        end = at
+        while end < len(text) and text[at : end + 1] in key:
+            end += 1
+        is_part = end - at >= min(SHORTEST_PART, len(key))
+        kept.append("(key)" if is_part else text[at])
+        at = end if is_part else at + 1
+    return "".join(kept)
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Return the seconds that the header Retry-After names, as a number or a date; None if it names none.
+
+    A longer time than `LONGEST_RETRY_SECONDS` counts as that.
+    """
     if value is None:
         return None
     try:
-        return urllib3.util.Retry().parse_retry_after(value)
-    except urllib3.exceptions.InvalidHeader:
+        seconds = urllib3.util.Retry().parse_retry_after(value)
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # Also a number or a year without end.
         return None
+    return float(min(seconds, LONGEST_RETRY_SECONDS))

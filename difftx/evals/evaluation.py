@@ -39,7 +39,13 @@ class Evaluation:
         batch, on any mesh and number of hosts; targets that do not count have a value too.
         """
         graphdef, rows, wanted = graph(self.run.config), self.run.microbatch_rows, ordered_rows(source, limit_tokens)
-        batches = ordered_batches(source, rows=rows, limit_tokens=limit_tokens, sharding=self.run.batch_sharding)
+        batches = ordered_batches(
+            source,
+            rows=rows,
+            limit_tokens=limit_tokens,
+            sharding=self.run.batch_sharding,
+            vocab_size=self.run.config.model.vocab_size,
+        )
         found, pending = [], None
         for batch in self.work.track(batches, what, -(-wanted // rows)):
             scored = _score(graphdef, self.params, batch)

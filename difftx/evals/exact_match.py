@@ -47,7 +47,13 @@ def tasks_of(run: Run) -> dict[str, SyntheticRows]:
 
 def _score_set(run: Run, params: Any, source: SyntheticRows) -> dict[str, float]:
     score = _scorer(run.config)
-    batches = ordered_batches(source, rows=run.microbatch_rows, limit_tokens=source.tokens, sharding=run.batch_sharding)
+    batches = ordered_batches(
+        source,
+        rows=run.microbatch_rows,
+        limit_tokens=source.tokens,
+        sharding=run.batch_sharding,
+        vocab_size=run.config.model.vocab_size,
+    )
     counts = sum(np.array(jax.device_get(score(params, batch)), np.int64) for batch in batches)
     right, answers, right_examples = (int(n) for n in np.asarray(counts))
     examples = ordered_rows(source, source.tokens)

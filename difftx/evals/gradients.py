@@ -121,7 +121,13 @@ def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) ->
     limit, total = config.eval.gradients.tokens, None
     for valid, source in run.data.valid.items():
         rows = ordered_rows(source, limit)
-        batches = ordered_batches(source, rows=run.microbatch_rows, limit_tokens=limit, sharding=run.batch_sharding)
+        batches = ordered_batches(
+            source,
+            rows=run.microbatch_rows,
+            limit_tokens=limit,
+            sharding=run.batch_sharding,
+            vocab_size=run.config.model.vocab_size,
+        )
         what = f"gradient {TITLES[name]}, rows of {valid}"
         for batch in evaluation.work.track(batches, what, -(-rows // run.microbatch_rows)):
             new = _sum_and_gradient(graphdef, params, batch)

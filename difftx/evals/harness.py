@@ -20,6 +20,15 @@ from difftx.evals.harness_data import data_files
 from difftx.evals.result import Heatmap, Result
 from difftx.training.run import Run
 
+PAPER_METRICS = {
+    "arc_challenge": "acc",
+    "arc_easy": "acc",
+    "boolq": "acc",
+    "hellaswag": "acc_norm",
+    "openbookqa": "acc",
+    "piqa": "acc",
+    "winogrande": "acc",
+}
 LOCAL_TASKS = Path(__file__).parent / "harness_tasks"
 BOOTSTRAPS = 1000  # For errors of what is no mean, such as F1; lm-eval's 100,000 take minutes.
 
@@ -28,7 +37,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Run lm-eval's tasks on the model; `<task>_<metric>` and its standard error are lm-eval's.
 
     `average_acc` is the mean accuracy over `eval.harness.tasks`, `average_acc_norm` that of choices by likelihood a
-    character, where a task has it.
+    character, where a task has it, and `average_paper` the "Avg" of Tables 1 and 8, see `averages`.
 
     Raises:
         UserError: lm-eval is not installed, a task or its data cannot be had, or a request does not fit the context.
@@ -131,10 +140,7 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
     """Return what lm-eval found, with the means over `tasks`."""
     scores = {task: _numbers(values) for task, values in found["results"].items()}
     rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Not all groups have a mean.
-    numbers = {}
-    if rows:
-        numbers["average_acc"] = float(np.mean([row["acc"] for row in rows.values()]))
-        numbers["average_acc_norm"] = float(np.mean([row.get("acc_norm", row["acc"]) for row in rows.values()]))
+    numbers = averages(rows)
     for task, values in scores.items():
         numbers |= {f"{task}_{metric}": value for metric, value in values.items()}
     table = Heatmap(
@@ -157,6 +163,24 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
         "truncated_requests": truncated,
     }
     return Result(numbers=numbers, details=details, charts=[table] if rows else [])
+
+
+def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the means over tasks of `acc`, of `acc_norm` (else `acc`), and of the metrics that the paper averages.
+
+    The third, `average_paper`, is there if all seven tasks of the paper are; further tasks do not count in it. It takes
+    `acc_norm` of HellaSwag and `acc` of ARC-C, ARC-E, BoolQ, OpenBookQA, PIQA and WinoGrande. The paper does not name
+    its metrics. This is an inference: Table 1's row of OpenLLaMA-3B-v2, rounded, is the column of that model in the
+    README of github.com/openlm-research/open_llama with these metrics, and not with the others (HellaSwag 70.0:
+    acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26, acc_norm 0.38).
+    """
+    numbers = {}
+    if rows:
+        numbers["average_acc"] = float(np.mean([row["acc"] for row in rows.values()]))
+        numbers["average_acc_norm"] = float(np.mean([row.get("acc_norm", row["acc"]) for row in rows.values()]))
+    if PAPER_METRICS.keys() <= rows.keys():
+        numbers["average_paper"] = float(np.mean([rows[task][metric] for task, metric in PAPER_METRICS.items()]))
+    return numbers
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -4,11 +4,14 @@
     context_options, continuation, gold      winogrande: what may stand before the continuation
 
 Files are named <task>_test or, of boolq, hellaswag, piqa and winogrande, <task>_val, as their splits are, and
-<task>_train. A query is the prompt as the task of that name has it. Of boolq "Passage: " in front and "Answer:" at the
-end may be there or not.
+<task>_train. A query is the prompt as lm-eval's task of that name makes it from the hub's fields. Rows that differ from
+`FORMS` are refused: their scores would not be the task's. Of boolq "Passage: " in front and "Answer:" at the end may be
+there or not.
 """
 
+import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,37 @@ from difftx.errors import UserError, did_you_mean
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz")
 FIELD = "eval.harness.data_path"
+MARKS = re.compile(r"\[(title|header|step|substeps)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What lm-eval's task makes of a row of the hub's data set."""
+
+    texts: range  # How many choices, or contexts of winogrande, a row may have.
+    query: str  # Regular expression of a whole query.
+    shown: str  # The same, for messages.
+    choices: tuple[str, ...] | None = None  # Where all rows have the same.
+    bare: bool = False  # The query is the question alone, without the words that other tasks put around it.
+    has_marks: bool = False  # Whether the hub's texts have WikiHow's marks, which lm-eval removes.
+
+
+_QUESTION = Form(range(2, 6), r"Question: .*\nAnswer:", "Question: …\nAnswer:")
+# The files of lm-eval 0.4.13 of these names.
+FORMS = {
+    "arc_challenge": _QUESTION,
+    "arc_easy": _QUESTION,
+    "boolq": Form(
+        range(2, 3),
+        r"(Passage: )?.+\nQuestion: .+\?(\nAnswer:)?",
+        "…\nQuestion: …?",
+        choices=("no", "yes"),
+    ),
+    "hellaswag": Form(range(4, 5), r".+: .+", "activity: context", has_marks=True),
+    "openbookqa": Form(range(4, 5), r".+", "the question alone", bare=True),
+    "piqa": dataclasses.replace(_QUESTION, texts=range(2, 3)),
+    "winogrande": Form(range(2, 3), r"\S(.*\S)?", "the text behind the gap, without spaces around it"),
+}
 
 
 def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test: str, **_: Any) -> dict[str, Any]:
@@ -35,7 +69,7 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
         UserError: a file is not there, or a line is wrong.
     """
     text_field = "continuation" if list_field == "context_options" else "query"
-    examine = functools.partial(_question, text_field=text_field, list_field=list_field)
+    examine = functools.partial(_question, form=FORMS[task], text_field=text_field, list_field=list_field)
     train = _read(Path(data_path), task, "train", examine) if num_fewshot else []
     if num_fewshot and len(train) <= num_fewshot:
         raise UserError(
@@ -65,10 +99,33 @@ def _read(folder: Path, task: str, split: str, examine: Any) -> list[dict[str, A
     return [examine(record) for record in read_records(path, field=FIELD, what="questions")]
 
 
-def _question(record: Record, *, text_field: str, list_field: str) -> dict[str, Any]:
-    texts, gold = record.field(list_field), record.field("gold")
+def _question(record: Record, *, form: Form, text_field: str, list_field: str) -> dict[str, Any]:
+    texts, gold, text = record.field(list_field), record.field("gold"), record.text(text_field)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{record.name}: {list_field}={texts!r} must be a list of texts")
     if type(gold) is not int or not 0 <= gold < len(texts):
         raise UserError(f"{record.name}: gold={gold!r} must be a number of {list_field}, 0 … {len(texts) - 1}")
-    return {text_field: record.text(text_field), list_field: texts, "gold": gold}
+    if why := _misfit(form, text, texts):
+        why = why.format(text=text_field, list=list_field)
+        raise UserError(f"{record.name}: {why}; write the row as lm-eval's task does")
+    return {text_field: text, list_field: texts, "gold": gold}
+
+
+def _misfit(form: Form, text: str, texts: Sequence[str]) -> str | None:
+    """Return in what a row differs from the rows of the task, with {text} and {list} for its fields."""
+    if len(texts) not in form.texts:
+        counts = "2" if form.texts == range(2, 3) else f"{form.texts[0]} to {form.texts[-1]}"
+        return f"{{list}} has {len(texts)} texts, and the task {counts}"
+    if form.choices is not None and tuple(texts) != form.choices:
+        return f"{{list}} must be {list(form.choices)}"
+    shown = _braced(repr(text))
+    has_frame = text.startswith("Question: ") or text.endswith("\nAnswer:")
+    if not re.fullmatch(form.query, text, re.DOTALL) or (form.bare and has_frame):
+        return f"{{text}}={shown} has not the form of the task, {form.shown!r}"
+    if form.has_marks and (marked := next((t for t in (text, *texts) if MARKS.search(t)), None)):
+        return f"{_braced(repr(marked))} has a mark in brackets, which lm-eval removes"
+    return None
+
+
+def _braced(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

@@ -16,11 +16,16 @@ from difftx.training.run import Run
 
 type Accuracies = dict[tuple[str, int], list[float]]  # By order and number of demonstrations, a permutation each.
 
+STABLE_WITHIN = 0.05  # Largest difference between stable accuracies, as shares.
+ROUNDING = 1e-9  # Accuracies are fractions that floats round.
+
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Take the most likely label of each question; accuracy is the share that is right.
 
-    Of a task, under the most demonstrations: the mean accuracy over permutations, and the margin, best − worst.
+    Of a task and an order, with the most demonstrations: the mean accuracy over permutations, and the margin,
+    best − worst. Over the stable numbers of demonstrations: the average accuracy (`stable_accuracy`, the dashed line of
+    Figure 6), and the fewest of them (`stable_shots`), see `first_stable`.
 
     Raises:
         UserError: there is no task, or its files or the context do not serve.
@@ -33,10 +38,30 @@ def evaluate(evaluation: Evaluation) -> Result:
             at_most = accuracies[order, task.shots[-1]]
             numbers[f"{task.name}_{order}_accuracy"] = float(np.mean(at_most))
             numbers[f"{task.name}_{order}_margin"] = max(at_most) - min(at_most)
+            means = [float(np.mean(accuracies[order, shots])) for shots in task.shots]
+            start = first_stable(means)
+            numbers[f"{task.name}_{order}_stable_accuracy"] = float(np.mean(means[start:]))
+            numbers[f"{task.name}_{order}_stable_shots"] = float(task.shots[start])
         numbers[f"{task.name}_shots"] = float(task.shots[-1])
         details[task.name] = _details(task, accuracies)
         charts += _charts(task, accuracies)
     return Result(numbers=numbers, details={"tasks": details}, charts=charts)
+
+
+def first_stable(means: Sequence[float]) -> int:
+    """Return the index from which on accuracy is stable: from there no two means differ by more than `STABLE_WITHIN`.
+
+    The paper's Figure 6 averages accuracy "after the performance becomes stable", and does not say when that is. This
+    rule is ours. The average then gives each number of demonstrations that was evaluated the same weight. Where
+    accuracy still changes at the end, only the most demonstrations are stable.
+
+    Args:
+        means: mean accuracy by the number of demonstrations, fewest first.
+    """
+    start = len(means) - 1
+    while start > 0 and max(means[start - 1 :]) - min(means[start - 1 :]) <= STABLE_WITHIN + ROUNDING:
+        start -= 1
+    return start
 
 
 def tasks_of(run: Run) -> list[IclTask]:
@@ -67,7 +92,8 @@ def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:
     accuracies: Accuracies = {}
     what = f"orders of demonstrations of {task.name}"
     for item, answers in resumable(evaluation, task.items, answer, what=what, batch_items=rows):
-        accuracies.setdefault((item.order, item.shots), []).append(task.accuracy(answers))
+        for order in item.orders:
+            accuracies.setdefault((order, item.shots), []).append(task.accuracy(answers))
     return accuracies
 
 
@@ -79,25 +105,32 @@ def _details(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -
         "most_frequent_label": max(map(labels.count, labels)) / len(labels),  # What needs no model.
         "shots_that_fit": task.most_shots,
         "tokens_of_these": task.context_tokens,
+        "prompts": len(task.items) * len(task.questions),  # Scored; a permutation that both orders have counts once.
         "accuracy_of_each_permutation": [
-            {"order": order, "shots": shots, "accuracy": values} for (order, shots), values in accuracies.items()
+            {"order": order, "shots": shots, "permutations": len(values), "accuracy": values}
+            for (order, shots), values in accuracies.items()
         ],
     }
 
 
 def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -> list[LineChart]:
-    """Return accuracy over the number of demonstrations (Figure 6), and of each permutation of the most (Figure 7)."""
+    """Return accuracy over the number of demonstrations (Figure 6) and of each permutation of the most (Figure 7)."""
     orders, shots = list(dict.fromkeys(order for order, _ in accuracies)), task.shots
-    by_shots = [
-        Series(
-            name=order,
-            x=[float(count) for count in shots],
-            y=[float(np.mean(accuracies[order, count])) for count in shots],
-            low=[min(accuracies[order, count]) for count in shots],
-            high=[max(accuracies[order, count]) for count in shots],
+    by_shots, averages = [], []
+    for order in orders:
+        means = [float(np.mean(accuracies[order, count])) for count in shots]
+        by_shots.append(
+            Series(
+                name=order,
+                x=[float(count) for count in shots],
+                y=means,
+                low=[min(accuracies[order, count]) for count in shots],
+                high=[max(accuracies[order, count]) for count in shots],
+            )
         )
-        for order in orders
-    ]
+        stable = slice(first_stable(means), None)
+        x = [float(count) for count in shots[stable]]
+        averages.append(Series(name=f"{order}, average once stable", x=x, y=[float(np.mean(means[stable]))] * len(x)))
     by_permutation = [
         Series(name=order, x=[float(i) for i in range(len(values))], y=values)
         for order in orders
@@ -109,7 +142,7 @@ def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) ->
             title=f"{task.name}: accuracy, mean and range over permutations",
             x_label="demonstrations",
             y_label="accuracy",
-            series=by_shots,
+            series=by_shots + averages,
             log_x=True,
         ),
         LineChart(

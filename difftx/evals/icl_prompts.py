@@ -8,6 +8,10 @@ so that a label has the same tokens wherever it stands.
 """
 
 import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +37,22 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class IclItem:
-    """Demonstrations in an order, under which all questions are asked."""
+    """A permutation of demonstrations, after which all questions are asked."""
 
     task: str
-    order: str
-    shots: int
-    permutation: int
+    number: int  # Among the items with as many demonstrations.
+    permutation: tuple[int, ...]  # Of the demonstrations' indices.
+    orders: tuple[str, ...]  # Of `eval.icl.orders`, those that have this permutation: few demonstrations give the same.
+
+    @property
+    def shots(self) -> int:
+        """The number of demonstrations."""
+        return len(self.permutation)
 
     @property
     def id(self) -> str:
         """Its name in a journal."""
-        return f"{self.task}/{self.order}/{self.shots}/{self.permutation}"
+        return f"{self.task}/{self.shots}/{self.number}"
 
 
 class IclTask:
@@ -89,19 +98,24 @@ class IclTask:
         wanted = self._settings.shots or [2**i for i in range(self.most_shots.bit_length())] + [self.most_shots]
         return sorted({min(count, self.most_shots) for count in wanted})
 
-    @property
+    @functools.cached_property
     def items(self) -> list[IclItem]:
-        """Every order of every number of demonstrations, fewer ones first."""
-        return [
-            IclItem(self.name, order, shots, permutation)
-            for shots in self.shots
-            for order in self._settings.orders
-            for permutation in range(self._settings.permutations)
-        ]
+        """The permutations of every number of demonstrations, fewer demonstrations first; each permutation once."""
+        items = []
+        for shots in self.shots:
+            orders: dict[tuple[int, ...], list[str]] = {}
+            for order in self._settings.orders:
+                for permutation in self._permutations(order, shots):
+                    orders.setdefault(permutation, []).append(order)
+            items += [
+                IclItem(self.name, number, permutation, tuple(names))
+                for number, (permutation, names) in enumerate(orders.items())
+            ]
+        return items
 
     def prompts(self, item: IclItem) -> list[Prompt]:
         """Return the questions after an item's demonstrations."""
-        demonstrations = [self._demonstrations[i] for i in self._order(item)]
+        demonstrations = [self._demonstrations[i] for i in item.permutation]
         context = tuple(token for example in demonstrations for token in example.demonstration(self.labels, self._gap))
         return [Prompt(context, example.question) for example in self.questions]
 
@@ -111,14 +125,28 @@ class IclTask:
             np.mean([example.label == answer for example, answer in zip(self.questions, answers, strict=True)])
         )
 
-    def _order(self, item: IclItem) -> list[int]:
-        """Return the demonstrations' numbers, shuffled; for "alternating", one of each label in turn, while there are.
+    def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
+        """Return `eval.icl.permutations` different permutations, or all where there are fewer.
 
-        Permutation i is the same shuffle for both.
+        Both orders take the same shuffles one after the other, and skip those whose result they have already.
         """
-        shuffled = np.random.default_rng([self._settings.seed, 1, item.permutation]).permutation(item.shots).tolist()
-        if item.order == "random":
-            return shuffled
+        counts = Counter(example.label for example in self._demonstrations[:shots])
+        factors = [shots] if order == "random" else [len(counts), *counts.values()]
+        # 21! exceeds any number that can be asked for; factorials of thousands would take long.
+        limit = min(self._settings.permutations, math.prod(math.factorial(min(n, 21)) for n in factors))
+        found: dict[tuple[int, ...], None] = {}
+        draws = itertools.count()
+        while len(found) < limit:
+            rng = np.random.default_rng([self._settings.seed, 1, next(draws)])
+            shuffled = rng.permutation(shots).tolist()
+            found[tuple(shuffled if order == "random" else self._alternating(shuffled))] = None
+        return list(found)
+
+    def _alternating(self, shuffled: list[int]) -> list[int]:
+        """Return one demonstration of each label in turn, as long as the label has any left.
+
+        Labels take turns in the order in which they first occur in `shuffled`, and so do the demonstrations of a label.
+        """
         turn = dict.fromkeys((self._demonstrations[i].label for i in shuffled), 0)
         place = {label: rank for rank, label in enumerate(turn)}
         rounds = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from difftx.files import misfit, write_atomically
+from difftx.files import misfit, read_file, write_atomically
 from difftx.parallel.multihost import decided_by_lead, is_lead
 from difftx.training.checkpoint import DECISION_SECONDS
 
@@ -24,11 +24,11 @@ class Identified(Protocol):
 
 
 class Journal:
-    """A file of a line of settings, then a line an item; process 0 reads and writes it."""
+    """A file of a line of settings and weights, then a line an item; process 0 reads and writes it."""
 
-    def __init__(self, path: Path, settings: str):
-        """Name the file and what the answers in it depend on."""
-        self.path, self._settings = path, settings
+    def __init__(self, path: Path, settings: str, weights: str | None):
+        """Name the file and what the answers in it depend on: the suite's settings and the parameters' identity."""
+        self.path, self._head = path, {"settings": settings, "weights": weights}
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
         """Return the answers that are there, by the items' ids, the same in every process."""
@@ -37,9 +37,9 @@ class Journal:
         for group in itertools.batched(items, DECISION_ITEMS):
             found = {item.id: there[item.id] for item in group if item.id in there}
             answers |= decided_by_lead(lambda found=found: found, DECISION_SECONDS)
-        if is_lead():  # Without the half line of a kill, or what has other settings.
+        if is_lead():  # Without the half line of a kill, or answers of other settings or weights.
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, "".join(map(_line, [{"settings": self._settings}, *_entries(there)])))
+            write_atomically(self.path, "".join(map(_line, [self._head, *_entries(there)])))
         return answers
 
     def add(self, answers: dict[str, Any]) -> None:
@@ -56,12 +56,9 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
-        """Return the answers of a journal with the same settings; a line that is none ends nothing but itself."""
-        if not self.path.exists():
-            return {}
-        first, *rest = self.path.read_bytes().splitlines() or [b""]
-        head = _parsed(first)
-        if head is None or head.get("settings") != self._settings:
+        """Return the answers of a journal with the same head; a line that is none ends nothing but itself."""
+        first, *rest = (read_file(self.path) or b"").splitlines() or [b""]
+        if _parsed(first) != self._head:
             return {}
         entries = filter(None, map(_parsed, rest))
         return {

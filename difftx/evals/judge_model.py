@@ -142,7 +142,7 @@ class JudgeModel:
             self._file.add({"key": key, "model": self._model, "accurate": accurate, "why": why, "reply": text, **usage})
             self._count(usage)
             if verdict is None:
-                raise AttemptError(f"the reply is no verdict: {text[:LONGEST_WHY]!r}")
+                raise AttemptError(f"the reply is no verdict: {self._endpoint.brief(text)!r}")
             return verdict
 
         return self._endpoint.ask(body, read)

@@ -25,7 +25,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     """Ask for the numbers and generate greedily; accuracy is the share of numbers that the answer has.
 
     A cell is the mean over `eval.needle.samples` prompts; `n4_r2_4096` that over all depths, for 4 needles of which 2
-    are asked for in 4,096 tokens.
+    are asked for in 4,096 tokens. Numbers that end with `_lwm` count as LWM does (`lwm_share_found`).
 
     Raises:
         UserError: a length does not fit, or there is no text to hide needles in.
@@ -43,15 +43,20 @@ def evaluate(evaluation: Evaluation) -> Result:
         ]
 
     found: dict[Cell, list[float]] = collections.defaultdict(list)
+    lwm_found: dict[Cell, list[float]] = collections.defaultdict(list)
     first = []
     answered = resumable(evaluation, prompts.items, answer, what="needles", batch_items=run.microbatch_rows)
     for item, given in answered:
-        found[item.case, item.length, item.depth].append(share_found(given["answer"], given["numbers"]))
+        cell = item.case, item.length, item.depth
+        found[cell].append(share_found(given["answer"], given["numbers"]))
+        lwm_found[cell].append(lwm_share_found(given["answer"], given["numbers"]))
         if item.sample == 0:
             first.append({"id": item.id, **given})
-    accuracy = {cell: float(np.mean(shares)) for cell, shares in found.items()}
+    accuracy, lwm_accuracy = (
+        {cell: float(np.mean(shares)) for cell, shares in scores.items()} for scores in (found, lwm_found)
+    )
     return Result(
-        numbers={"accuracy": float(np.mean(list(accuracy.values()))), **_numbers(prompts, accuracy)},
+        numbers=_numbers(prompts, accuracy, "") | _numbers(prompts, lwm_accuracy, "_lwm"),
         details={
             "haystack_tokens": prompts.haystack.text_tokens,
             "samples_a_cell": settings.samples,
@@ -73,9 +78,17 @@ def share_found(text: str, numbers: Sequence[str]) -> float:
     return sum(number in there for number in numbers) / len(numbers)
 
 
-def _numbers(prompts: NeedlePrompts, accuracy: Mapping[Cell, float]) -> dict[str, float]:
-    return {
-        f"n{case.needles}_r{case.queries}_{length}": _over_depths(prompts, accuracy, case, length)
+def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
+    """Return the share of numbers that a text has anywhere, also inside longer numbers.
+
+    So scores LWM (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py: `number in answer`).
+    """
+    return sum(number in text for number in numbers) / len(numbers)
+
+
+def _numbers(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], suffix: str) -> dict[str, float]:
+    return {f"accuracy{suffix}": float(np.mean(list(accuracy.values())))} | {
+        f"n{case.needles}_r{case.queries}_{length}{suffix}": _over_depths(prompts, accuracy, case, length)
         for case in prompts.cases
         for length in prompts.lengths
     }

@@ -57,7 +57,13 @@ def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> di
     counts = {kind: no_counts(run.mesh, slots) for kind in KINDS}
     for name, source in run.data.valid.items():
         wanted = ordered_rows(source, limit)
-        batches = ordered_batches(source, rows=rows, limit_tokens=limit, sharding=run.batch_sharding)
+        batches = ordered_batches(
+            source,
+            rows=rows,
+            limit_tokens=limit,
+            sharding=run.batch_sharding,
+            vocab_size=run.config.model.vocab_size,
+        )
         shown = evaluation.work.track(batches, f"rows of {name}, {what}", -(-wanted // rows))
         for start, batch in zip(range(0, wanted, rows), shown, strict=True):
             counts = _add_batch(graphdef, evaluation.params, batch, np.int32(wanted - start), digits, counts)

@@ -25,7 +25,8 @@ class DocumentStarts:
         lengths = np.diff(offsets)
         found = offsets[:-1][lengths > sequence_length]  # The last of T inputs needs a target in the document.
         count = min(limit, len(found))
-        self.store, self.fingerprint, self.sequence_length = store, store.fingerprint, sequence_length
+        self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
+        self.sequence_length = sequence_length
         self.longer, self.longest = len(found), int(lengths.max(initial=0))
         self.tokens = count * sequence_length
         self._starts = found[np.arange(count) * len(found) // max(count, 1)].tolist()

@@ -148,7 +148,14 @@ def median_ratio(rates: Sequence[float], baseline: Sequence[float]) -> float:
 def _random_batch(evaluation: Evaluation) -> Batch:
     run = evaluation.run
     rows = random_rows(run.config, run.microbatch_rows)
-    return next(ordered_batches(rows, rows=len(rows), limit_tokens=rows.tokens, sharding=run.batch_sharding))
+    batches = ordered_batches(
+        rows,
+        rows=len(rows),
+        limit_tokens=rows.tokens,
+        sharding=run.batch_sharding,
+        vocab_size=run.config.model.vocab_size,
+    )
+    return next(batches)
 
 
 def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from difftx.config.command_line import parse_overrides
-from difftx.errors import UserError
-from difftx.files import write_atomically
+from difftx.errors import UserError, printable
+from difftx.files import json_sha256, require_local_paths, require_writable_file, write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
 from difftx.parallel import multihost
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
     options, rest = parser.parse_known_args(arguments)
+    require_local_paths(options)
     overrides = parse_overrides(rest, "mesh")
     prompts = _prompts(options)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
@@ -60,7 +62,12 @@ def main(arguments: Sequence[str]) -> int:
         top_p=options.top_p,
     )
     lm = load(options.workdir, options.step, overrides, options)
-    requests = [_request(lm, prompt, options.new_tokens) for prompt in prompts]
+    requests = multihost.agree(
+        "the prompts",
+        lambda: [_request(lm, prompt, options.new_tokens) for prompt in prompts],
+        lambda requests: {"prompts": json_sha256([dataclasses.astuple(request) for request in requests])},
+        lm.config.multihost.barrier_timeout_seconds,
+    )
     if options.prompt is not None:
         _stream(lm, prompts[0], requests[0], sampling, options.stop)
     else:
@@ -75,6 +82,8 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
         raise UserError(f"--out={options.out}: it is for --prompts; --prompt prints its text")
     if options.out is not None and not options.out.parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.parent}")
+    if options.out is not None:
+        require_writable_file(options.out)
     if not 0 <= options.seed < SEEDS:
         raise UserError(f"--seed={options.seed} must lie in 0 … 2**32 - 1")
     for flag in ("batch_rows", "new_tokens"):
@@ -107,7 +116,7 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
 
     def show(index: int, text: str) -> None:
         if multihost.is_lead():
-            print(text, end="", flush=True)
+            print(printable(text), end="", flush=True)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # Where the terminal is not UTF-8.
@@ -152,8 +161,5 @@ def _complete_file(
     if options.out is None:
         print(text, end="")
         return
-    try:
-        write_atomically(options.out, text)
-    except OSError as error:
-        raise UserError(f"--out={options.out}: {error.strerror}") from error
-    print(f"{options.out}: {len(order)} completions")
+    write_atomically(options.out, text)
+    print(printable(f"{options.out}: {len(order)} completions"))

@@ -5,17 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import tiktoken
 
-from difftx.config import Config
 from difftx.config.build import override
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
+from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint import Checkpointer, restore_params
-from difftx.training.manifest import read_manifest
+from difftx.training.reading import open_checkpoint, open_tokenizer, read_newest
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 
@@ -27,32 +26,35 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
         workdir: of the run.
         step: of the checkpoint, or None.
         overrides: of the run's config, such as `{"mesh.tensor": "4"}`.
-        processes: the flags of `multihost`.
+        processes: all flags of the command, with those of `multihost`.
 
     Raises:
         UserError: there is no such checkpoint, or it does not fit the devices or the tokenizer.
     """
-    config = override(read_config(workdir), overrides)
-    multihost.start(processes, config.multihost)
-    mesh = make_mesh(config.mesh)
-    check_model_divisible(config, mesh)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    now = override(read_config(workdir), overrides)
+    multihost.start(processes, now.multihost)
+    agree_on_command(now, processes)
+    mesh = make_mesh(now.mesh)
     checkpointer = Checkpointer(workdir)
-    step = checkpointer.newest() if step is None else checkpointer.verified(step)
-    if step is None:
-        raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-    folder = checkpointer.folder / str(step)
-    check_tokenizer(config, tokenizer, folder)
-    with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(lambda: init_state(config).params)
-        params = restore_params(folder, abstract, mesh)
-    return LanguageModel(config, mesh, params, tokenizer)
 
-
-def check_tokenizer(config: Config, tokenizer: tiktoken.Encoding, folder: Path) -> None:
-    """Raise `UserError` where the checkpoint in `folder` has another vocabulary than the config's tokenizer."""
-    if read_manifest(folder).data.get("tokenizer") != fingerprint(tokenizer):
-        raise UserError(
-            f"{folder} was trained with another vocabulary than data.tokenizer={config.data.tokenizer!r} has now; "
-            "put the tokenizer's file back"
+    def load_step(step: int) -> LanguageModel:
+        checkpoint = open_checkpoint(checkpointer.folder / str(step), now)
+        check_model_divisible(checkpoint.config, mesh)
+        config, tokenizer = multihost.agree(
+            "the tokenizer",
+            lambda: open_tokenizer(checkpoint),
+            lambda found: {"vocabulary of data.tokenizer": fingerprint(found[1])},
+            now.multihost.barrier_timeout_seconds,
         )
+        with jax.set_mesh(mesh):
+            abstract = jax.eval_shape(lambda: init_state(config).params)
+            params = restore_params(checkpoint.folder, abstract, mesh)
+        checkpoint.require_unchanged()
+        return LanguageModel(config, mesh, params, tokenizer)
+
+    if step is not None:
+        return load_step(checkpointer.verified(step))
+    model = read_newest(checkpointer, load_step)
+    if model is None:
+        raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+    return model

@@ -18,7 +18,7 @@ class Sampling:
     )  # Logits of tokens in the row: divided by it if positive, else multiplied. None: 1.
     temperature: float  # 0: the most likely token, whatever the rest says.
     top_k: int | None  # So many candidates at most. None: all.
-    top_p: float | None  # The fewest most likely candidates whose probabilities sum to it. None: all.
+    top_p: float | None  # The fewest most likely candidates whose probabilities sum to it. None or 1: all.
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
@@ -68,12 +68,13 @@ def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.A
 def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     """Return the candidates' logits at the temperature, -inf for those left out, and their token ids, `[B, N]` each."""
     logits_BV = logits_BV / sampling.temperature
-    if sampling.top_k is None and sampling.top_p is None:
+    top_p = None if sampling.top_p == 1 else sampling.top_p  # A float32 sum can pass 1 before the last candidate.
+    if sampling.top_k is None and top_p is None:
         return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
     # Of equally likely tokens, the one with the lower id comes first.
     logits_BN, token_BN = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
-    if sampling.top_p is not None:
+    if top_p is not None:
         p_BN = jax.nn.softmax(logits_BN, axis=-1)
         before_BN = jnp.cumsum(p_BN, axis=-1) - p_BN
-        logits_BN = jnp.where(before_BN < sampling.top_p, logits_BN, -jnp.inf)
+        logits_BN = jnp.where(before_BN < top_p, logits_BN, -jnp.inf)
     return logits_BN, token_BN

@@ -9,7 +9,8 @@ from pathlib import Path
 from difftx.config import Config
 from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
-from difftx.errors import UserError
+from difftx.errors import UserError, install_hint, printable
+from difftx.files import require_local_paths, require_writable
 
 SHARD_MIB = 4096
 OURS = "difftx"
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     options, rest = parser.parse_known_args(arguments)
+    require_local_paths(options)
     config = _checked(options, rest)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
 
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         decided = {name.partition(".")[2] for name in parse_overrides(rest, "config") if name.startswith("model.")}
         lines = runs.import_run(options.input, options.out, options.source, config, decided, options.verify)
-    print(*lines, sep="\n")
+    print(*map(printable, lines), sep="\n")
     return 0
 
 
@@ -62,6 +64,7 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
         raise UserError(f"--out={options.out} is there already; name a new folder")
     if not options.out.absolute().parent.is_dir():
         raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")
+    require_writable(options.out)
     if options.verify:
         _require_transformers({options.source, options.target})
     if options.shard_mib < 1:
@@ -82,4 +85,4 @@ def _require_transformers(formats: set[str]) -> None:
         raise UserError("--verify compares with transformers, which has no model of the official layout")
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--verify needs {' and '.join(missing)}: pip install 'difftx[parity]'")
+        raise UserError(f"--verify needs {' and '.join(missing)}: {install_hint('parity')}")

@@ -73,6 +73,11 @@ def check_model(model: ModelConfig) -> None:
     if model.architecture == "transformer":
         if model.head_norm != "none":
             raise UserError(f"model.head_norm={model.head_norm!r}: Llama has no norm behind its heads")
+        if model.d_model % model.num_heads:
+            raise UserError(
+                f"model.d_model={model.d_model}, model.num_heads={model.num_heads}: transformers refuses a Llama whose "
+                "hidden size is not a multiple of its heads, whatever head_dim is; train a model with a multiple"
+            )
         return
     if model.head_norm_eps != model.norm_eps:
         raise UserError(

@@ -10,12 +10,12 @@ from difftx.config import Config, ModelConfig
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.files import new_folder, write_atomically
-from difftx.inference.load import check_tokenizer
 from difftx.interop import huggingface, official, tokenizers
 from difftx.interop.layouts import Format
 from difftx.interop.parameters import from_theirs, to_theirs
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.training.checkpoint import Checkpointer
+from difftx.training.reading import open_checkpoint, open_tokenizer, read_newest
 from difftx.training.run import check_vocabulary, read_config
 from difftx.training.weights import STEP, ParamsReader, save_params
 
@@ -70,24 +70,30 @@ def export_run(
     Raises:
         UserError: the format cannot represent the model, or there is no such checkpoint.
     """
-    read_config(workdir)  # Says so where there is no run.
+    now = read_config(workdir)
     checkpointer = Checkpointer(workdir)
-    step = checkpointer.newest() if step is None else checkpointer.verified(step)
-    if step is None:
+
+    def export(step: int) -> list[str]:
+        checkpoint = open_checkpoint(checkpointer.folder / str(step), now)
+        check_representable(checkpoint.config.model, format_)
+        config, tokenizer = open_tokenizer(checkpoint)
+        with new_folder(out) as folder:
+            reader = ParamsReader(checkpoint.folder)
+            files = write_folder(folder, to_theirs(reader, format_, config.model), shard_bytes)
+            text = json.dumps(FORMATS[format_].config_json(config, tokenizer.eot_token), indent=2)
+            write_atomically(folder / CONFIG, text + "\n")
+            note = tokenizers.export_tokenizer(config, tokenizer, folder)
+            lines = [_verified(folder, checkpoint.folder, config)] if verify else []
+            checkpoint.require_unchanged()
+        shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
+        return [f"{out}: {shards} of step {step}, {_describe(config.model)}", note, *lines]
+
+    if step is not None:
+        return export(checkpointer.verified(step))
+    lines = read_newest(checkpointer, export)
+    if lines is None:
         raise UserError(f"--input={workdir}: no checkpoint there yet")
-    checkpoint = checkpointer.folder / str(step)
-    config = checkpointer.config(step)
-    check_representable(config.model, format_)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    check_tokenizer(config, tokenizer, checkpoint)
-    with new_folder(out) as folder:
-        files = write_folder(folder, to_theirs(ParamsReader(checkpoint), format_, config.model), shard_bytes)
-        text = json.dumps(FORMATS[format_].config_json(config, tokenizer.eot_token), indent=2)
-        write_atomically(folder / CONFIG, text + "\n")
-        note = tokenizers.export_tokenizer(config, tokenizer, folder)
-        lines = [_verified(folder, checkpoint, config)] if verify else []
-    shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
-    return [f"{out}: {shards} of step {step}, {_describe(config.model)}", note, *lines]
+    return lines
 
 
 def check_representable(model: ModelConfig, format_: Format) -> None:

@@ -37,12 +37,26 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int  # Of its first byte in the file.
 
+    @property
+    def bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self, rows: slice = slice(None)) -> np.ndarray:
-        """Return it, or so many rows of its first axis, as float32."""
+        """Return it, or so many rows of its first axis, as float32.
+
+        Raises:
+            UserError: a value is not finite, or the file has become shorter.
+        """
         start, stop, _ = rows.indices(self.shape[0])
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         raw = np.fromfile(self.file, np.uint8, (stop - start) * width, offset=self.offset + start * width)
-        return raw.view(self.dtype).reshape(stop - start, *self.shape[1:]).astype(np.float32, copy=False)
+        if len(raw) < (stop - start) * width:
+            raise UserError(f"{self.file}: truncated while it was read: {self.name} is not whole")
+        values = raw.view(self.dtype).reshape(stop - start, *self.shape[1:]).astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.file}: {self.name} has values that are not finite; the model is of no use")
+        return values
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
@@ -79,7 +93,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """Return a file's tensors by name.
 
     Raises:
-        UserError: the file is damaged, or shorter than its tensors.
+        UserError: the file is damaged, or its tensors are not the whole file, one behind the other.
     """
     try:
         size = file.stat().st_size
@@ -96,7 +110,21 @@ def read_header(file: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
     if why := misfit(header, {str: SHAPE}):
         raise UserError(f"{file}: header: {why}")
-    return {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
+    tensors = {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
+    _check_tiling(file, size, 8 + length, tensors.values())
+    return tensors
+
+
+def _check_tiling(file: Path, size: int, data: int, tensors: Iterable[Tensor]) -> None:
+    """Raise `UserError` unless the tensors follow each other without overlap or gap, up to the end of the file."""
+    end, before = data, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.bytes)):
+        if tensor.offset != end:
+            what = "overlaps" if tensor.offset < end else "leaves a gap behind"
+            raise UserError(f"{file}: {tensor.name} {what} {before}: it begins at byte {tensor.offset}, not {end}")
+        end, before = tensor.offset + tensor.bytes, tensor.name
+    if end != size:
+        raise UserError(f"{file}: {size - end} bytes behind {before}, the last tensor, belong to no tensor")
 
 
 def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any]) -> Tensor:

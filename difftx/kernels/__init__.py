@@ -3,7 +3,8 @@
 A backend that is named serves the call or says why it cannot; "auto" takes the first of the platform's list that can,
 and logs once which. Under a mesh with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the
 arrays' own types say; where they say that rows are cut along their tokens, keys and values are gathered (`context.py`).
-A Pallas backend that is named where there is no such device runs in its interpreter.
+A Pallas backend that is named where there is no such device runs in its interpreter; `why_unavailable` refuses it for
+training, where a step would take minutes.
 """
 #   B = batch, T = query tokens, S = key tokens (= T), H = heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
@@ -63,6 +64,9 @@ AUTO = {
     "mapped_attention": {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)},
 }
 
+# Platforms of backends that other platforms can at most interpret, which takes minutes per step of a small model.
+PLATFORMS = {"pallas_tpu": "tpu", "splash": "tpu", "pallas_gpu": "gpu", "cudnn_wide": "gpu", "cudnn": "gpu"}
+
 WHOLE_ROWS = "it takes whole rows, and these are cut along their tokens over {!r}"
 
 log = logging.getLogger(__name__)
@@ -75,7 +79,7 @@ def diff_attention(
     q_BTHGD: jax.Array,
     k_BSKGD: jax.Array,
     v_BSKE: jax.Array,
-    lam: jax.Array,
+    lam: jax.typing.ArrayLike,
     *,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
@@ -88,7 +92,8 @@ def diff_attention(
         q_BTHGD: queries, float32 or bfloat16; index 0 of G is A1's, index 1 is A2's.
         k_BSKGD: keys, for as many tokens; query head n attends with key/value head n // (H / K).
         v_BSKE: values, twice as wide as a sub-head.
-        lam: λ, float32: a scalar, or one for each token and head, `[B, T, H]`.
+        lam: λ: a scalar, one value per head, `[H]`, or one per token and head, `[B, T, H]`; a number or an array of
+            any real dtype, computed with in float32 at least.
         segment_ids_BT: int32; a token sees only its own segment. None: one segment a row.
         window: a token sees itself and the `window - 1` tokens before it. None: all before it.
         zigzag: tokens stand in zig-zag order, see `context.to_zigzag`, if rows are cut over devices.
@@ -100,6 +105,7 @@ def diff_attention(
     Raises:
         ValueError: shapes or dtypes do not fit, or no backend can serve the call.
     """
+    lam = jnp.asarray(lam)
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
     cut = Cut.of(q_BTHGD, zigzag=zigzag)
@@ -185,6 +191,27 @@ def mapped_attention(
     call = functools.partial(MAPPED_BACKENDS[name], map_of, window=window)
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
     return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, saves=False, cut=cut)
+
+
+def why_unavailable(
+    implementation: str, q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct
+) -> str | None:
+    """Return why a named backend cannot train or generate on this device, or None; "auto" always finds one.
+
+    Args:
+        implementation: a backend's name, or "auto".
+        q: queries as `diff_attention` takes them, `[B, T, H, 2, D]`, or as `attention` does, `[B, T, H, D]`.
+        k: keys.
+        v: values.
+    """
+    if implementation == "auto":
+        return None
+    platform = target.platform()
+    if PLATFORMS.get(implementation, platform) != platform:
+        return f"this backend requires a {PLATFORMS[implementation].upper()}, and JAX runs on {platform.upper()} here"
+    if q.ndim == 5:
+        return _diff_unsupported(implementation, q, k, v, None, None, None)
+    return _softmax_unsupported(implementation, q, None, None)
 
 
 def check_gradients(head_dim: int) -> dict[str, str]:
@@ -291,8 +318,11 @@ def _check_diff_shapes(q, k, v, lam) -> None:
         raise ValueError(f"{wanted}{got}: the head needs two groups of one width")
     if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"{wanted}{got}: values must be twice as wide as a query sub-head, keys as many as values")
-    if lam.shape not in ((), q.shape[:3]):
-        raise ValueError(f"diff_attention wants lam as a scalar or [B, T, H] = {q.shape[:3]}; got {lam.shape}")
+    if lam.shape not in ((), q.shape[2:3], q.shape[:3]) or not jnp.isrealobj(lam):
+        raise ValueError(
+            f"diff_attention requires a real lam: a scalar, [H] = {q.shape[2:3]} or [B, T, H] = {q.shape[:3]}; "
+            f"got {lam.dtype}{list(lam.shape)}"
+        )
 
 
 def _check_common(q, k, v, segment_ids_BT, window) -> None:

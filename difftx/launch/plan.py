@@ -17,6 +17,7 @@ from difftx.config.build import override
 from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.files import require_local_paths, require_writable_file, write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--efficiency", type=float, default=0.6, help="share of the bound's speed for the likely days")
     parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
     args, rest = parser.parse_known_args(arguments)
+    require_local_paths(args)
     topology = parse_topology(args.topology)
     config = with_slices(load_config(args.config, parse_overrides(rest, "config")), topology)
     _check(args)
@@ -44,7 +46,6 @@ def main(arguments: Sequence[str]) -> int:
     # Slow to import, so after the flags are known to be good.
     from rich.console import Console
 
-    from difftx.files import write_atomically
     from difftx.launch import estimate, search, tables
     from difftx.model.abstract import count_parameters
     from difftx.parallel.presets import apply_preset
@@ -94,3 +95,5 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
     if args.json is not None and not args.json.parent.is_dir():
         raise UserError(f"--json={args.json}: there is no folder {str(args.json.parent)!r}")
+    if args.json is not None:
+        require_writable_file(args.json)

@@ -17,7 +17,7 @@ from difftx.files import write_atomically
 from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus, State, View
 from difftx.training.changes import changed_fields
-from difftx.training.run import read_config
+from difftx.training.checkpoint import config_of
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
@@ -41,10 +41,7 @@ class Sweep:
         for status in self._statuses:
             status.refresh()
             _refuse_other_settings(status)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out={out}: {error.strerror}") from error
+        out.mkdir(parents=True, exist_ok=True)
         self._out, self._description = out, description
         self._view = View(self._statuses)
         self._stopping = False
@@ -134,6 +131,6 @@ def _refuse_other_settings(status: RunStatus) -> None:
     """A finished run is skipped, so it must be the one that was asked for; an unfinished one train.py continues."""
     if not status.is_finished():
         return
-    for change in changed_fields(read_config(status.workdir), status.point.config):
+    for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
         if not change.is_neutral:
             raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")

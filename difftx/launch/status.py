@@ -15,7 +15,9 @@ import rich.live
 import rich.markup
 import rich.table
 
+from difftx.errors import printable
 from difftx.launch.grid import Point
+from difftx.training.manifest import damage
 from difftx.training.metrics import read_newest_metrics
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
@@ -41,6 +43,11 @@ class RunStatus:
         """Steps of the whole run."""
         return self.point.config.train.steps
 
+    @property
+    def last_checkpoint(self) -> Path:
+        """Folder of the checkpoint that a finished run has."""
+        return self.workdir / "checkpoints" / str(self.steps)
+
     def refresh(self) -> None:
         """Read the newest step from metrics.jsonl."""
         rows = [row for row in read_newest_metrics(self.workdir / "metrics.jsonl") if row["split"] == "train"]
@@ -50,8 +57,8 @@ class RunStatus:
             self.tokens_per_second = statistics.median(row["tokens_per_second"] for row in attempt)
 
     def is_finished(self) -> bool:
-        """Whether the last step is in metrics.jsonl and in a checkpoint (whose directory orbax renames when whole)."""
-        return self.step == self.steps and (self.workdir / "checkpoints" / str(self.steps)).is_dir()
+        """Whether the last step is in metrics.jsonl and in a checkpoint whose files have their sizes."""
+        return self.step == self.steps and damage(self.last_checkpoint, step=self.steps, content=False) is None
 
     def cells(self) -> list[str]:
         """Return what the table shows."""
@@ -67,7 +74,7 @@ class RunStatus:
             "" if self.loss is None else f"{self.loss:.4f}",
             "" if rate is None else f"{rate:,.0f}",
             left,
-            self.error,
+            printable(self.error),
         ]
 
     def as_json(self) -> dict[str, Any]:

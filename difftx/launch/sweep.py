@@ -6,6 +6,7 @@ from pathlib import Path
 
 from difftx.config.command_line import parse_overrides
 from difftx.errors import UserError
+from difftx.files import require_local_paths, require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
 
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, rest = parser.parse_known_args(arguments)
+    require_local_paths(args)
+    require_writable(args.out)
     overrides = parse_overrides(rest, "config")
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError, did_you_mean, install_hint
 
 if TYPE_CHECKING:
     import jax
@@ -120,11 +120,9 @@ def prepare(topology: Topology) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     elif topology.kind == "h200":
         if not has_cuda_plugin():
-            raise UserError(
-                f"--topology={topology}: jax's CUDA plugin is not installed; pip install 'difftx[cuda]' (jax[cuda13])"
-            )
+            raise UserError(f"--topology={topology}: JAX's CUDA plugin is not installed: {install_hint('cuda')}")
     elif importlib.util.find_spec("libtpu") is None:
-        raise UserError(f"--topology={topology}: libtpu is not installed; pip install 'difftx[tpu]' (jax[tpu])")
+        raise UserError(f"--topology={topology}: libtpu is not installed: {install_hint('tpu')}")
 
 
 def has_cuda_plugin() -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from difftx.config import Config, MeshConfig
+from difftx.config.checks import divisor_below
 from difftx.errors import UserError
 
 # Outermost first: neighbouring devices share the innermost axis, which communicates most.
@@ -27,7 +28,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         sizes[sizes.index(-1)] = len(devices) // fixed
     if math.prod(sizes) != len(devices):
         asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
-        raise UserError(f"{asked}: they do not multiply to the {len(devices)} devices here; set one of them to -1")
+        raise UserError(
+            f"{asked}: they do not multiply to the {len(devices)} devices here; {_fitting(config, len(devices))}"
+        )
     # Explicit: every array's type carries its sharding, so Adam's moments are born where the parameters are, and a
     # mismatch is an error while tracing rather than a silent all-gather.
     types = (jax.sharding.AxisType.Explicit,) * len(AXES)
@@ -36,6 +39,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     # Split axes of the torus where they must be (8 × 8 on 4 × 4 × 4), rather than refuse.
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return jax.sharding.Mesh(placed, AXES, types)
+
+
+def _fitting(config: MeshConfig, devices: int) -> str:
+    """Return which axis to change, and to what, so that the mesh covers the devices: the one farthest from 1."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    fixed = {axis: size for axis, size in sizes.items() if size != -1}
+    for axis, size in sorted(fixed.items(), key=lambda item: -item[1]):
+        rest, remainder = divmod(devices, math.prod(fixed.values()) // size)
+        if not remainder:
+            return f"set mesh.{axis}={divisor_below(size, rest) if free else rest}"
+    return f"set mesh.{(free or ['fsdp'])[0]}=-1 and the other axes to 1"
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

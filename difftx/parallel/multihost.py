@@ -1,13 +1,11 @@
-"""Several processes that train one model: how they start, wait for each other, stop, and notice that one is missing.
+"""Several processes that train one model: how they start, wait for each other, agree, and stop.
 
 The engine is JAX's own, `jax.distributed`, and its coordination service: a server in process 0 with barriers and a
-key-value store. A collective that one process never enters hangs the others for ever and says nothing
-(jax issue 38503), so each process runs a `Monitor`.
+key-value store.
 """
 
 import argparse
-import dataclasses
-import faulthandler
+import contextlib
 import itertools
 import json
 import os
@@ -16,17 +14,19 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
 
 import jax
 from jax._src import distributed  # The coordination service's client: jax has no public name for it.
 from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
-from difftx.errors import EXIT_BAD_INPUT, RunError, UserError
+from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, explained, install_hint, printable, shown
+from difftx.files import json_sha256
+from difftx.parallel import heartbeat
+from difftx.parallel.heartbeat import service, who_am_i
 
 REPEAT_SECONDS = 1.0
 _decisions = itertools.count()
@@ -54,6 +54,7 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
         raise UserError("--coordinator=HOST:PORT, --processes=N and --process=I belong together; give all three")
     if not flags.distributed and flags.coordinator is None:
         _refuse_a_lone_start()
+        _require_devices()
         return
     # CPU devices have collectives only through a library; other devices do not read this.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -68,13 +69,29 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
             flags.processes,
             flags.process,
             initialization_timeout=timeout + 60,
-            heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=config.heartbeat_timeout_seconds,
+            heartbeat_timeout_seconds=heartbeat.JAX_FACTOR * config.heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=heartbeat.JAX_FACTOR * config.heartbeat_timeout_seconds,
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(f"the processes could not be joined: {str(error).splitlines()[0]}") from error
     finally:
         patience.cancel()
+    if distributed.global_state.num_processes > 1:
+        heartbeat.start(config.heartbeat_timeout_seconds)
+    _require_devices()
+
+
+def _require_devices() -> None:
+    """Raise `UserError` where JAX finds no device of the platforms that JAX_PLATFORMS names."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX 0.12 asserts where it lacks the plugin.
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        why = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"JAX_PLATFORMS={asked}: JAX has no device of that platform here{why}; unset JAX_PLATFORMS or set it to "
+            f"cpu, or install JAX's plugin: {install_hint('cuda')} (for TPUs: tpu)"
+        ) from error
 
 
 def is_lead() -> bool:
@@ -83,9 +100,9 @@ def is_lead() -> bool:
 
 
 def say(text: str) -> None:
-    """Print from one process."""
+    """Print from one process, control characters as escapes."""
     if is_lead():
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def barrier(name: str, timeout_seconds: float) -> None:
@@ -96,12 +113,13 @@ def barrier(name: str, timeout_seconds: float) -> None:
     """
     if jax.process_count() == 1:
         return
-    client, folder = _service(), f"difftx/barrier/{name}"
-    client.key_value_set(f"{folder}/{jax.process_index()}", _who_am_i())
+    client, folder = service(), f"difftx/barrier/{name}"
+    client.key_value_set(f"{folder}/{jax.process_index()}", who_am_i())
     try:
         client.wait_at_barrier(f"difftx {name}", int(timeout_seconds * 1000))
     except Exception as error:  # Whatever the service calls its errors, the list of who came is what helps.
         here = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
+        heartbeat.outlast_the_others()
         absent = [str(process) for process in range(jax.process_count()) if process not in here]
         raise TimeoutError(
             f"barrier {name!r}: process {', '.join(absent)} of {jax.process_count()} did not come within "
@@ -117,21 +135,80 @@ def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     All processes must ask the same questions in the same order.
 
     Raises:
-        UserError: `decide` raised it; in every process.
+        UserError, RunError: `decide` raised it, or an error of the operating system that becomes it; in every process.
     """
     if jax.process_count() == 1:
         return decide()
-    client, key = _service(), f"difftx/decision/{next(_decisions)}"
+    client, key = service(), f"difftx/decision/{next(_decisions)}"
     if is_lead():
         try:
             answer = {"value": decide()}
-        except UserError as error:
-            answer = {"mistake": str(error)}
+        except Exception as error:
+            explanation = explained(error)
+            if explanation is None:
+                raise
+            answer = {"mistake" if isinstance(explanation, UserError) else "failure": str(explanation)}
         client.key_value_set(key, json.dumps(answer))
     answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
     if "mistake" in answer:
         raise UserError(answer["mistake"])
+    if "failure" in answer:
+        # After a RunError a process ends immediately. If process 0 did so first, JAX would abort the other processes.
+        jax.distributed.shutdown()
+        raise RunError(answer["failure"])
     return answer["value"]
+
+
+def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
+    """Return what `make` returns, once every process has described what it made by equal fields.
+
+    If `make` fails in one process, all of them end here, where they wait for each other anyway. They would never come
+    out of a later collective.
+
+    Args:
+        what: name of the comparison.
+        make: called in every process.
+        describe: returns the name and the value, as JSON, of each field that must be equal in all processes.
+        timeout_seconds: until every process must have made its own.
+
+    Raises:
+        UserError: a field differs; the message is the same in every process. Or `make` raised it, here or elsewhere.
+        RunError: `make` raised something else in another process, or not all processes came in time.
+    """
+    if jax.process_count() == 1:
+        return make()
+    name = f"agreement {next(_decisions)} on {what}"  # A barrier's name is used once.
+    client, folder, me = service(), f"difftx/{name}", jax.process_index()
+    notice: dict[str, Any] = {"who": f"process {me} of {jax.process_count()} ({who_am_i()})"}
+    try:
+        made = make()
+        fields = describe(made)
+        notice["sha256"] = json_sha256(fields)
+    except Exception as error:  # The others must learn of it, whatever it is.
+        explanation = explained(error)
+        text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
+        notice["failure"] = [isinstance(explanation, UserError), text]
+        client.key_value_set(f"{folder}/{me}", json.dumps(notice))
+        with contextlib.suppress(TimeoutError):  # The others must not come too late to read it.
+            barrier(name, timeout_seconds)
+        raise
+    client.key_value_set(f"{folder}/{me}", json.dumps(notice))
+    try:
+        barrier(name, timeout_seconds)
+    except TimeoutError as error:
+        raise RunError(str(error)) from error
+    texts = {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(folder)}
+    notices = [json.loads(texts[process]) for process in sorted(texts)]
+    for other in notices:
+        if "failure" in other:
+            is_mistake, text = other["failure"]
+            raise (UserError if is_mistake else RunError)(f"{other['who']}: {text}")
+    different = [process for process, other in enumerate(notices) if other["sha256"] != notices[0]["sha256"]]
+    if different:
+        who = notices[different[0]]["who"] + (f" and {len(different) - 1} more" if different[1:] else "")
+        difference = _first_difference(f"{name}, fields", fields, different[0], timeout_seconds)
+        raise UserError(f"{who}: {difference}; start every process with the same command, packages and data")
+    return made
 
 
 class Interrupt:
@@ -175,116 +252,18 @@ class Interrupt:
             signal.raise_signal(number)
 
 
-@dataclasses.dataclass
-class Peer:
-    """What another process last said of itself."""
-
-    text: str
-    heard: float  # time.monotonic() of when its text last changed.
-
-
-class Monitor:
-    """A thread that ends this process, saying why, when it makes no progress or another process has gone silent.
-
-    As a context manager it also says who has gone when an error ends the block, which is how a collective ends when one
-    of the processes in it has died.
-    """
-
-    def __init__(self, config: MultihostConfig):
-        self._config = config
-        self._period = min(config.barrier_timeout_seconds / 20, config.heartbeat_timeout_seconds / 10)
-        self._step, self._beat = 0, time.monotonic()
-        self._peers: dict[int, Peer] = {}
-        self._coordinator_heard = time.monotonic()
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._watch, name="difftx monitor", daemon=True)]
-        if jax.process_count() > 1:  # A thread of its own: where process 0 is frozen, a call to it does not return.
-            self._threads.append(threading.Thread(target=self._talk, name="difftx heartbeat", daemon=True))
-        for thread in self._threads:
-            thread.start()
-
-    def beat(self, step: int) -> None:
-        """Note that this process got as far as `step`."""
-        self._step, self._beat = step, time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        if error is not None and jax.process_count() > 1 and not isinstance(error, UserError | RunError):
-            # At once: on the way out JAX would wait for the processes that are no more.
-            traceback.print_exception(error)
-            time.sleep(3 * self._period)
-            self._give_up("; ".join(self.silent_peers(2 * self._period)) or f"{type(error).__name__}: {error}")
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(self._config.barrier_timeout_seconds)
-
-    def silent_peers(self, seconds: float) -> list[str]:
-        """Return the processes that have said nothing for so long, in words."""
-        now = time.monotonic()
-        silence = now - self._coordinator_heard
-        if jax.process_index() != 0 and silence > seconds:  # It is through process 0 that the others are heard.
-            where = distributed.global_state.coordinator_address
-            return [f"process 0, the coordinator at {where}, has been silent for {silence:.0f} s"]
-        return [
-            f"process {process} of {jax.process_count()} ({peer.text.partition(' tick')[0]}) has been silent for "
-            f"{now - peer.heard:.0f} s"
-            for process, peer in sorted(self._peers.items())
-            if now - peer.heard > seconds
-        ]
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self._period):
-            if jax.process_count() > 1 and (silent := self.silent_peers(self._config.barrier_timeout_seconds)):
-                self._give_up("; ".join(silent))
-            stuck = time.monotonic() - self._beat
-            if stuck > self._config.watchdog_seconds:
-                self._give_up(
-                    f"no step finished for {stuck:.0f} s after step {self._step} (multihost.watchdog_seconds="
-                    f"{self._config.watchdog_seconds})"
-                )
-
-    def _talk(self) -> None:
-        for tick in itertools.count():
-            if self._ended.wait(self._period):
-                return
-            self._exchange(tick)
-
-    def _exchange(self, tick: int) -> None:
-        """Say that this process lives, and listen to the others."""
-        client, me = _service(), jax.process_index()
-        try:
-            client.key_value_set(f"difftx/alive/{me}", f"{_who_am_i()} at step {self._step} tick {tick}", True)
-            heard = client.key_value_dir_get("difftx/alive")
-        except Exception as error:  # One lost message is no lost process, whatever the service calls it.
-            silence = time.monotonic() - self._coordinator_heard
-            if silence > self._config.heartbeat_timeout_seconds and not self._ended.is_set():
-                where = distributed.global_state.coordinator_address
-                self._give_up(f"process 0, the coordinator at {where}, is gone: {str(error)[:200]}")
-            return
-        self._coordinator_heard = time.monotonic()
-        for key, text in heard:
-            process = int(key.rsplit("/", 1)[1])
-            if process != me and (process not in self._peers or self._peers[process].text != text):
-                self._peers[process] = Peer(text, time.monotonic())
-
-    def _give_up(self, reason: str) -> None:
-        """End the process at once: its main thread is inside a call that never returns."""
-        print(f"error: process {jax.process_index()} stops: {reason}; stacks of all threads:", file=sys.stderr)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _service() -> Any:
-    """Return this process's client of the coordination service."""
-    return distributed.global_state.client
-
-
-def _who_am_i() -> str:
-    return f"{socket.gethostname()}, pid {os.getpid()}"
+def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
+    """Return where the fields of process `other` are not those of process 0; all processes call this with their own."""
+    client, folder = service(), f"difftx/{name}"
+    if jax.process_index() in (0, other):
+        client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(fields))
+    old, new = (
+        json.loads(client.blocking_key_value_get(f"{folder}/{process}", int(timeout_seconds * 1000)))
+        for process in (0, other)
+    )
+    first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
+    more = f" (and {len(rest)} more fields)" if rest else ""
+    return f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}{more}"
 
 
 def _refuse_a_lone_start() -> None:

@@ -1,8 +1,9 @@
-"""Looking after a run's checkpoints: python -m difftx checkpoint ls|verify|diff|prune --workdir=DIR."""
+"""Looking after a run's checkpoints: python -m difftx checkpoint ls|verify|diff|quarantine|prune --workdir=DIR."""
 
 import argparse
 import dataclasses
 import datetime
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx.errors import UserError
+from difftx.errors import UnreadableError, UserError, printable
+from difftx.files import list_folder, require_local_paths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,13 +23,14 @@ PLAIN_WIDTH = 160  # Of a table in a file or a pipe: wide enough for a reason.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `checkpoint ls`, `verify`, `diff` or `prune`."""
+    """Run `checkpoint ls`, `verify`, `diff`, `quarantine` or `prune`."""
     parser = argparse.ArgumentParser("difftx checkpoint", description="Look after checkpoints.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
         "ls": "list the checkpoints of a run, and whether they verify by names and sizes",
         "verify": "read every file and compare its checksum",
         "diff": "compare the configs and arrays of two checkpoints",
+        "quarantine": "put a checkpoint aside, so that training continues from the one before it",
         "prune": "delete what the run's config, or --keep, does not keep",
     }
     parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
@@ -36,11 +39,14 @@ def main(arguments: Sequence[str]) -> int:
     parsers["diff"].add_argument("a", help="a step of --workdir, or the folder of a checkpoint")
     parsers["diff"].add_argument("b")
     parsers["diff"].add_argument("--values", action="store_true", help="read the arrays: the norm of each difference")
+    parsers["quarantine"].add_argument("--step", type=int, required=True, help="step of the checkpoint")
     parsers["prune"].add_argument("--keep", type=int, help="keep so many, the newest, and no others")
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
     options = parser.parse_args(arguments)
+    require_local_paths(options)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
     folder = options.workdir / "checkpoints"
-    if not folder.is_dir():
+    if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")
     if options.command == "ls":
         return list_checkpoints(folder)
@@ -48,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         return verify(folder)
     if options.command == "diff":
         return diff(_find(folder, options.a), _find(folder, options.b), options.values)
+    if options.command == "quarantine":
+        return put_aside(folder, options.step)
     if options.keep is not None and options.keep < 1:
         raise UserError(f"--keep={options.keep}: at least one is kept")
     return prune(options.workdir, options.keep, options.yes)
@@ -55,18 +63,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def list_checkpoints(folder: Path) -> int:
     """Print a table of the checkpoints, and of what was put aside."""
-    from difftx.training.manifest import damage, quarantined_in, steps_in
+    from difftx.training.manifest import quarantined_in, steps_in
 
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
     for path in [folder / str(step) for step in steps_in(folder)]:
-        why = damage(path, step=int(path.name), content=False)
-        table.add_row(
-            path.name, _size(path), _age(path), "verified (sizes)" if why is None else rich.markup.escape(why)
-        )
+        why = _problem(path, content=False)
+        state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
+        table.add_row(path.name, _size(path), _age(path), state)
     for path in quarantined_in(folder):
-        table.add_row(path.name, _size(path), _age(path), "did not verify")
+        table.add_row(path.name, _size(path), _age(path), "quarantined")
     console = rich.console.Console()
     rich.console.Console(width=None if console.is_terminal else PLAIN_WIDTH).print(table)
     return 0
@@ -77,17 +84,36 @@ def verify(folder: Path) -> int:
 
     Raises:
         UserError: one does not verify.
+        UnreadableError: none is known to be damaged, but one cannot be read.
     """
-    from difftx.training.manifest import damage, steps_in
+    from difftx.training.manifest import steps_in
 
-    steps, bad = steps_in(folder), []
+    steps, damaged, unreadable = steps_in(folder), [], []
     for step in steps:
         began = time.perf_counter()
-        why = damage(folder / str(step), step=step, content=True)
-        print(f"{step}: {why or f'every checksum is right ({time.perf_counter() - began:.1f} s)'}", flush=True)
-        bad += [str(step)] if why else []
-    if bad:
-        raise UserError(f"{folder}: {len(bad)} of {len(steps)} checkpoints do not verify: {', '.join(bad)}")
+        why = _problem(folder / str(step), content=True)
+        found = why or f"every checksum is right ({time.perf_counter() - began:.1f} s)"
+        print(printable(f"{step}: {found}"), flush=True)
+        if why is not None:
+            (unreadable if isinstance(why, UnreadableError) else damaged).append(str(step))
+    if damaged:
+        raise UserError(f"{folder}: {len(damaged)} of {len(steps)} checkpoints do not verify: {', '.join(damaged)}")
+    if unreadable:
+        names = ", ".join(unreadable)
+        raise UnreadableError(f"{folder}: {len(unreadable)} of {len(steps)} checkpoints cannot be read: {names}")
+    return 0
+
+
+def put_aside(folder: Path, step: int) -> int:
+    """Quarantine the checkpoint of a step, whether it verifies or not.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    from difftx.training.retention import quarantine
+
+    path = quarantine(_find(folder, str(step)))
+    print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
     return 0
 
 
@@ -115,16 +141,17 @@ def diff(a: Path, b: Path, values: bool) -> int:
     ]
     if values:
         lines += _value_changes(a, b)
-    print(*lines or ["no difference" if values else "no difference in config, names, shapes and dtypes"], sep="\n")
+    none = "no difference" if values else "no difference in config, names, shapes and dtypes"
+    print(*map(printable, lines or [none]), sep="\n")
     return 0
 
 
 def prune(workdir: Path, keep: int | None, yes: bool) -> int:
     """Delete the verified checkpoints that the rule does not keep, and what was put aside; print them first.
 
-    What does not verify stays, and everything does where nothing verifies.
+    What does not verify or cannot be read stays, and everything does where nothing verifies.
     """
-    from difftx.training.manifest import damage, quarantined_in, steps_in
+    from difftx.training.manifest import quarantined_in, steps_in
     from difftx.training.retention import remove, steps_to_keep
     from difftx.training.run import read_config
 
@@ -132,23 +159,33 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
     rule = read_config(workdir).checkpoint
     if keep is not None:
         rule = dataclasses.replace(rule, keep=keep, every_steps=1, keep_every_steps=None, keep_best=None)
-    reasons = {step: damage(folder / str(step), step=step, content=True) for step in steps_in(folder)}
+    reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
     verified = [step for step, why in reasons.items() if why is None]
     for step, why in reasons.items():
         if why is not None:
-            print(f"{step}: stays, since it does not verify: {why}")
+            print(printable(f"{step}: stays, since it does not verify: {why}"))
     if not verified:
         raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
     kept = steps_to_keep(rule, verified, workdir)
     going = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
     for path in going:
-        print(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})")
+        print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
     if yes:
         remove(going)
     elif going:
         print("add --yes to delete")
     return 0
+
+
+def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
+    """Return why the checkpoint of a step does not verify, the error if it cannot be read, or None if it verifies."""
+    from difftx.training.manifest import damage
+
+    try:
+        return damage(folder, step=int(folder.name), content=content)
+    except UnreadableError as error:
+        return error
 
 
 def _value_changes(a: Path, b: Path) -> Iterator[str]:
@@ -182,19 +219,23 @@ def _read_arrays(folder: Path) -> "dict[str, np.ndarray]":
 
 def _find(folder: Path, name: str) -> Path:
     """Return the folder of a checkpoint, by its step or its path."""
-    found = folder / name if name.isdecimal() else Path(name)
-    if not found.is_dir():
-        from difftx.training.manifest import steps_in
+    from difftx.training.manifest import steps_in
 
-        steps = ", ".join(map(str, steps_in(folder)))
-        raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {steps or '(none)'}")
-    return found
+    steps = steps_in(folder)
+    if name.isdecimal() and int(name) in steps:
+        return folder / str(int(name))
+    if not name.isdecimal() and list_folder(Path(name)):
+        return Path(name)
+    raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {', '.join(map(str, steps)) or '(none)'}")
 
 
 def _size(folder: Path) -> str:
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError as error:
+        return str(error.strerror)
     return f"{size / 2**20:,.1f} MiB"
 
 
 def _age(folder: Path) -> str:
-    return str(datetime.timedelta(seconds=round(time.time() - folder.stat().st_mtime)))
+    return str(datetime.timedelta(seconds=round(time.time() - folder.lstat().st_mtime)))

@@ -1,6 +1,7 @@
 """What eval.py's flags do."""
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,19 +10,23 @@ from typing import Any
 
 import jax
 import rich.console
+import rich.text
 
 from difftx import evals
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.data.progress import Work
-from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.errors import UserError, printable
+from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.report.curves import format_table, write_curves
-from difftx.report.runs import Metric
+from difftx.report.outward import confirm_outward
+from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
+from difftx.training.agreement import agree_on_command, check_everywhere
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.reading import Checkpoint, open_checkpoint, open_run, read_newest
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
 
@@ -47,7 +52,7 @@ def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
     studies, files = write_scaling(pattern, out, metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
-        print(*(f"note: {note}" for note in study.notes), sep="\n", end="\n" if study.notes else "")
+        print(*(printable(f"note: {note}") for note in study.notes), sep="\n", end="\n" if study.notes else "")
     print(*files, sep="\n")
     return 0
 
@@ -56,7 +61,7 @@ def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
     """Write the page of one run, or of several to compare, and print where it is."""
     from difftx.report.page import write_page  # Bokeh takes half a second, which the other flags need not wait.
 
-    print(write_page(workdirs, out or workdirs[0] / "report.html"))
+    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
     return 0
 
 
@@ -67,6 +72,7 @@ def run_suites(
     overrides: Mapping[str, str],
     again: bool,
     processes: argparse.Namespace,
+    trusted: bool = False,
 ) -> int:
     """Evaluate checkpoints of a run and print the numbers.
 
@@ -76,37 +82,91 @@ def run_suites(
         steps: as `chosen_steps` reads them; None: the newest checkpoint.
         overrides: fields of the run's config.
         again: do what is done already.
-        processes: the flags of `multihost`.
+        processes: all flags of the command, with those of `multihost`.
+        trusted: the user confirms addresses, key variables and code that the run's config names.
 
     Raises:
-        UserError: bad input, or a checkpoint does not verify; the others are evaluated first.
+        UserError: bad input, in any process, or a step cannot be evaluated; the others are evaluated first.
+        RunError: a checkpoint was deleted or replaced during its evaluation.
     """
     evals.check_suites(suites)
-    config = override(read_config(workdir), overrides)
-    multihost.start(processes, config.multihost)
+    for field in overrides:
+        if field.startswith("model.") and field != "model.attention_implementation":
+            raise UserError(f"--{field}: the checkpoint decides it; of model only attention_implementation may differ")
+    now = override(read_config(workdir), overrides)
+    multihost.start(processes, now.multihost)
+    agree_on_command(now, processes)
+    confirm_outward(now, workdir, suites, overrides, trusted=trusted)
     checkpointer = Checkpointer(workdir)
-    chosen = _choose(checkpointer, workdir, steps)
-    run = _open_on_mesh(config, workdir)
-    evals.check_run(run, suites)
-    damaged = []
+    evaluation = _StepEvaluation(checkpointer, workdir, now, suites, again)
+    failed = []
     with Work(enabled=multihost.is_lead()) as work:
+        if steps is None:
+            opened = read_newest(checkpointer, evaluation.open)
+            if opened is None:
+                raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+            evaluation.run_and_show(opened, work)
+            return 0
+        chosen = _choose(checkpointer, workdir, steps)
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
-            done = set() if again else _done(run, suites, step)
-            todo = [suite for suite in suites if suite not in done]
-            if todo:
-                try:
-                    checkpointer.verified(step)
-                except UserError as error:
-                    damaged.append(str(error))
-                    multihost.say(f"{error}; skipped")
-                    continue
-                evals.evaluate(run, load_params(run, step), step, todo, work)
-            if multihost.is_lead():
-                for suite in suites:
-                    _show_result(run, suite, step, fresh=suite in todo)
-    if damaged:
-        raise UserError(f"{len(damaged)} of {len(chosen)} steps were not evaluated: {damaged[0]}")
+            try:
+                opened = evaluation.open(step)
+            except UserError as error:
+                failed.append(str(error))
+                multihost.say(f"{error}; skipped")
+            else:
+                evaluation.run_and_show(opened, work)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """A step that is ready to be evaluated."""
+
+    step: int
+    checkpoint: Checkpoint
+    run: Run
+    todo: Sequence[str]  # Suites without a result of these weights and settings.
+    params: Any  # None where nothing is to do.
+
+
+class _StepEvaluation:
+    """Evaluates steps of a run, each by its checkpoint's own config; steps of one config share mesh and data."""
+
+    def __init__(self, checkpointer: Checkpointer, workdir: Path, now: Config, suites: Sequence[str], again: bool):
+        self._checkpointer, self._workdir, self._now = checkpointer, workdir, now
+        self._suites, self._again = suites, again
+        self._trained: Config | None = None  # The config that `_run` was opened by.
+        self._run: Run | None = None
+
+    def open(self, step: int) -> _Opened:
+        """Read what a step's evaluation takes.
+
+        Raises:
+            UserError: the checkpoint does not verify, or does not fit devices, data or suites.
+        """
+        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._now)
+        if self._run is None or self._trained != checkpoint.config:
+            self._run = _open_on_mesh(checkpoint, self._workdir)
+            check_everywhere(self._run, lambda run: evals.check_run(run, self._suites))
+            self._trained = checkpoint.config
+        run = self._run
+        done = set() if self._again else _done(run, self._suites, step, checkpoint)
+        todo = [suite for suite in self._suites if suite not in done]
+        if todo:
+            require_writable(self._workdir)
+            self._checkpointer.verified(step)
+        return _Opened(step, checkpoint, run, todo, load_params(run, step) if todo else None)
+
+    def run_and_show(self, opened: _Opened, work: Work) -> None:
+        """Run the suites that are not done, and print the numbers of all."""
+        step, checkpoint = opened.step, opened.checkpoint
+        evals.evaluate(opened.run, opened.params, step, opened.todo, work, checkpoint.weights, checkpoint)
+        if multihost.is_lead():
+            for suite in self._suites:
+                _show_result(opened.run, suite, step, fresh=suite in opened.todo)
 
 
 def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
@@ -131,31 +191,35 @@ def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _choose(checkpointer: Checkpointer, workdir: Path, steps: str | None) -> list[int]:
+def _choose(checkpointer: Checkpointer, workdir: Path, steps: str) -> list[int]:
     """Return the steps to evaluate, the same in every process."""
-    if steps is not None:
-        there = multihost.decided_by_lead(checkpointer.steps, DECISION_SECONDS)
-        if there:
-            return chosen_steps(steps, there)
-    elif (newest := checkpointer.newest()) is not None:
-        return [newest]
+    if there := multihost.decided_by_lead(checkpointer.steps, DECISION_SECONDS):
+        return chosen_steps(steps, there)
     raise UserError(f"--workdir={workdir}: no checkpoint there yet")
 
 
-def _open_on_mesh(config: Config, workdir: Path) -> Run:
+def _open_on_mesh(checkpoint: Checkpoint, workdir: Path) -> Run:
     try:
-        check_divisible(config, make_mesh(config.mesh))
+        check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
     except UserError as error:
         flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
         raise UserError(f"{error}. On other devices than the run's, eval.py takes a mesh too: {flags}") from error
-    return Run.open(config, workdir)
+    return open_run(checkpoint, workdir)
 
 
-def _done(run: Run, suites: Sequence[str], step: int) -> set[str]:
-    """Return which suites' results are there already; process 0 looks."""
+def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> set[str]:
+    """Return which suites' results of these weights are there already; process 0 looks."""
 
     def look() -> list[str]:
-        return [suite for suite in suites if evals.stored_result(run, suite, step) is not None]
+        done = []
+        for suite in suites:
+            stored = evals.stored_result(run, suite, step)
+            if stored is not None and stored.get("weights") == checkpoint.weights:
+                done.append(suite)
+            elif stored is not None:
+                path = evals.result_path(run.workdir, suite, step)
+                print(f"{path} is of other weights than {checkpoint.folder} has now; evaluating it again")
+        return done
 
     return set(multihost.decided_by_lead(look, DECISION_SECONDS))
 
@@ -170,12 +234,13 @@ def load_params(run: Run, step: int) -> Any:
 def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
     """Print a result that was written, and draw its charts, which the training loop does not."""
     path = evals.result_path(run.workdir, suite, step)
-    result, figures = read_json(path), path.with_suffix("")
+    result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
     shown = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
-    console.print(f"[bold]{run.workdir} step {step} {suite}[/bold]  {shown}", highlight=False)
+    title = printable(f"{run.workdir} step {step} {suite}")
+    console.print(rich.text.Text.assemble((title, "bold"), f"  {shown}"), highlight=False)
     if not fresh:
-        print(f"skipped, {path} was made with the same settings; --again makes it anew")
+        print(f"skipped, {printable(str(path))} was made with the same settings; --again makes it anew")
     for sample in result["details"].get("samples", []):
         console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
         console.print(sample["completion"], markup=False, highlight=False)

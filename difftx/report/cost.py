@@ -1,5 +1,11 @@
 """What a config costs, on paper: parameters, FLOPs, memory. Printed before training and by --dry_run."""
 
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+
 from difftx.config import Config
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import activation_bytes, flops_per_token, state_bytes
@@ -21,15 +27,35 @@ def format_cost(config: Config) -> str:
     halved = flops_per_token(config.model, length, causal=True)
     rows = config.batch_rows // config.train.accumulation // batch_shards(mesh)
     state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    return _lines(
+    activations = activation_bytes(config, rows)
+    lines = _lines(
         model=f"{config.model.architecture}, {parameters.total:,} parameters "
         f"({parameters.embedding:,} of them embedding)",
         training=f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}",
         compute=f"{full:.3g} FLOPs a token (6 N + 12 L T d; {halved:.3g} with attention halved), "
         f"{full * steps * batch:.3g} in all",
-        memory=f"{format_bytes(state)} of train state and about {format_bytes(activation_bytes(config, rows))} of "
+        memory=f"{format_bytes(state)} of train state and about {format_bytes(activations)} of "
         f"activations a device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     )
+    return "\n".join([lines, *_memory_warning(state, activations, mesh.local_devices)])
+
+
+def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
+    """Return a line if the estimate exceeds the memory of this process's devices; CPU devices share the host's."""
+    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
+    if stats is not None:
+        needed, there, whose = state + activations, stats.get("bytes_limit", math.inf), "the device"
+    elif devices[0].platform == "cpu":
+        needed = (state + activations) * len(devices)
+        there, whose = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+    else:
+        return []
+    if needed <= there:
+        return []
+    fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
+    if state > activations:
+        fix = "use a smaller model, or more devices along mesh.fsdp"
+    return [_lines(warning=f"about {format_bytes(needed)} exceed the {format_bytes(there)} of {whose}; {fix}")]
 
 
 def format_data(run: Run) -> str:

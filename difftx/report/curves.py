@@ -8,6 +8,8 @@ from typing import Any
 import matplotlib.axes
 import matplotlib.figure
 import numpy as np
+import rich.box
+import rich.markup
 import rich.table
 
 from difftx.errors import UserError
@@ -49,11 +51,14 @@ def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list
 
 def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     """Return the rows of `write_curves` as a table for a terminal."""
-    table = rich.table.Table(title="last evaluation of each run")
-    for name in COLUMNS:
-        table.add_column(name.replace("_", " "), justify="left" if name in COLUMNS[:2] else "right")
+    table = rich.table.Table(title="last evaluation of each run", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # A name that does not fit continues on the next line: names of a sweep differ at their ends.
+    table.add_column("run", overflow="fold")
+    for name in COLUMNS[1:]:
+        title = name.replace("_", "\n")
+        table.add_column(title, justify="left" if name == "architecture" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(_shown(row[name]) for name in COLUMNS))
+        table.add_row(*(rich.markup.escape(_shown(row[name])) for name in COLUMNS))
     return table
 
 

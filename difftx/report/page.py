@@ -9,7 +9,7 @@ import bokeh.model
 import bokeh.resources
 import jinja2
 
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.report import panels, tables
 from difftx.report.runs import RunRecord, different_tokenizers, read_runs
@@ -40,9 +40,12 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         for figure in figures.values():
             document.add_root(figure)
     script, divs = bokeh.embed.components(figures)
-    template = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True).get_template(
-        "report.html"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
+    template = environment.get_template("report.html")
     page = template.render(
         title=" and ".join(run.name for run in runs),
         runs=tables.run_headers(runs),
@@ -68,6 +71,12 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Se
     ]
     notes += [
         f"{run.name}: {run.skipped} lines of metrics and journal could not be read." for run in runs if run.skipped
+    ]
+    notes += [
+        f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. Run "
+        f"eval.py --workdir={run.workdir} --suite={suite} --step={step} to evaluate that checkpoint."
+        for run in runs
+        for suite, step in run.outdated
     ]
     if foreign:
         notes.append(

@@ -20,12 +20,14 @@ from difftx.report.interactive import (
     mark_points,
     stacked_bars,
 )
-from difftx.report.runs import X_AXES, Metric, RunRecord, read_results
+from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.report.tables import Table, chart_values, event_text, series_values, shown
+from difftx.training import lambda_range
 
 MOST_POINTS = 2_000  # Of a line on the page. More are not seen, but are downloaded.
 MOST_POINTS_OF_MANY = 400  # Of a line among many, such as layers.
 MOST_CELLS = 128 * 128  # Of a heatmap.
+MOST_CROSSINGS = 10  # Of λ out of its range, in a note.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
     """Draw the charts of each suite's newest results; over the steps, if there are several, numbers and some lines."""
-    results = {run.name: read_results(run.workdir) for run in runs}
+    results = {run.name: run.results for run in runs}
     panels = []
     for suite in dict.fromkeys(suite for found in results.values() for suite in found):
         of_suite = {run: found[suite] for run, found in results.items() if suite in found}
@@ -115,8 +117,23 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
             {"name": f"layer {i + 1}", "x": steps, "y": [row["lambda"][i] for row in rows]} for i in range(layers)
         ]
         chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": "λ"}
-        panels.append(_panel(f"lambda-{run.name}", f"λ of each layer: {run.name}", chart))
+        panels.append(_panel(f"lambda-{run.name}", f"λ of each layer: {run.name}", chart, _crossings(run)))
     return Section(id="lambda", title="λ", panels=panels)
+
+
+def _crossings(run: RunRecord) -> str:
+    """Return a note on the layers whose λ left the range in which they cancel noise."""
+    rows = run.split(lambda_range.SPLIT)
+    if not rows:
+        return ""
+    told = [
+        f"layer {row['layer']} at step {row['step']:,} (λ = {shown(row['value'])})" for row in rows[:MOST_CROSSINGS]
+    ]
+    more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
+    return (
+        f"Warning: λ left [{lambda_range.LOWEST:g}, {lambda_range.HIGHEST:g}] in {', '.join(told)}{more}. Below it the "
+        "second map is added to the first, above it the second map dominates: the layer no longer cancels noise."
+    )
 
 
 def gradients(runs: Sequence[RunRecord]) -> Section:

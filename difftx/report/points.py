@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError, did_you_mean
-from difftx.files import read_json
+from difftx.files import read_json, require_local
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
 COLUMNS = ("architecture", "size", "tokens")  # And the metric.
+# Files that commands write next to run directories and into them: a glob of runs may match these files too.
+OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
     Raises:
         UserError: nothing matches, a table is not one, or the runs do not compare by that metric.
     """
-    tables = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    require_local("--scaling", pattern)
+    files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
+    tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
     if tables:
         points = [point for table in tables for point in _points_of_table(table, metric)]
         if not points:
@@ -55,10 +59,18 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
     return points, notes
 
 
+def _is_other_output(path: Path) -> bool:
+    """Whether a file has the name of another output and no points."""
+    if path.name not in OTHER_OUTPUTS:
+        return False
+    content = read_json(path)
+    return not (isinstance(content, list) and any(isinstance(row, dict) and "size" in row for row in content))
+
+
 def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | None]:
     rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
     size, batch = count_parameters(run.config.model).total, run.config.train.global_batch_tokens
-    ended = bool(rows) and rows[-1]["step"] == run.config.train.steps
+    ended = bool(rows) and rows[-1]["step"] == run.steps
     points = [
         Point(
             run.config.model.architecture,
@@ -72,7 +84,7 @@ def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | N
     if ended:
         return points, None
     last = f"its last validation is at step {rows[-1]['step']:,}" if rows else f"it has no validation in {metric}"
-    return points, f"{run.name}: {last}, of {run.config.train.steps:,}: not a point of loss against size"
+    return points, f"{run.name}: {last}, of {run.steps:,}: not a point of loss against size"
 
 
 def _points_of_table(path: Path, metric: Metric) -> list[Point]:

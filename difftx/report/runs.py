@@ -1,6 +1,8 @@
 """Run directories as reports read them: configs, what was logged, what was evaluated."""
 
+import contextlib
 import dataclasses
+import functools
 import glob
 import json
 import re
@@ -9,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from difftx.config import Config
-from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.errors import UserError, printable
+from difftx.files import read_file, read_json, require_local
 from difftx.model.flops import flops_per_token
+from difftx.training.manifest import read_manifest, steps_in
 from difftx.training.metrics import read_metrics
+from difftx.training.reading import open_checkpoint
 from difftx.training.run import read_config
 
 Metric = Literal["loss", "bits_per_byte"]
@@ -25,14 +29,40 @@ class RunRecord:
 
     name: str
     workdir: Path
-    config: Config
+    config: Config  # Model and data of the newest checkpoint; all else of config.json.
+    steps: int  # That the training shall have.
     manifest: dict[str, Any]
     rows: list[dict[str, Any]]  # Of metrics.jsonl.
     journal: list[dict[str, Any]]  # Of journal.jsonl: what the guards did, each with its step and event.
     skipped: int  # Lines of the two that are none, as half-written ones are.
 
+    @functools.cached_property
+    def results(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Suite → step → result, without those in `outdated`."""
+        kept = {
+            suite: {step: result for step, result in steps.items() if (suite, step) not in self.outdated}
+            for suite, steps in self._all_results.items()
+        }
+        return {suite: steps for suite, steps in kept.items() if steps}
+
+    @functools.cached_property
+    def outdated(self) -> list[tuple[str, int]]:
+        """Suite and step of results whose weights are not those of that step's checkpoint."""
+        steps = {step for of_suite in self._all_results.values() for step in of_suite}
+        weights = {step: _weights_of(self.workdir, step) for step in steps}
+        return [
+            (suite, step)
+            for suite, of_suite in self._all_results.items()
+            for step, result in of_suite.items()
+            if weights[step] not in (None, result.get("weights"))
+        ]
+
+    @functools.cached_property
+    def _all_results(self) -> dict[str, dict[int, dict[str, Any]]]:
+        return read_results(self.workdir)
+
     def split(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a split: "train", "valid", "goodput"."""
+        """Return the rows of a split: "train", "valid", "goodput", "lambda_crossing"."""
         return [row for row in self.rows if row["split"] == name]
 
     def evaluations(self, metric: Metric) -> list[dict[str, Any]]:
@@ -77,7 +107,8 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     Raises:
         UserError: none matches, or one has no config or no training steps.
     """
-    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").is_file()]
+    require_local(f"--{flag}", pattern)
+    workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
     if not workdirs:
         raise UserError(f"--{flag}={pattern!r}: no folder with a metrics.jsonl matches; quote the glob, as in 'runs/*'")
     return read_runs(workdirs)
@@ -126,19 +157,52 @@ def read_results(workdir: Path) -> dict[str, dict[int, dict[str, Any]]]:
     for path in sorted(workdir.glob("evals/*/*.json")):
         if not re.fullmatch("[0-9]{1,18}", path.stem):
             continue
-        result = read_json(path)
+        result = printable_json(read_json(path))
         if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
             raise UserError(f"{path}: not the result of a suite, it has no numbers; delete it, or run the suite again")
         results.setdefault(path.parent.name, {})[int(path.stem)] = result
     return {suite: dict(sorted(steps.items())) for suite, steps in results.items()}
 
 
+def printable_json(value: Any) -> Any:
+    """Return a JSON value with every text in it, names too, as `printable` returns it."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_json(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(name): printable_json(item) for name, item in value.items()}
+    return value
+
+
+def _weights_of(workdir: Path, step: int) -> str | None:
+    """Return the identity of the parameters in a step's checkpoint; None where there is none that can be read."""
+    try:
+        return read_manifest(workdir / "checkpoints" / str(step)).weights
+    except UserError:
+        return None
+
+
+def _config_of_run(workdir: Path) -> tuple[Config, int]:
+    """Return the config of the newest checkpoint, and the steps that the run shall have by its config.json.
+
+    A start with another config writes config.json before there is a checkpoint of it. Without a checkpoint, config.json
+    decides everything.
+    """
+    now = read_config(workdir)
+    folder = workdir / "checkpoints"
+    for step in reversed(steps_in(folder)):
+        with contextlib.suppress(UserError):  # `difftx checkpoint verify` says what is wrong with it.
+            return open_checkpoint(folder / str(step), now).config, now.train.steps
+    return now, now.train.steps
+
+
 def _read_run(workdir: Path, name: str) -> RunRecord:
-    config = read_config(workdir)
+    config, steps = _config_of_run(workdir)
     path = workdir / "metrics.jsonl"
-    rows, skipped = read_metrics(path) if path.is_file() else ([], 0)
+    rows, skipped = read_metrics(path)
     if skipped:
-        print(f"{path}: skipped {skipped} lines that are not metrics")
+        print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
     journal, broken = _read_journal(workdir / "journal.jsonl")
@@ -146,16 +210,17 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         name=name,
         workdir=workdir,
         config=config,
+        steps=steps,
         manifest=_read_manifest(workdir),
-        rows=rows,
-        journal=journal,
+        rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
+        journal=printable_json(journal),
         skipped=skipped + broken,
     )
 
 
 def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     entries, broken = [], 0
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in (read_file(path) or b"").decode(errors="replace").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
@@ -169,7 +234,7 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def _read_manifest(workdir: Path) -> dict[str, Any]:
     path = workdir / "manifest.json"
-    manifest = read_json(path) if path.is_file() else {}
+    manifest = printable_json(read_json(path)) if path.exists() else {}
     if not isinstance(manifest, dict) or not all(isinstance(manifest.get(k, {}), dict) for k in ("data", "devices")):
         raise UserError(f"{path}: not the description of a run; delete it, and training writes it anew")
     return manifest
@@ -177,5 +242,6 @@ def _read_manifest(workdir: Path) -> dict[str, Any]:
 
 def _names(workdirs: Sequence[Path]) -> list[str]:
     """Return the folders' names; whole paths where two folders have one name."""
-    names = [workdir.resolve().name for workdir in workdirs]
-    return [name if names.count(name) == 1 else str(workdir) for name, workdir in zip(names, workdirs, strict=True)]
+    names = [printable(workdir.resolve().name) for workdir in workdirs]
+    whole = [printable(str(workdir)) for workdir in workdirs]
+    return [name if names.count(name) == 1 else path for name, path in zip(names, whole, strict=True)]

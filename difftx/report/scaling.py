@@ -8,10 +8,11 @@ from typing import Any
 
 import matplotlib.figure
 import numpy as np
+import rich.markup
 import rich.table
 
 from difftx.analysis.scaling_law import FEWEST_SIZES, LARGEST_EXTRAPOLATION, Fit, Match, match_at, match_reference_at
-from difftx.errors import UserError
+from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
 from difftx.report.curves import METRIC_LABELS
@@ -73,16 +74,24 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
         laws.add_column(title, justify="left" if title == "architecture" else "right")
     for name, fit in study.fits.items():
         shown = [f"{getattr(fit.law, p):.4g} ({_range(fit.interval(p))})" for p in "abc"]
-        laws.add_row(name, str(len(fit.x)), *shown)
+        laws.add_row(rich.markup.escape(printable(name)), str(len(fit.x)), *shown)
     matches = rich.table.Table(title=f"{study.quantity} with which an architecture matches the {study.reference}")
     for title in ("architecture", study.quantity, study.reference, "loss", "needs of it", ""):
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
     for name, found in study.matches.items():
+        shown_name = rich.markup.escape(printable(name))
         for match in found:
             mark = f"extrapolated beyond {LARGEST_EXTRAPOLATION:g}× the data" if match.extrapolated else ""
             low, high = match.interval
             ratio = f"{match.ratio:.1%} ({low:.1%} to {high:.1%})"
-            matches.add_row(name, _count(match.x), _count(match.reference_x), f"{match.loss:.4f}", ratio, mark)
+            matches.add_row(
+                shown_name,
+                _count(match.x),
+                _count(match.reference_x),
+                f"{match.loss:.4f}",
+                ratio,
+                mark,
+            )
     return laws, matches
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import flops_per_token
-from difftx.report.runs import RunRecord, read_results
+from difftx.report.runs import RunRecord
 from difftx.training.changes import changed_fields
 
 MOST_ROWS = 12  # Of a figure's values as a table.
@@ -46,7 +46,7 @@ def results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, T
 
     Where the runs have different tokenizers, only bits per byte differ by anything that means something.
     """
-    found = {run.name: read_results(run.workdir) for run in runs}
+    found = {run.name: run.results for run in runs}
     named = []
     for suite in dict.fromkeys(suite for of_run in found.values() for suite in of_run):
         newest = {run: max(steps[suite].items()) for run, steps in found.items() if suite in steps}
@@ -70,7 +70,7 @@ def samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
     """Return (run, prompt, completion) of each run's newest result that has some."""
     texts = []
     for run in runs:
-        for steps in read_results(run.workdir).values():
+        for steps in run.results.values():
             details = list(steps.values())[-1].get("details", {})
             texts += [(run.name, str(s.get("prompt")), str(s.get("completion"))) for s in details.get("samples", [])]
     return texts
@@ -138,7 +138,7 @@ def _header(run: RunRecord) -> dict[str, str]:
         "folder": str(run.workdir),
         "architecture": config.model.architecture,
         "parameters": f"{parameters.total:,}, {parameters.embedding:,} of them embedding",
-        "steps": f"{train[-1]['step']:,} of {config.train.steps:,}",
+        "steps": f"{train[-1]['step']:,} of {run.steps:,}",
         "training tokens": f"{tokens:,}",
         "training FLOPs (6 N + 12 L T d a token)": f"{rate * tokens:.3g}",
         "attempts": str(max(row["attempt"] for row in train)),

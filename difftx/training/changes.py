@@ -20,6 +20,10 @@ CONTINUABLE_GROUPS = ("guards",)
 CONTINUABLE_FIELDS = ("train.steps", "checkpoint.init_from")
 
 
+# Yet a reader must keep this one: it divides the rows of the batch that the checkpoint was trained with.
+KEPT_FIELDS = ("train.accumulation",)
+
+
 @dataclasses.dataclass(frozen=True)
 class Change:
     """A field that differs."""
@@ -53,3 +57,19 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
         for name, value in fields.items()
         if before[group][name] != value
     ]
+
+
+def config_for_reader(trained: Config, now: Config) -> Config:
+    """Return the config by which a checkpoint is read: `trained`, with the neutral fields of `now`.
+
+    Args:
+        trained: of the checkpoint; it decides model and data.
+        now: of the run directory, with the reader's overrides; it decides mesh, evaluation and the like.
+    """
+    fields: dict[str, dict[str, object]] = {}
+    for change in changed_fields(trained, now):
+        if change.is_neutral and change.field not in KEPT_FIELDS:
+            group, name = change.field.split(".")
+            fields.setdefault(group, {})[name] = getattr(getattr(now, group), name)
+    groups = {group: dataclasses.replace(getattr(trained, group), **values) for group, values in fields.items()}
+    return dataclasses.replace(trained, **groups)

@@ -6,11 +6,14 @@ Process 0 alone checks, renames and deletes, on the file system that all process
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
 import json
+import os
+import re
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,31 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
 from difftx.config.build import config_from_dict
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UnreadableError, UserError
+from difftx.files import json_sha256, list_folder, read_json
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
-from difftx.training.manifest import damage, describe_arrays, quarantined_in, read_manifest, steps_in, write_manifest
-from difftx.training.retention import remove, remove_leftovers, steps_to_keep
+from difftx.training.manifest import (
+    MANIFEST,
+    damage,
+    describe_arrays,
+    quarantined_in,
+    read_manifest,
+    steps_in,
+    write_manifest,
+)
+from difftx.training.retention import (
+    quarantine,
+    quarantine_order,
+    remove,
+    remove_leftovers,
+    rename,
+    steps_to_keep,
+)
 from difftx.training.state import TrainState
 
 # Until process 0 has read a checkpoint: the monitor notices earlier that it is gone.
 DECISION_SECONDS = 24 * 3600.0
+CONFIG_FILE = "config/metadata"  # As orbax's JsonCheckpointHandler names it.
 
 
 class Checkpointer:
@@ -50,8 +70,11 @@ class Checkpointer:
         self._describe: Callable[[Path], None] | None = None  # and what writes its manifest.
         self._verified: set[int] = set()  # Steps that this process has restored or saved.
         self._failures = 0  # Of saves, in a row.
+        self._attempt = ""
         if config is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            # Each attempt trains with a checkpointer of its own, so that its id and a step identify parameters.
+            self._attempt = decided_by_lead(lambda: uuid.uuid4().hex, DECISION_SECONDS)
+            decided_by_lead(self._make_folder, DECISION_SECONDS)
 
     # ── Reading ──
 
@@ -62,10 +85,12 @@ class Checkpointer:
     def newest(self) -> int | None:
         """Return the newest step that verifies; None if there never was a checkpoint.
 
-        In training, what does not verify is renamed, so that it is in nobody's way and not lost.
+        In training, what does not verify is renamed, so that it is in nobody's way and not lost. If no checkpoint
+        verifies, training verifies the quarantined ones again, and takes the newest that verifies back.
 
         Raises:
             UserError: there are checkpoints, but none verifies.
+            UnreadableError: a checkpoint that would be used cannot be read; it is not renamed.
         """
         self._settle()
         step = decided_by_lead(self.find_newest, DECISION_SECONDS)
@@ -78,6 +103,7 @@ class Checkpointer:
 
         Raises:
             UserError: there is no such checkpoint, or it does not verify.
+            UnreadableError: it cannot be read.
         """
         decided_by_lead(lambda: self._require_verified(step), DECISION_SECONDS)
         return step
@@ -87,51 +113,100 @@ class Checkpointer:
 
         Raises:
             UserError: the checkpoint's arrays are not those of `abstract`.
+            UnreadableError: it cannot be read.
         """
         folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
         saved = _check_arrays(folder, wanted)
         if saved:
             raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's train state")
-        restored = self._orbax.restore(
-            folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
+        with _reading(folder):
+            restored = self._orbax.restore(folder, args=args)
         return TrainState(**restored["state"]), restored["loader"]
 
     def config(self, step: int) -> Config:
         """Return the config that the checkpoint was trained with."""
         return config_of(self.folder / str(step))
 
+    def weights_id(self, step: int) -> str:
+        """Return the identity of this attempt's parameters after `step`, which the checkpoint's manifest records."""
+        return f"{self._attempt}/{step}"
+
     def find_newest(self) -> int | None:
         """Do what `newest` says in this process alone."""
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
-        reasons = []
+        reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
             why = self._damage(step)
             if why is None:
                 return step
+            if self._config is None and not (self.folder / str(step)).exists():
+                say(f"checkpoint {self.folder / str(step)} was deleted while it was read; looking for the newest again")
+                return self.find_newest()
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {_quarantine(self.folder / str(step))}"
+            fate = "skipped" if self._config is None else f"renamed {quarantine(self.folder / str(step)).name}"
             say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
-        reasons += [path.name for path in quarantined_in(self.folder)] if not reasons else []
-        if reasons:
+        if self._config is not None and (step := self._take_back(quarantined)) is not None:
+            return step
+        if reasons := reasons or [path.name for path in quarantined]:
             raise UserError(
                 f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
                 "restore one from a copy, or use a new --workdir"
             )
         return None
 
+    def _make_folder(self) -> None:
+        if not list_folder(self.folder):  # It may be a file, or a link to a disk that is not mounted.
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
+
+    def _take_back(self, quarantined: Sequence[Path]) -> int | None:
+        """Rename the newest quarantined checkpoint that verifies to its step, and return the step.
+
+        Called only if no checkpoint verifies. While there is one, the quarantined ones stay aside: a user may have put
+        them there to continue from an earlier step, and the metrics after that step have been dropped.
+        """
+        unreadable = []
+        for path in sorted(quarantined, key=quarantine_order, reverse=True):
+            step, _ = quarantine_order(path)
+            try:
+                why = damage(path, step=step, content=True)
+            except UnreadableError as error:
+                unreadable.append(error)
+                continue
+            if why is None:
+                rename(path, self.folder / str(step))
+                say(f"checkpoint {path} verifies, and no other does; renamed {step}")
+                return step
+        if unreadable:
+            raise UnreadableError(
+                f"{unreadable[0]}; no other checkpoint verifies: run the same command again once it can be read, "
+                "restore a checkpoint from a copy, or use a new --workdir"
+            )
+        return None
+
     def _damage(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
-        return damage(self.folder / str(step), step=step, content=content)
+        try:
+            return damage(self.folder / str(step), step=step, content=content)
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
+                f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
+            ) from error
 
     def _require_verified(self, step: int) -> None:
         steps = self.steps()
         if step not in steps:
-            raise UserError(f"step {step}: no such checkpoint; there are {', '.join(map(str, steps)) or 'none'}")
+            raise UserError(
+                f"step {step}: no such checkpoint; {self.folder} has {', '.join(map(str, steps)) or 'none'}"
+            )
         if why := self._damage(step):
             raise UserError(
-                f"step {step}: the checkpoint does not verify: {why}; there are {', '.join(map(str, steps))}"
+                f"step {step}: the checkpoint does not verify: {why}; {self.folder} has {', '.join(map(str, steps))}"
             )
 
     # ── Writing ──
@@ -149,7 +224,9 @@ class Checkpointer:
         tree = _as_tree(state)
         arrays = describe_arrays(tree)
         self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-        self._describe = lambda folder: write_manifest(folder, step, arrays, config, loader["signature"])
+        self._describe = lambda folder: write_manifest(
+            folder, step, self.weights_id(step), arrays, config, loader["signature"]
+        )
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(tree),
             loader=ocp.args.JsonSave(loader),
@@ -209,7 +286,8 @@ class Checkpointer:
             steps = [other for other in self.steps() if other <= step]
             kept = steps_to_keep(self._config, steps, self._workdir)
             remove(self.folder / str(other) for other in steps if other not in kept)
-        except (OSError, UserError) as error:  # The checkpoint is there; that old ones are too is no failure to save.
+        # The save has succeeded; that old checkpoints stay as well is not a failure.
+        except (OSError, UserError, UnreadableError) as error:
             say(f"old checkpoints stay: {error}")
 
     def _settle(self) -> None:
@@ -238,9 +316,16 @@ class Checkpointer:
 
 
 def config_of(folder: Path) -> Config:
-    """Return the config that the checkpoint in `folder` was trained with."""
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return config_from_dict(reader.restore(folder.resolve() / "config", args=ocp.args.JsonRestore()))
+    """Return the config that the checkpoint in `folder` was trained with.
+
+    Raises:
+        UserError: it cannot be read, or is not the one of the checkpoint's manifest.
+    """
+    path = folder / CONFIG_FILE
+    raw = read_json(path)
+    if json_sha256(raw) != read_manifest(folder).config_sha256:
+        raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
+    return config_from_dict(raw)
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -254,8 +339,22 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
         raise UserError(f"{folder}: {more[0]} has no place in this config's model")
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         return reader.restore(folder / "state", args=args)["params"]
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn a read error of orbax or tensorstore, after the checkpoint has verified, into an `UnreadableError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # In the text of tensorstore's ValueError.
+        number = error.errno if isinstance(error, OSError) else code and int(code[1])
+        if number is None or isinstance(error, FileNotFoundError):
+            raise
+        why = os.strerror(number)
+        raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
 
 
 def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
@@ -267,15 +366,6 @@ def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> 
     if save_seconds is not None:
         options.timeout_secs = save_seconds
     return ocp.AsyncCheckpointer(handler, async_options=options)
-
-
-def _quarantine(folder: Path) -> str:
-    """Rename a checkpoint that does not verify; return its new name."""
-    first = f"{folder.name}.quarantined"
-    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
-    name = next(name for name in names if not folder.with_name(name).exists())
-    folder.rename(folder.with_name(name))
-    return name
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:

@@ -59,7 +59,7 @@ class Goodput:
         """
         newest = kept = dict.fromkeys(SECTIONS, 0.0)
         unaccounted, last_step = 0.0, 0
-        for row in read_metrics(metrics)[0] if metrics.exists() else []:
+        for row in read_metrics(metrics)[0]:
             if row["split"] == "goodput":
                 numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
                 if not all(isinstance(number, int | float) for number in numbers.values()):

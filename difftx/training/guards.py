@@ -27,7 +27,7 @@ from typing import Any
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
-from difftx.files import json_sha256, write_atomically
+from difftx.files import json_sha256, read_file, write_atomically
 from difftx.parallel.multihost import barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.retention import remove
@@ -113,7 +113,7 @@ class Journal:
     def __init__(self, workdir: Path):
         self.path = workdir / "journal.jsonl"
         self.entries: list[dict[str, Any]] = []
-        for number, line in enumerate(self.path.read_bytes().splitlines() if self.path.exists() else [], 1):
+        for number, line in enumerate((read_file(self.path) or b"").splitlines(), 1):
             try:
                 self.entries.append(_check_entry(json.loads(line)))
             except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:

@@ -14,16 +14,18 @@ from difftx.data.loader import Batch, Loader
 from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
-from difftx.parallel.multihost import Interrupt, Monitor, barrier, is_lead, say
+from difftx.parallel.heartbeat import Monitor
+from difftx.parallel.multihost import Interrupt, barrier, decided_by_lead, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps
-from difftx.training.metrics import MetricsWriter, Progress
+from difftx.training.lambda_range import SPLIT, LambdaRange, warning
+from difftx.training.metrics import MetricsWriter, Progress, read_newest_metrics
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, TrainState, make_train_step
 
-Evaluate = Callable[[Run, Any, int, Sequence[str], Work], Mapping[str, Any]]
+Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
 
 
 def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
@@ -42,6 +44,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     try:
         if ARCHITECTURES[run.config.model.architecture].kernel == "diff_attention":
             kernels.check_gradients(run.config.model.d_head)
+        run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step_fn = jax.jit(make_train_step(run.config), donate_argnums=0)
             journal, outcome = Journal(run.workdir), None
@@ -88,9 +91,11 @@ def _train(
         prefetch_batches=config.data.prefetch_batches,
         sharding=run.batch_sharding,
         signature=run.data.signature,
+        vocab_size=config.model.vocab_size,
+        where=run.data.where,
     )
     guard = Guard(config.guards)
-    with goodput.section("restore" if checkpointer.steps() else "init"):
+    with goodput.section("restore" if decided_by_lead(checkpointer.steps, patience) else "init"):
         state, start = starting_state(run, checkpointer, loader, guard, allow_config_change=allow_config_change)
     if is_lead():
         run.write_description()
@@ -132,7 +137,7 @@ def _train(
                     # To the watchdog an evaluation that gets on is no step that hangs.
                     work = Work(enabled=False, on_advance=functools.partial(monitor.beat, step))
                     suites = config.eval.suites if guard.tripped is None else ()
-                    results = evaluate(run, state.params, step, suites, work)
+                    results = evaluate(run, state.params, step, suites, work, checkpointer.weights_id(step))
                 monitor.beat(step)
                 for suite, result in results.items():
                     writer.write("valid", step, {"suite": suite, **result.numbers})
@@ -184,6 +189,7 @@ class Reporter:
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
         }
+        self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_lead() else ())
         self._pending: tuple[int, Metrics, float] | None = None
         self._last = time.perf_counter()
 
@@ -202,6 +208,10 @@ class Reporter:
         # Bad steps have a row each, even where only some steps have one.
         if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
             self._writer.write("train", step, row)
+        for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers from 1.
+            value = float(row["lambda"][layer - 1])
+            self._writer.write(SPLIT, step, {"layer": layer, "value": value})
+            self._progress.note(warning(step, layer, value))
         self._progress.update(step, row)
         if row["skipped"]:
             self._progress.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")

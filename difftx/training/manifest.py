@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,10 +15,11 @@ import xxhash
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.files import json_sha256, misfit, read_json, write_atomically
+from difftx.files import check_link, json_sha256, list_folder, misfit, read_json, retry_read, size_of, write_atomically
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
+QUARANTINED = ".quarantined"  # In the name of a checkpoint that was put aside.
 # Orbax writes them after the manifest, before the folder gets its name, with the time. They must be there; what they
 # hold is not read, so that it has no checksum.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
@@ -27,6 +29,7 @@ THREADS = min(8, os.cpu_count() or 1)  # xxhash lets go of Python's lock.
 SHAPE = {
     "format": int,
     "step": int,
+    "weights": str,
     "config_sha256": str,
     "data": dict,
     "packages": {str: str},
@@ -35,11 +38,17 @@ SHAPE = {
 }
 
 
+class OtherFormatError(UserError):
+    """A checkpoint that another version of difftx wrote. It is whole, so that nothing may rename it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """A checkpoint's contents."""
 
+    sha256: str  # Of the manifest itself: it differs wherever two checkpoints differ.
     step: int
+    weights: str  # Identity of the parameters, "<attempt>/<step>": equal only where the parameters are.
     config_sha256: str
     data: dict[str, Any]  # The loader's signature: sources, tokenizer, rows, order.
     packages: dict[str, str]
@@ -63,7 +72,9 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def write_manifest(folder: Path, step: int, arrays: dict[str, Any], config: Config, data: dict[str, Any]) -> None:
+def write_manifest(
+    folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
+) -> None:
     """Read every file below `folder` and write its manifest."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
@@ -72,6 +83,7 @@ def write_manifest(folder: Path, step: int, arrays: dict[str, Any], config: Conf
     content = {
         "format": FORMAT,
         "step": step,
+        "weights": weights,
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
@@ -89,88 +101,138 @@ def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 
     Raises:
-        UserError: there is none, it is damaged, or it names a file outside of its folder.
+        UserError: there is none, it is damaged, or it names a file outside of its folder; the message names `folder`.
+        UnreadableError: it cannot be read.
     """
+    try:
+        return _read_manifest(folder)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+
+
+def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
-    if not path.is_file():
+    if size_of(path) is None:
+        check_link(folder)
         raise UserError(f"no {MANIFEST}")
     raw = read_json(path)
+    sha256 = raw.pop("sha256", None) if isinstance(raw, dict) else None
     try:
-        whole = isinstance(raw, dict) and raw.pop("sha256", None) == json_sha256(raw)
+        whole = sha256 == json_sha256(raw)
     except RecursionError:
         whole = False
-    if not whole:
+    if not isinstance(sha256, str) or not whole:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
+    if raw.get("format") != FORMAT:
+        raise OtherFormatError(
+            f"{MANIFEST} has format {raw.get('format')!r}, not {FORMAT}: another version of difftx wrote it; use that "
+            "version, or another --workdir"
+        )
     if why := misfit(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
-    if raw["format"] != FORMAT:
-        raise UserError(f"{MANIFEST} has format {raw['format']}, not {FORMAT}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
-    for name in files:
-        _check_inside(folder, name)
-    return Manifest(raw["step"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files)
+    _check_inside(folder, files)
+    return Manifest(
+        sha256, raw["step"], raw["weights"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files
+    )
 
 
 def damage(folder: Path, *, step: int | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` cannot be used, or None if it can.
+    """Return why the checkpoint in `folder` does not verify, or None if it does.
+
+    A checkpoint is damaged if its content contradicts its manifest or a file of the manifest does not exist. A read
+    error says nothing about the content: it is an exception.
 
     Args:
         folder: of one step.
         step: of the state in it, where that is known.
         content: compare checksums too, not only which files there are and how long.
+
+    Raises:
+        UnreadableError: a file or folder of the checkpoint cannot be read.
+        OtherFormatError: another version of difftx wrote it.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = _read_manifest(folder)
         if step is not None and manifest.step != step:
             return f"{MANIFEST} is that of step {manifest.step}"
-        for name in COMMIT_MARKERS:
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-        for name, (size, _) in manifest.files.items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if (folder / name).stat().st_size != size:
-                return f"{name} has {(folder / name).stat().st_size} bytes, not {size}"
-        if content:
-            with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-                found = pool.map(xxh3_of, (folder / name for name in manifest.files))
-                for (name, (_, expected)), checksum in zip(manifest.files.items(), found, strict=True):
-                    if checksum != expected:
-                        return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
+        return _damaged_file(folder, manifest, content=content)
+    except OtherFormatError as error:
+        raise OtherFormatError(f"{folder}: {error}") from error
     except UserError as error:
         return str(error)
-    except OSError as error:
-        return f"{error.filename or folder} cannot be read: {error.strerror}"
+    except (FileNotFoundError, NotADirectoryError) as error:  # It was deleted after its size was read.
+        return f"{error.filename} is missing"
+
+
+def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
+    """Return which file is not the one of the manifest, and why; None if all are."""
+    for name in COMMIT_MARKERS:
+        if size_of(folder / name) is None:
+            return f"{name} is missing"
+    for name, (size, _) in manifest.files.items():
+        found = size_of(folder / name)
+        if found is None:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes, not {size}"
+    if content:
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            checksums = pool.map(xxh3_of, (folder / name for name in manifest.files))
+            for (name, (_, expected)), checksum in zip(manifest.files.items(), checksums, strict=True):
+                if checksum != expected:
+                    return f"{name} is damaged: its XXH3 is {checksum}, not {expected}"
     return None
 
 
 def xxh3_of(file: Path) -> str:
-    """Return a file's XXH3-128: made to notice damage, not forgery, at a fourth of the cost of zlib's CRC-32."""
-    digest, block = xxhash.xxh3_128(), bytearray(BLOCK_BYTES)
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(block):
-            digest.update(memoryview(block)[:count])
-    return digest.hexdigest()
+    """Return a file's XXH3-128: made to notice damage, not forgery, at a fourth of the cost of zlib's CRC-32.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        UnreadableError: it cannot be read.
+    """
+
+    def read() -> str:
+        digest, block = xxhash.xxh3_128(), bytearray(BLOCK_BYTES)
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(block):
+                digest.update(memoryview(block)[:count])
+        return digest.hexdigest()
+
+    return retry_read(file, read)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder in a run's folder of checkpoints, ascending, whether they verify or not."""
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
+    """Return the steps that have a folder in a run's folder of checkpoints, ascending, whether they verify or not.
+
+    A link counts even if its target does not exist: otherwise a run would silently continue from an older step.
+
+    Raises:
+        UnreadableError: the folder of checkpoints cannot be read.
+    """
+    found = list_folder(folder).items()
+    return sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
 
 
 def quarantined_in(folder: Path) -> list[Path]:
-    """Return what was put aside because it did not verify."""
-    return sorted(folder.glob("*.quarantined*"))
+    """Return the quarantined checkpoints, which training or a user has put aside.
+
+    Raises:
+        UnreadableError: the folder of checkpoints cannot be read.
+    """
+    return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
 
 
-def _check_inside(folder: Path, name: str) -> None:
-    """Refuse the path of a file outside of the folder, also by a symbolic link."""
-    path = PurePosixPath(name)
-    try:
-        inside = (folder / name).resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # A loop of links, a name that no file can have.
-        inside = False
-    if not inside or path.is_absolute() or ".." in path.parts:
-        raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")
+def _check_inside(folder: Path, names: Iterable[str]) -> None:
+    """Refuse paths of files outside of the folder, also by a symbolic link inside of it; the folder may be a link."""
+    real = os.path.realpath(folder)
+    for name in names:
+        path = PurePosixPath(name)
+        try:
+            inside = os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
+        except ValueError:  # A name that no file can have.
+            inside = False
+        if not inside or path.is_absolute() or ".." in path.parts:
+            raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")

@@ -21,8 +21,8 @@ from tensorboardX.event_file_writer import EventsWriter, directory_check
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, UserError
-from difftx.files import write_atomically
+from difftx.errors import RunError, UserError, install_hint
+from difftx.files import read_file, write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
 NEWEST_BYTES = 65_536
@@ -31,6 +31,7 @@ REQUIRED = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
     "goodput": {"wall_seconds": int | float},
+    "lambda_crossing": {"layer": int, "value": int | float | None},
 }
 
 
@@ -111,27 +112,35 @@ class MetricsWriter:
         Returns:
             The rows that stay, and the number of this attempt, from 1.
         """
-        rows = read_metrics(self.path)[0] if self.path.exists() else []
+        rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         for path in self.path.parent.glob("evals/*/*"):  # Of parameters that there no longer are.
             if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl and how many lines were skipped because they are none."""
-    return _parse_rows(path.read_text(errors="replace"))
+    """Return the rows of a metrics.jsonl and how many lines were skipped because they are none; no rows, no file.
+
+    Raises:
+        UserError: it is a folder.
+        UnreadableError: it cannot be read.
+    """
+    return _parse_rows((read_file(path) or b"").decode(errors="replace"))
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the last rows of a metrics.jsonl, some dozens: cheap enough to watch a long run. None yet: empty."""
+    """Return the last rows of a metrics.jsonl, some dozens: cheap enough to watch a long run. None yet: empty.
+
+    A file that cannot be read has no rows either: the training itself ends with that error.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
             return _parse_rows(file.read().decode(errors="replace"))[0]
-    except FileNotFoundError:
+    except OSError:
         return []
 
 
@@ -155,7 +164,8 @@ def _is_row(row: Any) -> bool:
         return False
     if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("step", "attempt")):
         return False
-    if not all(isinstance(row.get(name), kind) for name, kind in REQUIRED.get(row["split"], {}).items()):
+    required = REQUIRED.get(row["split"], {})
+    if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
     values = {name: value for name, value in row.items() if name not in ("split", "suite")}
     lists = [
@@ -262,7 +272,7 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         import wandb  # pyrefly: ignore[missing-import]  # An extra.
     except ImportError as error:
         raise UserError(
-            f"logging.wandb_project={project!r}: wandb is not installed; pip install '.[wandb]', or set it to none"
+            f"logging.wandb_project={project!r}: wandb is not installed: {install_hint('wandb')}; or set it to none"
         ) from error
     # W&B takes no step twice: each attempt is a run of its own and begins with the rows that it continues. The
     # newest run of a group has every step once.

@@ -7,11 +7,13 @@ import jax
 from difftx.config import Config
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
+from difftx.files import size_of
 from difftx.parallel.multihost import decided_by_lead, say
 from difftx.training.changes import changed_fields
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.guards import Guard
-from difftx.training.manifest import MANIFEST, damage, read_manifest
+from difftx.training.manifest import MANIFEST, damage, package_versions, read_manifest
+from difftx.training.reading import read_newest
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 
@@ -48,8 +50,12 @@ def _resume(
             f"{run.workdir}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
             f"--config.checkpoint.init_from={run.workdir}"
         )
+    for name, version in package_versions().items():
+        if (before := manifest.packages.get(name, version)) != version:
+            say(f"{name}: {before} → {version}, since the checkpoint of step {step}")
     data = manifest.data
-    refused = _unsafe_changes(checkpointer.config(step), run.config, signature_changes(data, run.data.signature))
+    data_changes = signature_changes(data, run.data.signature)
+    refused = _unsafe_changes(checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         raise UserError(
             f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
@@ -64,16 +70,17 @@ def _resume(
     return state
 
 
-def _unsafe_changes(old: Config, new: Config, data_changes: list[str]) -> list[str]:
-    """Print what differs and return what a run must not go on with unasked.
+def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
+    """Print the fields that differ and return the changes with which a run must not resume unasked.
 
-    Fields of `data` say where it is and how it is read; whether the rows are the same, only their signature knows.
+    The fields of `data` name the data and how to read it; only the signature of its rows tells whether they changed.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or (is_data and not data_changes)
-        say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
+        if safe or print_unsafe:  # The error of a refused run lists its unsafe changes.
+            say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
@@ -81,7 +88,16 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str]) -> list[s
 
 def _weights_of(run: Run, source: Path) -> object:
     """Return the parameters in the directory of a run or of one checkpoint."""
-    folder = Path(decided_by_lead(lambda: str(_checkpoint_in(source)), DECISION_SECONDS))
+    if decided_by_lead(lambda: _is_checkpoint(source), DECISION_SECONDS):
+        return _params_in(run, source, source.resolve())
+    reader = Checkpointer(source)
+    params = read_newest(reader, lambda step: _params_in(run, source, reader.folder / str(step)))
+    if params is None:
+        raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
+    return params
+
+
+def _params_in(run: Run, source: Path, folder: Path) -> object:
     data = read_manifest(folder).data
     if data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
@@ -94,13 +110,14 @@ def _weights_of(run: Run, source: Path) -> object:
     return params
 
 
-def _checkpoint_in(source: Path) -> Path:
-    if (source / MANIFEST).is_file() and not (source / "checkpoints").is_dir():
-        if why := damage(source, content=True):
-            raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
-        return source.resolve()
-    reader = Checkpointer(source)
-    step = reader.find_newest()
-    if step is None:
-        raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
-    return reader.folder / str(step)
+def _is_checkpoint(source: Path) -> bool:
+    """Return whether `source` is the folder of one checkpoint.
+
+    Raises:
+        UserError: it is, and does not verify.
+    """
+    if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
+        return False
+    if why := damage(source, content=True):
+        raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
+    return True

@@ -1,8 +1,10 @@
-"""Which checkpoints of a run are kept, and how the others go."""
+"""Which checkpoints of a run are kept, and how the others are deleted or put aside."""
 
 import dataclasses
 import datetime
+import itertools
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -13,8 +15,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as orbax
 
 from difftx.config import CheckpointConfig
-from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.errors import RunError, UserError
+from difftx.files import list_folder, read_json
+from difftx.training.manifest import QUARANTINED
 
 REMOVED = ".removed"
 # What a kill leaves of a save, or of a removal.
@@ -74,17 +77,64 @@ def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
     return {name: float(value)} if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def quarantine(folder: Path) -> Path:
+    """Put a checkpoint aside by renaming it; return its new path.
+
+    Raises:
+        RunError: it cannot be renamed.
+    """
+    first = f"{folder.name}{QUARANTINED}"
+    names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
+    path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    return rename(folder, path)
+
+
+def rename(folder: Path, to: Path) -> Path:
+    """Rename a checkpoint; raise `RunError` where that is not possible."""
+    try:
+        return folder.rename(to)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be renamed {to.name}: {error.strerror}") from error
+
+
+def quarantine_order(path: Path) -> tuple[int, int]:
+    """Return the step of a quarantined checkpoint, -1 if its name has none, and which one of that step it is."""
+    found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
+
+
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Each first loses its name, so that a kill leaves no half of one."""
+    """Delete checkpoints. Each first loses its name, so that a kill leaves no half of one.
+
+    If a checkpoint is a symbolic link, only the link is deleted: the user who moved the files decides about them.
+    """
     for folder in folders:
         renamed = folder.with_name(f"{folder.name}{REMOVED}")
         folder.rename(renamed)
-        shutil.rmtree(renamed)
+        _delete(renamed)
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process left unfinished in the folder of checkpoints; return the names."""
-    leftovers = [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
-    for path in leftovers:
+    """Delete what a killed process left unfinished in the folder of checkpoints; return the names.
+
+    A leftover that cannot be deleted is printed and stays: it is not a checkpoint, so that the run can continue.
+    """
+    removed = []
+    for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
+        try:
+            _delete(folder / name)
+        except OSError as error:
+            print(f"{folder / name}: an unfinished save or removal cannot be deleted: {error.strerror}", flush=True)
+        else:
+            removed.append(name)
+    return removed
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        print(f"{path.name}: the link was deleted; its target {path.resolve()} stays", flush=True)
+        path.unlink()
+    elif path.is_dir():
         shutil.rmtree(path)
-    return sorted(path.name for path in leftovers)
+    else:
+        path.unlink()

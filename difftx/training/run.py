@@ -5,31 +5,34 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import jax
 import tiktoken
 
+from difftx import kernels
 from difftx.config import Config
+from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
-from difftx.errors import UserError
-from difftx.files import read_json, write_atomically
+from difftx.errors import UserError, printable
+from difftx.files import read_file, read_json, remove_temporaries, size_of, write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.parallel.multihost import barrier, is_lead
+from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
 from difftx.parallel.presets import apply_preset
 from difftx.training.manifest import package_versions
 
 LOCK_WAIT_SECONDS = 60.0
+RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Run:
         """
         mesh = make_mesh(config.mesh)
         check_divisible(config, mesh)
+        check_attention(config)
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
         return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
@@ -76,6 +80,20 @@ class Run:
             # Before it is held, another training may still save: none may look for the newest checkpoint.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
+
+    def check_records(self) -> None:
+        """Check the files that training reads and replaces, before it begins; all processes end alike.
+
+        Raises:
+            UserError: one of them is a folder.
+            UnreadableError: one of them cannot be read.
+        """
+
+        def check() -> None:
+            for name in RECORDS:
+                read_file(self.workdir / name)
+
+        decided_by_lead(check, self.config.multihost.barrier_timeout_seconds)
 
     def write_description(self) -> None:
         """Write `config.json` and `manifest.json`, atomically."""
@@ -110,6 +128,27 @@ def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
         )
 
 
+def check_attention(config: Config) -> None:
+    """Raise `UserError` where the named attention backend cannot run on this machine's devices."""
+    model = config.model
+    attention = ARCHITECTURES[model.architecture]
+    differential = attention.kernel == "diff_attention"
+    widths = (2, model.d_head) if differential else (model.d_head,)
+    heads = model.num_heads if differential else model.query_heads
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, config.data.sequence_length, *shape), model.compute_dtype)
+
+    q, k, v = array(heads, *widths), array(model.kv_heads, *widths), array(model.kv_heads, math.prod(widths))
+    if why := kernels.why_unavailable(model.attention_implementation, q, k, v):
+        backends = attention.backends(quantized=model.attention_logit_bits is not None)
+        usable = [name for name in backends if kernels.why_unavailable(name, q, k, v) is None]
+        raise UserError(
+            f"model.attention_implementation={model.attention_implementation!r}: {why}; use one of "
+            f"{', '.join(usable)} (eval.py: --model.attention_implementation={usable[0]})"
+        )
+
+
 def fit_to_devices(config: Config) -> Config:
     """Return the config with its preset for the devices here, if it asks for one."""
     parameters = count_parameters(config.model).total
@@ -121,44 +160,60 @@ def read_config(workdir: Path) -> Config:
 
     Raises:
         UserError: there is none, or it is not a config of this version.
+        UnreadableError: it cannot be read.
     """
     path = workdir / "config.json"
-    if not path.exists():
+    if size_of(path) is None and not path.is_dir():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
     return config_from_dict(read_json(path))
 
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
+    """Lock the folder itself, which stays locked if `.lock` is deleted, and `.lock`, which also names the process.
+
+    NFS locks files alone; of earlier versions of difftx, `.lock` is the only lock.
+    """
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / ".lock").open("a+") as file:  # The system frees the lock however the process ends.
-        _wait_for_lock(file, workdir)
-        file.truncate(0)
-        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
-        yield
+    folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
+    try:  # The system frees the locks however the process ends.
+        folder_is_locked = _wait_for_lock(folder, path, deadline)
+        with path.open("a+") as file:
+            if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
+                print(printable(f"{workdir}: no file locks here, so nothing keeps a second training out"), flush=True)
+            file.truncate(0)
+            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+            remove_temporaries(workdir)
+            yield
+    finally:
+        os.close(folder)
 
 
-def _wait_for_lock(file: TextIO, workdir: Path) -> None:
-    deadline = time.monotonic() + LOCK_WAIT_SECONDS
+def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
+    """Lock an open file or folder; return False where the file system has no locks for it.
+
+    Raises:
+        UserError: another process, which `path` names, still holds the lock at the deadline.
+    """
     holder = None
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            # Some cluster file systems know no locks (Lustre without -o flock); NFS none of folders (EBADF).
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
                 raise
-            # Some cluster file systems know no locks (Lustre without -o flock).
-            print(f"{workdir}: no file locks here, so nothing keeps a second training out", flush=True)
-            return
+            return False
         if holder is None:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            print(f"{workdir}: waiting for {holder}, which trains there", flush=True)
+            with contextlib.suppress(FileNotFoundError):
+                holder = path.read_text().strip()
+            holder = holder or "another process"
+            print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)
         if time.monotonic() > deadline:
-            raise UserError(f"--workdir={workdir}: {holder} trains there; stop it, or use another --workdir")
+            raise UserError(f"--workdir={path.parent}: {holder} trains there; stop it, or use another --workdir")
         time.sleep(0.2)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,11 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     folder = workdir.resolve() / "checkpoints" / str(STEP)
     folder.parent.mkdir(parents=True)
     unfinished = folder.with_name(f"{STEP}{ocp.step.TMP_DIR_SUFFIX}")
+    weights = f"{uuid.uuid4().hex}/{STEP}"
     described = {f"params/{name}": (array.shape, str(array.dtype)) for name, array in arrays.items()}
     options = ocp.AsyncOptions(
         timeout_secs=SAVE_SECONDS,
-        post_finalization_callback=lambda: write_manifest(unfinished, STEP, described, config, data),
+        post_finalization_callback=lambda: write_manifest(unfinished, STEP, weights, described, config, data),
     )
     registry = type_handlers.create_type_handler_registry((Streamed, _StreamedHandler()))
     handler = ocp.CompositeCheckpointHandler(

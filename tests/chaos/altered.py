@@ -11,6 +11,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from difftx import errors
 from difftx.data import loader
 from difftx.training import checkpoint, metrics
 
@@ -45,6 +46,18 @@ def starts_anew_where_nothing_verifies() -> None:
             return None
 
     mock.patch.object(checkpoint.Checkpointer, "find_newest", careless).start()
+
+
+def quarantines_what_cannot_be_read() -> None:
+    damage = checkpoint.damage
+
+    def rash(*args: object, **kwargs: object) -> str | None:
+        try:
+            return damage(*args, **kwargs)
+        except errors.UnreadableError as error:
+            return str(error)
+
+    mock.patch.object(checkpoint, "damage", rash).start()
 
 
 def goes_on_a_batch_later() -> None:
@@ -88,6 +101,7 @@ MISTAKES = {
     for mistake in (
         restores_what_does_not_verify,
         starts_anew_where_nothing_verifies,
+        quarantines_what_cannot_be_read,
         goes_on_a_batch_later,
         keeps_rows_of_lost_steps,
         draws_lost_steps,

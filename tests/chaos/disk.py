@@ -1,9 +1,11 @@
 """A run's checkpoints as files, without difftx: which of them verify, and what can happen to them."""
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -32,14 +34,21 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.exists() else []
 
 
-def verifies(folder: Path) -> bool:
-    """Whether a checkpoint is whole, as docs/design.md §6 says."""
+def quarantined(folder: Path) -> dict[Path, int]:
+    """Return the checkpoints that were put aside, and the step of each."""
+    paths = folder.glob("*.quarantined*") if folder.exists() else []
+    return {path: int(path.name.partition(".")[0]) for path in paths}
+
+
+def verifies(folder: Path, step: int | None = None) -> bool:
+    """Whether a checkpoint is whole, as docs/design.md §6 says; its step is its name, or `step`."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         recorded = manifest.pop("sha256")
         if hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() != recorded:
             return False
-        if manifest["step"] != int(folder.name) or not all((folder / marker).is_file() for marker in MARKERS):
+        step = int(folder.name) if step is None else step
+        if manifest["step"] != step or not all((folder / marker).is_file() for marker in MARKERS):
             return False
         for name, file in manifest["files"].items():
             content = (folder / name).read_bytes()
@@ -55,6 +64,23 @@ def whole_checkpoints(folder: Path) -> dict[int, Digests]:
     before = {step: digests(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}
     # In a run that goes on, retention may take one while it is looked at.
     return {step: content for step, content in before.items() if digests(folder / str(step)) == content}
+
+
+def read_when_verifying(checkpoint: Path, random: Random) -> Path:
+    """Pick a file that the verification of a checkpoint reads: the manifest, or one that it names."""
+    files = sorted(json.loads((checkpoint / MANIFEST).read_bytes())["files"])
+    return checkpoint / random.choice([MANIFEST, random.choice(files)])
+
+
+@contextlib.contextmanager
+def without_permissions(paths: Sequence[Path]) -> Iterator[None]:
+    """Take all permissions from files within the block; they get them back even if they were renamed meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            file = stack.enter_context(path.open("rb")).fileno()
+            stack.callback(os.fchmod, file, os.fstat(file).st_mode)
+            os.fchmod(file, 0)
+        yield
 
 
 # ── What can happen to a folder of checkpoints; each says what it did ──
@@ -137,6 +163,16 @@ def _wrong_name(folder: Path, step: int, random: Random) -> str:
     return f"{step} copied to {later}"
 
 
+def _symlinked(folder: Path, step: int, random: Random) -> str:
+    """Move a checkpoint to another folder, as onto a larger disk, and leave a link."""
+    target = folder.parent / "elsewhere" / f"{random.randrange(10**9)}" / str(step)
+    target.parent.mkdir(parents=True)
+    shutil.move((folder / str(step)).resolve(), target)
+    (folder / str(step)).unlink(missing_ok=True)  # It may have been a link already.
+    (folder / str(step)).symlink_to(target)
+    return f"{step} moved to {target}"
+
+
 def _all_damaged(folder: Path, step: int, random: Random) -> str:
     how = [_flipped_bit, _truncated_file, _removed_file, _removed_marker, _removed_manifest]
     what = []
@@ -157,4 +193,5 @@ DAMAGE: dict[str, Callable[[Path, int, Random], str]] = {
     "leftover of a removal": _leftover_of_a_removal,
     "checkpoint under another step": _wrong_name,
     "all checkpoints damaged": _all_damaged,
+    "symlinked step": _symlinked,
 }

@@ -11,6 +11,7 @@ the same command is given again, and
 import collections
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import resource
@@ -22,14 +23,27 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from processes import Processes, newest_step
+from unreadable import as_other_users, failing_reads
 
 from chaos import disk, records
-from chaos.plan import KEEP, STARTS, Episode, Layout, Plan
+from chaos.plan import (
+    CONFIGS,
+    INDEX,
+    KEEP,
+    STARTS,
+    UNREADABLE,
+    UNREADABLE_BY_ERROR,
+    UNREADABLE_BY_MODE,
+    Episode,
+    Layout,
+    Plan,
+)
 
 PATIENCE = 600.0  # Seconds until the driver itself gives up; the machine may be busy with other things.
-SILENCE = 20  # Seconds: multihost.barrier_timeout_seconds.
+SILENCE = 20  # Seconds: of barriers and of heartbeats.
 DISK_MIB = 8
 DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
 ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
@@ -76,8 +90,21 @@ class Tally:
         return "\n".join([*lines, f"processes were struck in: {places}"])
 
 
-def command(layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
-    """Return what `Processes` needs for one layout, with bad batches and a mistake in difftx, if any."""
+def impossible_faults() -> dict[str, str]:
+    """Return the faults that cannot be made on this machine, and why."""
+    reasons = {}
+    if as_other_users() is None:
+        reasons |= dict.fromkeys(UNREADABLE_BY_MODE, "root here, and setpriv cannot drop capabilities")
+    if shutil.which("cc") is None:
+        reasons |= dict.fromkeys(UNREADABLE_BY_ERROR, "no C compiler (cc)")
+    return reasons
+
+
+def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = None) -> dict:
+    """Return what `Processes` needs for one layout, with bad batches and a mistake in difftx, if any.
+
+    The packing index of the run lies in `folder`.
+    """
     altered = [ALTERED, f"--nan={','.join(map(str, nan))}", *([f"--mistake={mistake}"] if mistake else [])]
     return {
         "count": layout.processes,
@@ -88,10 +115,13 @@ def command(layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = Non
         "checkpoint__keep": KEEP,
         "eval__every_steps": layout.steps // 3,
         "logging__tensorboard": "true",
+        "data__packing": "best_fit",
+        "data__cache_path": folder / "cache",
         "guards__max_skipped": 3,
         "guards__skip_steps": 2,
         "guards__max_rewinds": 20,
         "multihost__barrier_timeout_seconds": SILENCE,
+        "multihost__heartbeat_timeout_seconds": SILENCE,
         "multihost__initialization_timeout_seconds": 2 * SILENCE,
     }
 
@@ -99,7 +129,7 @@ def command(layout: Layout, nan: tuple[int, ...] = (), mistake: str | None = Non
 def train_undisturbed(layout: Layout, nan: tuple[int, ...], text_file: Path, folder: Path) -> Path:
     """Return the workdir of an uninterrupted run."""
     folder.mkdir(parents=True)
-    processes = Processes(text_file, folder / "run", folder, **command(layout, nan))
+    processes = Processes(text_file, folder / "run", folder, **command(folder, layout, nan))
     for process in processes.running:
         code, text = processes.wait(process, PATIENCE)
         assert code == DONE, text
@@ -114,7 +144,7 @@ class Run:
         self._text_file, self._folder, self._whole = text_file, folder, whole
         self._workdir, self._random = folder / "run", Random(plan.seed)
         self._checkpoints = self._workdir / "checkpoints"
-        self._command = command(plan.layout, plan.nan, mistake)
+        self._command = command(folder, plan.layout, plan.nan, mistake)
         self._processes: Processes | None = None
         self._frozen: list[subprocess.Popen] = []
         self._starts = 0
@@ -123,6 +153,7 @@ class Run:
         self._deleted_entries = 0  # Of the journal, on purpose.
         self._damaged_steps: frozenset[int] = frozenset()  # Of metrics.jsonl.
         self._small_disk: SmallDisk | None = None
+        self._reads = failing_reads(folder)
 
     def carry_out(self) -> None:
         """Raises `AssertionError` if something is not as promised."""
@@ -143,20 +174,22 @@ class Run:
 
     # ── Starting ──
 
-    def _start(self) -> None:
-        """Start the same command again; if it must refuse, see that it does, and mend the run as the docs say."""
+    def _start(self, **options: Any) -> None:
+        """Start the same command again; `options` are those of `Processes`."""
         expected = self._expected_step()
         logs = self._folder / f"start {self._starts:02}"
         logs.mkdir()
         self._starts += 1
-        self._processes = Processes(self._text_file, self._workdir, logs, **self._command)
+        self._processes = Processes(self._text_file, self._workdir, logs, **self._command, **options)
         self._expected, self._checked = {expected}, False
 
     def _expected_step(self) -> int | None:
         """Return the step to go on from, by the driver's own check; None: the run must refuse."""
         steps = disk.steps_in(self._checkpoints)
         whole = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
-        quarantined = list(self._checkpoints.glob("*.quarantined*")) if self._checkpoints.exists() else []
+        quarantined = disk.quarantined(self._checkpoints)
+        if not whole:  # Then what was put aside and verifies comes back.
+            whole = [step for path, step in quarantined.items() if disk.verifies(path, step)]
         return max(whole, default=None if steps or quarantined else 0)
 
     def _check_start(self) -> None:
@@ -357,7 +390,14 @@ class Run:
 
     def _damage(self, what: str) -> None:
         began, name = time.monotonic(), what.removeprefix("flipped bit in ")
-        outcome = self._damage_record(name) if name != what else self._damage_checkpoints(what)
+        if what in UNREADABLE:
+            outcome = self._hide(what)
+        elif what == CONFIGS:
+            outcome = self._start_with_different_configs()
+        elif what == INDEX:
+            outcome = self._truncate_index()
+        else:
+            outcome = self._damage_record(name) if name != what else self._damage_checkpoints(what)
         if outcome is not None:
             self.tally.add(what, outcome, time.monotonic() - began)
 
@@ -396,10 +436,70 @@ class Run:
                 assert content in aside, f"{number}, damaged, was not put aside as it was: {self._log()}"
         return outcome
 
-    def _refused(self, why: str) -> None:
-        """The start must end with exit code 2 and one line."""
+    def _hide(self, what: str) -> str | None:
+        """Let files of the newest checkpoint be unreadable for a start, and see that nothing is done to it."""
+        whole = sorted(disk.whole_checkpoints(self._checkpoints))
+        if not whole:
+            return None
+        path = disk.read_when_verifying(self._checkpoints / str(whole[-1]), self._random)
+        aside = disk.quarantined(self._checkpoints)
+        if what in UNREADABLE_BY_MODE:
+            manifests = [self._checkpoints / str(step) / disk.MANIFEST for step in whole]
+            with disk.without_permissions([path] if what == "unreadable file" else manifests):
+                self._start(before=as_other_users())
+                self._codes()
+            why, passes = r"cannot be read: Permission denied", False
+        else:
+            number = errno.EIO if what.startswith("EIO") else errno.ESTALE
+            passes = self._random.random() < 0.5
+            times = self._random.randrange(1, 4) if passes else 10**6
+            # The same part is in the path to the link and to the target of a step that was moved.
+            self._reads.fail(number, f"/{whole[-1]}/{path.relative_to(self._checkpoints / str(whole[-1]))}", times)
+            self._start(environment=self._reads.environment)
+            if passes:
+                self._wait(lambda: "attempt " in self._log())
+            else:
+                self._codes()
+            left = self._reads.stop()
+            assert left == 0 if passes else left < times, f"{what} of {path}: {left} of {times} reads were not made"
+            why = f"cannot be read: {os.strerror(number)}"
+        print(f"{self.plan.name}: {what}: {path.relative_to(self._workdir)}", flush=True)
+        if passes:
+            self._check_start()
+            assert self._checked, self._log()
+            outcome = "tried again, went on"
+        else:
+            self._refused(why, FAILED)
+            self._start()
+            outcome = "exit 1, readable again, went on"
+        assert disk.quarantined(self._checkpoints) == aside, f"{what}: put aside: {self._logs()}"
+        return outcome
+
+    def _start_with_different_configs(self) -> str:
+        """Start process 1 with another learning rate: all must refuse and name the field."""
+        self._start(own_flags={1: ["--config.optimizer.learning_rate=0.5"]})
+        self._refused("optimizer.learning_rate")
+        return "exit 2, same configs, went on"
+
+    def _truncate_index(self) -> str | None:
+        """Cut the cached packing index, as a full disk or a copy may have: the rows must stay the same."""
+        indices = [path for path in (self._folder / "cache").rglob("*") if path.is_file()]
+        if not indices:
+            return None
+        path = self._random.choice(sorted(indices))
+        size = self._random.randrange(path.stat().st_size)
+        os.truncate(path, size)
+        print(f"{self.plan.name}: {INDEX}: {path.name} to {size} bytes", flush=True)
+        self._start()
+        if not self._wait(lambda: "attempt " in self._log()):
+            assert self._codes() == [DONE] * len(self._processes.running), f"after {INDEX}: {self._logs()}"
+        self._check_start()
+        return "went on"
+
+    def _refused(self, why: str, code: int = MISTAKE) -> None:
+        """The start must end with the exit code and one line."""
         codes = self._codes()
-        assert codes == [MISTAKE] * len(codes), f"exit codes {codes}: {self._logs()}"
+        assert codes == [code] * len(codes), f"exit codes {codes}, not {code}: {self._logs()}"
         for process in self._processes.running:
             errors = re.findall(r"^error: .*", self._log(process), re.MULTILINE)
             assert len(errors) == 1, self._log(process)
@@ -463,6 +563,8 @@ class Run:
         self._check_start()
         assert self._checked, self._log()
         self._check_checkpoints()
+        targets = list(self._workdir.glob("elsewhere/*"))
+        assert all(any(target.iterdir()) for target in targets), f"what a link led to is gone: {targets}"
         assert self.plan.layout.steps in self._known, f"no checkpoint of the last step: {list(self._known)}"
         self._check_metrics(until=self.plan.layout.steps)
         records.check_journal(self._workdir, self._whole, deleted=self._deleted_entries)

@@ -1,7 +1,7 @@
 """Which faults strike a run, and when: all of it follows from a seed and the run's number."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 
 KEEP = 3  # Checkpoints.
@@ -77,14 +77,29 @@ DAMAGES = (
     "all checkpoints damaged",
     "flipped bit in metrics.jsonl",
     "flipped bit in config.json",
+    "symlinked step",
 )
+# They need not be damage: modes and read errors.
+UNREADABLE_BY_MODE = ("unreadable file", "unreadable manifests")
+UNREADABLE_BY_ERROR = ("EIO while reading", "ESTALE while opening")
+UNREADABLE = (*UNREADABLE_BY_MODE, *UNREADABLE_BY_ERROR)
+INDEX = "truncated packing index"
+CONFIGS = "processes of different configs"
 HARMLESS = ("flipped bit in journal.jsonl", "leftover of a save", "empty step folder", "leftover of a removal")
+# Dealt before the others, so that the 40 faults of CI have each of them.
+FIRST = {
+    "one": ("unreadable file", "EIO while reading", INDEX),
+    "two": ("unreadable manifests", "ESTALE while opening", CONFIGS),
+    "nan": ("symlinked step",),
+}
+# After these strikes the run is going on, and nothing is damaged under its feet.
+RUNNING = ("SIGSTOP", "SIGSTOP, continued later")
 FULL = ("disk full, then free", "disk full")
 RUNS = ("one", "two", "disk", "nan", "one", "two")  # In turns.
 
 
-def plan(seed: int, number: int) -> Plan:
-    """Return the plan of a run."""
+def plan(seed: int, number: int, without: Collection[str] = ()) -> Plan:
+    """Return the plan of a run, without the faults that cannot be made on this machine."""
     kind, turn = RUNS[number % len(RUNS)], number // len(RUNS)
     random = Random(f"{seed} {number}")
     seen = turn * RUNS.count(kind) + RUNS[: number % len(RUNS)].count(kind)  # Runs of this kind before.
@@ -95,29 +110,34 @@ def plan(seed: int, number: int) -> Plan:
         episodes = [Episode(strike, "step", step) for strike, step in zip(strikes, _steps(ONE, 3, random), strict=True)]
         return Plan(name, ONE, f"{seed} {number}", tuple(episodes), small_disk=lies)
     layout, strikes, damages, count = {
-        "one": (ONE, STRIKES_OF_ONE, DAMAGES, 4),
-        "two": (TWO, STRIKES_OF_TWO, DAMAGES, 3),
-        "nan": (ONE, ("SIGTERM", "SIGKILL"), HARMLESS, 3),
+        "one": (ONE, STRIKES_OF_ONE, (*DAMAGES, *UNREADABLE, INDEX), 4),
+        "two": (TWO, STRIKES_OF_TWO, (*DAMAGES, *UNREADABLE, INDEX, CONFIGS), 3),
+        "nan": (ONE, ("SIGTERM", "SIGKILL"), (*HARMLESS, "symlinked step"), 3),
     }[kind]
+    dealt = _dealt(strikes, seed, f"{kind} strikes", 0, (seen + 1) * count)
+    earlier, now = dealt[: seen * count], dealt[seen * count :]
+    damaged = [strike not in RUNNING for strike in earlier].count(True)
+    deck = [damage for damage in damages if damage not in without]
+    first = [damage for damage in FIRST[kind] if damage not in without]
+    damage = iter(_dealt(deck, seed, f"{kind} damages", damaged, count, first))
     parts = zip(
-        _dealt(strikes, seed, f"{kind} strikes", seen * count, count),
+        now,
         _dealt(MOMENTS, seed, f"{kind} moments", seen * count, count),
-        _dealt(damages, seed, f"{kind} damages", seen * count, count),
         _steps(layout, count, random),
         strict=True,
     )
     episodes = [
-        # A frozen process alone goes on; nothing is damaged under its feet.
-        Episode(strike, moment, step, None if strike == "SIGSTOP" else damage)
-        for strike, moment, damage, step in parts
+        Episode(strike, moment, step, None if strike in RUNNING else next(damage)) for strike, moment, step in parts
     ]
     nan, stretches = _bad_batches(seed, seen % 2) if kind == "nan" else ((), 0)
     return Plan(name, layout, f"{seed} {number}", tuple(episodes), nan, stretches)
 
 
-def _dealt(cards: Sequence[str], seed: int, name: str, start: int, count: int) -> list[str]:
-    """Return cards of a shuffled deck that is dealt again and again: each comes equally often."""
-    deck = Random(f"{seed} {name}").sample(cards, len(cards))
+def _dealt(cards: Sequence[str], seed: int, name: str, start: int, count: int, first: Sequence[str] = ()) -> list[str]:
+    """Return cards of a shuffled deck that is dealt again and again: each comes equally often, `first` on top."""
+    random = Random(f"{seed} {name}")
+    rest = [card for card in cards if card not in first]
+    deck = [*random.sample(first, len(first)), *random.sample(rest, len(rest))]
     return [deck[i % len(deck)] for i in range(start, start + count)]
 
 

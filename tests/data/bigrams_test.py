@@ -125,6 +125,13 @@ def test_what_is_no_store_is_not_counted(tmp_path):
         (lambda raw: raw[8:], "not a file of bigrams"),
         (lambda raw: b"", "not a file of bigrams"),
         (lambda raw: b'{"format": 1}\n', "not a file of bigrams"),
+        (lambda raw: b"[" * 100_000 + b"\n", "not a file of bigrams"),
+        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrems": '), "the header is damaged: the text: no 'bigrams'"),
+        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrams":-'), "the header is damaged: bigrams: not a count"),
+        (
+            lambda raw: raw.replace(b'"tokenizer": {', b'"tokenized": {'),
+            "the header is damaged: the text: no 'tokenizer'",
+        ),
     ],
 )
 def test_a_file_that_is_not_whole_is_refused(tmp_path, damage, message):

@@ -35,6 +35,8 @@ def loader_on(mesh, seed=1, rows=ROWS, signature=None):
         prefetch_batches=2,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature=signature or {},
+        vocab_size=2**31,
+        where=str,
     )
 
 
@@ -128,7 +130,7 @@ def test_any_number_of_hosts_loads_the_same_batches_and_continues_another(mixed,
 
 def test_segments_and_positions_reach_the_batch(mesh_of, mixed):
     sharding = jax.NamedSharding(mesh_of(fsdp=4), Layout().act_BT)
-    loader = Loader(mixed, rows=ROWS, prefetch_batches=1, sharding=sharding, signature={})
+    loader = Loader(mixed, rows=ROWS, prefetch_batches=1, sharding=sharding, signature={}, vocab_size=2**31, where=str)
     batch = next(loader)
     for row in range(ROWS):
         for name, array in mixed[row].items():
@@ -149,7 +151,7 @@ def test_a_state_of_other_data_is_refused_with_every_difference(mesh_of):
 
 def test_ordered_batches_mask_their_filler(mesh_of):
     sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
-    options = {"rows": ROWS, "sharding": sharding}
+    options = {"rows": ROWS, "sharding": sharding, "vocab_size": 2**31}
     batches = list(ordered_batches(rows_of(STORE), limit_tokens=10**9, **options))
     mask = np.concatenate([np.asarray(b.loss_mask_BT) for b in batches])
     targets = np.concatenate([np.asarray(b.targets_BT) for b in batches])

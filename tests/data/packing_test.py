@@ -1,7 +1,14 @@
+import hashlib
+import io
 import itertools
+import resource
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,18 +175,90 @@ def test_an_index_is_built_once_for_each_content(tmp_path, monkeypatch):
     rows_of(store, 9, "best_fit", tmp_path / "new" / "cache")
     rows_of(store_of([5, 3, 4, 8]), 8, "best_fit", tmp_path / "new" / "cache")
     assert len(built) == 3
-    assert sorted(p.suffix for p in (tmp_path / "new" / "cache").iterdir()) == [".npy"] * 3
+    assert sorted(p.suffix for p in (tmp_path / "new" / "cache").iterdir()) == [".index"] * 3
 
 
-def test_a_crash_while_writing_leaves_no_index(tmp_path, monkeypatch):
-    def save(file, array):
-        file.write(b"half an index")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(packing.np, "save", save)
-    with pytest.raises(UserError, match=r"data\.cache_path: .* \(No space left on device\); name another folder"):
-        rows_of(store_of([5, 3]), 8, "best_fit", tmp_path)
+def test_a_crash_while_writing_leaves_no_index(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"data\.cache_path: .* \(File too large\); name another folder"):
+            rows_of(store_of([5, 3]), 8, "best_fit", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+def flipped(data):
+    return data[:40] + bytes([data[40] ^ 1]) + data[41:]
+
+
+def as_before(data):
+    """Write the same numbers as difftx 0.1 did, without a checksum."""
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(data[16:], np.int64))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damage", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b"", lambda d: d + bytes(8), as_before]
+)
+def test_a_damaged_index_is_built_again_and_said(tmp_path, capsys, damage):
+    store = store_of([5, 3, 4, 9, 2, 7, 1])
+    sound = rows_of(store, 8, "best_fit", tmp_path)
+    [path] = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes(damage(content))
+    assert capsys.readouterr().out == ""
+    healed = rows_of(store, 8, "best_fit", tmp_path)
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}: damaged")
+    assert out.count("\n") == 1
+    assert path.read_bytes() == content
+    for index in range(len(sound)):
+        for name, array in sound[index].items():
+            np.testing.assert_array_equal(healed[index][name], array)
+    rows_of(store, 8, "best_fit", tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+SHARED = """
+import hashlib, sys, time
+from pathlib import Path
+import numpy as np
+from difftx.data.packing import cached_best_fit
+
+folder, number = Path(sys.argv[1]), sys.argv[2]
+offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 600, 200_000))])
+(folder / f"ready{number}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+index = cached_best_fit(offsets, 512, folder / "cache")
+print(hashlib.sha256(np.concatenate([index.first, index.starts, index.lengths])).hexdigest())
+"""
+
+
+def test_processes_that_build_the_same_index_get_the_same_one(tmp_path):
+    """A damaged file is there, so that all of them write."""
+    offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 600, 200_000))])
+    packing.cached_best_fit(offsets, 512, tmp_path / "cache")
+    [path] = (tmp_path / "cache").iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content[:-8])
+    commands = [[sys.executable, "-c", SHARED, str(tmp_path), str(number)] for number in range(4)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    while len(list(tmp_path.glob("ready*"))) < len(processes):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    expected = best_fit(offsets, 512)
+    parts = np.concatenate([expected.first, expected.starts, expected.lengths])
+    assert {lines[-1] for lines in outputs} == {hashlib.sha256(parts).hexdigest()}
+    assert any("damaged" in lines[0] for lines in outputs)
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == [path.name]
+    assert path.read_bytes() == content
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -290,8 +291,10 @@ def bad_inputs(folder):
         file.write(b'{"text": "a"}\n' * 100)
     (folder / "cut.jsonl.gz").write_bytes((folder / "cut.jsonl.gz").read_bytes()[:-9])
     yield [f"--input={folder}/cut.jsonl.gz"], "cut.jsonl.gz: the compressed file is truncated"
-    (folder / "one.txt").write_text("one")
-    yield [f"--input={folder}/one.txt"], "1 different documents, and none is left to train on"
+    (folder / "one.txt").write_text("1")
+    yield [f"--input={folder}/one.txt"], "one.txt: too short to hold some out; give more, or --valid_fraction=0"
+    (folder / "one.jsonl").write_text('{"text": "one"}')
+    yield [f"--input={folder}/one.jsonl"], "1 different documents, and none is left to train on"
     (folder / "gap.jsonl").write_text('{"text": ""}\n\n')
     yield [f"--input={folder}/gap.jsonl"], "the input has no documents"
     yield [f"--input={folder}"], "lies in the input"
@@ -311,12 +314,11 @@ def test_an_unfinished_run_of_something_else_is_refused(corpus, tmp_path):
     source.write_text('{"text": "a"}\n{"text": \n')
     out = tmp_path / "store"
     refused(out, f"--input={source}")
-    assert "valid_fraction (0.01, now 0.5)" in refused(out, f"--input={source}", "--valid_fraction=0.5")
-    source.write_text('{"text": "a"}\n{"text": "b"}\n')
-    message = refused(out, f"--input={source}")
-    assert f"{source}: the input file has changed since the unfinished run" in message
-    assert f"delete {out}" in message
+    message = refused(out, f"--input={source}", "--text_field=content")
+    assert "text_field ('text', now 'content'): differs from the unfinished run" in message
+    assert f"choose another --out, or delete {out}" in message
     shutil.rmtree(out)
+    source.write_text('{"text": "a"}\n{"text": "b"}\n')
     with_lock = out / ".prepare"
     with_lock.mkdir(parents=True)
     with (with_lock / "lock").open("w") as lock:
@@ -335,7 +337,11 @@ def test_a_full_disk_is_said_and_room_lets_it_go_on(flags, reference, tmp_path):
     if os.geteuid() or not shutil.which("mount") or subprocess.run(options, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        assert "No space left on device; make room and run the same command again" in refused(disk / "store", *flags)
+        result = prepare(f"--out={disk / 'store'}", *flags)
+        assert result.returncode == 1
+        assert re.fullmatch(
+            "error: .*No space left on device; make room, then run the same command again\n", result.stderr
+        )
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
         prepared(disk / "store", *flags)
         assert tree(disk / "store") == tree(reference[0])

@@ -80,7 +80,15 @@ def test_every_setting_that_changes_the_examples_changes_the_signature(data_of, 
 
     def loader_of(sources):
         sharding = jax.NamedSharding(mesh_of(), Layout().act_BT)
-        return Loader(sources.examples, rows=4, prefetch_batches=1, sharding=sharding, signature=sources.signature)
+        return Loader(
+            sources.examples,
+            rows=4,
+            prefetch_batches=1,
+            sharding=sharding,
+            signature=sources.signature,
+            vocab_size=264,
+            where=sources.where,
+        )
 
     state = loader_of(load_sources(data_of(), ENCODING)).state()
     changes = {

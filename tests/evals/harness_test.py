@@ -15,6 +15,7 @@ from flax import nnx
 from difftx import evals
 from difftx.config.build import override
 from difftx.errors import UserError
+from difftx.evals.harness import PAPER_METRICS, averages
 from difftx.evals.harness_data import data_files, splits
 from difftx.training.run import Run
 from difftx.training.state import graph, init_state
@@ -140,11 +141,21 @@ def evaluated(config, workdir, params=random_params):
     return evals.evaluate(run, params(run), 3, ["harness"])["harness"]
 
 
+# Rows as they must be.
+ROWS = {
+    "piqa": {"query": "Question: a\nAnswer:", "choices": ["b", "c"], "gold": 0},
+    "boolq": {"query": "a\nQuestion: b?", "choices": ["no", "yes"], "gold": 0},
+    "hellaswag": {"query": "a: b", "choices": ["c", "d", "e", "f"], "gold": 0},
+    "openbookqa": {"query": "a", "choices": ["c", "d", "e", "f"], "gold": 0},
+    "winogrande": {"context_options": ["a b", "a c"], "continuation": "left.", "gold": 0},
+}
+
+
 def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     run = Run.open(config_of(folder), tmp_path)
     for check in (lambda: evals.check_run(run, ["harness"]), lambda: evals.evaluate(run, None, 3, ["harness"])):
-        with pytest.raises(UserError, match=r"lm_eval is not installed: pip install 'difftx\[eval\]'"):
+        with pytest.raises(UserError, match=r"lm_eval is not installed: \S+ -m pip install -e '\S+\[eval\]'"):
             check()
 
 
@@ -159,6 +170,20 @@ def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypat
         ("piqa", [{"query": "", "choices": ["b"], "gold": 0}], "line 1: query='' must be text, and not empty"),
         ("piqa", [{"quary": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'query'. Did you mean 'quary'"),
         ("winogrande", [{"query": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'context_options'"),
+        ("piqa", [ROWS["piqa"], {"query": "a", "choices": ["b", "c"], "gold": 0}],
+         r"piqa_val.jsonl: line 2: query='a' has not the form of the task, 'Question: …\\nAnswer:'; write the"),
+        ("piqa", [ROWS["piqa"] | {"choices": ["b", "c", "d"]}], "line 1: choices has 3 texts, and the task 2"),
+        ("piqa", [ROWS["piqa"] | {"query": "Question: a {b}?"}], r"query='Question: a {b}\?' has not the form"),
+        ("boolq", [ROWS["boolq"] | {"choices": ["yes", "no"]}], r"line 1: choices must be \['no', 'yes'\]"),
+        ("boolq", [ROWS["boolq"] | {"query": "is it so?"}], "query='is it so.' has not the form of the task"),
+        ("hellaswag", [ROWS["hellaswag"] | {"query": "no activity"}], "has not the form of the task, 'activity: con"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c [step] d", "e"]}], "'c .step. d' has a mark in"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c"]}], "choices has 3 texts, and the task 4"),
+        ("openbookqa", [ROWS["piqa"] | {"choices": ["b"] * 4}], "has not the form of the task, 'the question alone'"),
+        ("arc_easy", [ROWS["openbookqa"]], "query='a' has not the form of the task"),
+        ("arc_challenge", [ROWS["piqa"] | {"choices": ["b"] * 6}], "choices has 6 texts, and the task 2 to 5"),
+        ("winogrande", [ROWS["winogrande"] | {"continuation": " left."}], "continuation=' left.' has not the form"),
+        ("winogrande", [ROWS["winogrande"] | {"context_options": ["a"]}], "context_options has 1 texts, and the task"),
         ("piqa", [], "the file has no questions"),
     ],
 )  # fmt: skip
@@ -170,7 +195,7 @@ def test_mistakes_in_files_name_file_and_line(tmp_path, task, records, message):
 
 
 def test_examples_need_a_file_of_enough(folder, tmp_path):
-    write(tmp_path / "piqa_val.jsonl", [{"query": "a", "choices": ["b"], "gold": 0}])
+    write(tmp_path / "piqa_val.jsonl", [ROWS["piqa"]])
     with pytest.raises(
         UserError, match=r"no piqa_train.jsonl there, plain or compressed. Did you mean 'piqa_val.jsonl'"
     ):
@@ -320,9 +345,34 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
         means["acc_norm"].append(np.mean(right["acc" if task in NO_NORM else "acc_norm"]))
     assert result.numbers["average_acc"] == pytest.approx(np.mean(means["acc"]))
     assert result.numbers["average_acc_norm"] == pytest.approx(np.mean(means["acc_norm"]))
+    paper = [result.numbers[f"{task}_{'acc_norm' if task == 'hellaswag' else 'acc'}"] for task in LOCAL]
+    assert result.numbers["average_paper"] == pytest.approx(np.mean(paper))
     assert result.details["truncated_requests"] == sum(len(a + b) > WINDOW + 1 for a, b in texts) > 5
     assert result.details["questions"] == dict.fromkeys(LOCAL, 11)
     assert not (tmp_path / "evals" / "harness" / "3.items.jsonl").exists()
+
+
+def test_the_papers_average_is_that_of_openllamas_published_metrics():
+    """Table 1's row of OpenLLaMA-3B-v2 against OpenLLaMA's README, whose numbers have two decimals."""
+    paper = {"arc_challenge": 33.9, "arc_easy": 67.6, "boolq": 65.7, "hellaswag": 70.0, "openbookqa": 26.0,
+             "piqa": 76.7, "winogrande": 62.9}  # fmt: skip
+    published = {
+        "arc_challenge": {"acc": 0.34, "acc_norm": 0.36},
+        "arc_easy": {"acc": 0.68, "acc_norm": 0.63},
+        "boolq": {"acc": 0.66},
+        "hellaswag": {"acc": 0.52, "acc_norm": 0.70},
+        "openbookqa": {"acc": 0.26, "acc_norm": 0.38},
+        "piqa": {"acc": 0.77, "acc_norm": 0.78},
+        "winogrande": {"acc": 0.63},
+    }
+    for task, metric in PAPER_METRICS.items():
+        assert published[task][metric] == round(paper[task] / 100, 2)
+    numbers = averages(published | {"lambada": {"acc": 0.0}})
+    assert numbers["average_paper"] == pytest.approx(0.575, abs=0.005)
+    assert numbers["average_paper"] - averages(published)["average_acc"] > 0.02
+    assert averages(published)["average_acc_norm"] - numbers["average_paper"] > 0.01
+    del published["piqa"]
+    assert "average_paper" not in averages(published)
 
 
 OWN_TASKS = """

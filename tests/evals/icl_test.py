@@ -15,6 +15,7 @@ from difftx import evals
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
+from difftx.evals.icl import first_stable
 from difftx.evals.icl_prompts import IclTask
 from difftx.training.run import Run
 
@@ -106,7 +107,7 @@ def test_prompts_are_whole_and_as_many_as_fit(folder, seed, window):
         if item.shots == task.most_shots < 200:
             left = {f"Question: {t}\nType: {label}\n\n" for t, label in known - set(demonstrations)}
             assert longest + max(map(len, left)) > window
-        if item.order == "alternating":
+        if "alternating" in item.orders:
             check_alternation([label for _, label in demonstrations])
     sets = [by_shots[count] for count in sorted(by_shots)]
     assert all(few < many for few, many in itertools.pairwise(sets))
@@ -141,7 +142,7 @@ def test_permutations_differ_and_are_the_same_again(folder):
     assert len(orders) == len({tuple(order) for order in orders.values()}) == 12
     assert orders == {item.id: read(again.prompts(item)[0])[0] for item in again.items}
     (other,) = loaded(config_of(folder, shots=10, permutations=6, seed=1))
-    assert set(orders["trec/random/10/0"]) != set(read(other.prompts(other.items[0])[0])[0])
+    assert set(orders["trec/10/0"]) != set(read(other.prompts(other.items[0])[0])[0])
 
 
 class Chooser:
@@ -181,7 +182,7 @@ def test_an_oracle_scores_1_and_a_uniform_answer_chance(folder, tmp_path, monkey
     assert result.details["tasks"]["fine"]["labels"] > 12
 
     rng = np.random.default_rng(0)
-    config = config_of(folder, permutations=40, questions=60, shots=1)
+    config = config_of(folder, permutations=40, questions=60, shots=10)
     Chooser(monkeypatch, lambda seen, question, names: rng.choice(names))
     result = evaluated(config, tmp_path / "uniform")
     for order in ("random", "alternating"):  # 2,400 answers each.
@@ -197,11 +198,13 @@ def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
     share = collections.Counter(fine_of(read(p)[1]) for p in task.prompts(task.items[0]))
     expected = collections.defaultdict(list)
     for item in task.items:
-        expected[item.order, item.shots].append(share[read(task.prompts(item)[0])[0][0][1]] / 50)
+        for order in item.orders:
+            expected[order, item.shots].append(share[read(task.prompts(item)[0])[0][0][1]] / 50)
     most = task.most_shots
     assert sorted({shots for _, shots in expected}) == [1, 12, most]
     curves, permutations = result.charts
-    for order, curve, line in zip(("random", "alternating"), curves.series, permutations.series, strict=True):
+    assert len(curves.series) == 4
+    for order, curve, line in zip(("random", "alternating"), curves.series[:2], permutations.series, strict=True):
         values = [expected[order, shots] for shots in (1, 12, most)]
         assert (curve.name, curve.x) == (order, [1, 12, most])
         assert curve.y == pytest.approx([np.mean(v) for v in values])
@@ -209,6 +212,79 @@ def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
         assert line.y == values[2]
         assert result.numbers[f"trec_{order}_margin"] == max(values[2]) - min(values[2]) > 0
         assert result.numbers[f"trec_{order}_accuracy"] == pytest.approx(np.mean(values[2]))
+
+
+@pytest.mark.parametrize("order", ["random", "alternating"])
+@pytest.mark.parametrize("shots", [1, 2, 3, 4])
+def test_few_demonstrations_have_each_permutation_once(folder, order, shots):
+    """With room for all of them, against all permutations, of which the alternating ones are picked by their labels."""
+    (task,) = loaded(config_of(folder, shots=shots, permutations=24, orders=order))
+    found = [tuple(read(task.prompts(item)[0])[0]) for item in task.items]
+    expected = set(itertools.permutations(found[0]))
+    if order == "alternating":
+        expected = {demonstrations for demonstrations in expected if alternates([label for _, label in demonstrations])}
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    (fewer,) = loaded(config_of(folder, shots=shots, permutations=2, orders=order))
+    assert len({item.permutation for item in fewer.items}) == len(fewer.items) == min(2, len(expected))
+
+
+def alternates(labels):
+    try:
+        check_alternation(labels)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_no_prompt_is_scored_twice(folder, tmp_path, monkeypatch):
+    chooser = Chooser(monkeypatch, lambda seen, question, names: seen[0][1])
+    config = config_of(folder, permutations=10, questions=20, shots="1,2,3,12")
+    result = evaluated(config, tmp_path)
+    details = result.details["tasks"]["trec"]
+    (task,) = loaded(config)
+    prompts = {bytes(p.context + p.question) for item in task.items for p in task.prompts(item)}
+    assert chooser.prompts == details["prompts"] == len(prompts)
+    counts = {(c["order"], c["shots"]): c["permutations"] for c in details["accuracy_of_each_permutation"]}
+    assert [counts["random", shots] for shots in (1, 2, 3, 12)] == [1, 2, 6, 10]
+    assert counts["alternating", 1] == 1
+    assert all(len(c["accuracy"]) == c["permutations"] for c in details["accuracy_of_each_permutation"])
+
+
+def test_accuracy_once_stable_is_averaged(folder, tmp_path, monkeypatch):
+    """A model that is right about more questions the more demonstrations it sees, up to eight."""
+    right = {1: 0, 2: 20, 4: 40, 8: 42, 12: 41}  # Of 50.
+    config = config_of(folder, permutations=2, questions=50, shots="1,2,4,8,12")
+    (task,) = loaded(config)
+    ranks = {read(p)[1]: rank for rank, p in enumerate(task.prompts(task.items[0]))}
+
+    def choose(seen, question, names):
+        label = fine_of(question)
+        return label if ranks[question] < right[len(seen)] else next(name for name in names if name != label)
+
+    Chooser(monkeypatch, choose)
+    result = evaluated(config, tmp_path)
+    for order in ("random", "alternating"):
+        assert result.numbers[f"trec_{order}_stable_shots"] == 4
+        assert result.numbers[f"trec_{order}_stable_accuracy"] == pytest.approx((40 + 42 + 41) / 150)
+        [line] = [series for series in result.charts[0].series if series.name == f"{order}, average once stable"]
+        assert (line.x, line.y) == ([4, 8, 12], [pytest.approx(0.82)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("means", "start"),
+    [
+        ([0.3], 0),
+        ([0.3, 0.5], 1),
+        ([0.5, 0.55], 0),  # As far apart as they may be.
+        ([0.5, 0.56], 1),
+        ([0.5, 0.54, 0.58], 1),  # Each is near the next, and the first not near the last.
+        ([0.6, 0.2, 0.6, 0.61], 2),
+        ([0.6, 0.6, 0.9], 2),  # Still rising at the end.
+    ],
+)
+def test_stable_is_within_a_twentieth_from_there_on(means, start):
+    assert first_stable(means) == start
 
 
 class Killed(BaseException):

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import threading
+import time
 import types
 
 import pytest
@@ -212,6 +213,118 @@ def test_a_wait_that_the_endpoint_asks_for_is_kept_or_refused(tmp_path):
     with ChatServer(behave) as server, pytest.raises(RunError, match="asks to wait 3600 s, longer than"):
         accurate(judge_of(server, tmp_path / "long"))
     assert len(server.asked) <= 4
+
+
+@pytest.mark.parametrize("part", ["header", "body", "unsized_body"])
+def test_an_endpoint_that_drips_is_left_after_the_timeout(tmp_path, part):
+    with ChatServer(lambda number, prompt: {"drip": part}) as server:
+        began = time.monotonic()
+        with pytest.raises(RunError, match=r"attempts=1 failed, the last: no complete answer within 0\.5 s"):
+            accurate(judge_of(server, tmp_path, attempts=1, timeout_seconds=0.5), CASES[:1])
+        assert 0.5 <= time.monotonic() - began < 10
+        assert server.reached.wait(10)  # The connection is closed, too.
+    assert server.dripped > 1
+
+
+def test_a_response_without_end_is_not_read(tmp_path):
+    with ChatServer(lambda number, prompt: {"drip": "flood"}) as server:
+        with pytest.raises(RunError, match="attempts=1 failed, the last: the response has more than 8 MiB"):
+            accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
+        assert server.reached.wait(10)
+    assert server.dripped < 32 * 2**20  # What fits the buffers of sockets may be under way.
+
+
+@pytest.mark.parametrize(
+    ("wait", "refused"),
+    [
+        ("Fri, 01 Jan 999999 00:00:00 GMT", False),
+        ("-7", False),
+        ("nan", False),
+        ("inf", False),
+        ("9" * 5000, False),
+        ("9" * 400, True),
+        ("Fri, 01 Jan 9999 00:00:00 GMT", True),
+    ],
+)
+def test_absurd_waits_are_passed_over_or_refused(tmp_path, wait, refused):
+    def behave(number, prompt):
+        return {"status": 429, "headers": {"Retry-After": wait}} if number == 0 else None
+
+    with ChatServer(behave) as server:
+        if refused:
+            with pytest.raises(RunError, match=r"asks to wait \d+ s, longer than"):
+                accurate(judge_of(server, tmp_path), CASES[:1])
+        else:
+            assert accurate(judge_of(server, tmp_path), CASES[:1]) == EXPECTED[:1]
+            assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("shown", [KEY[:12], KEY[5:], f"{KEY[:9]}****{KEY[-7:]}", f"{KEY}{KEY[:6]}", KEY[:-1] + "!"])
+@pytest.mark.parametrize("status", [404, 503, 200])
+def test_parts_of_the_key_are_masked_in_messages(tmp_path, shown, status):
+    how = {"status": status, "reply": {"error": {"message": f"wrong key {shown}, {'x' * 99} {shown}"}}}
+    masked = pytest.raises((UserError, RunError), match=r"wrong key \(key\)")
+    with ChatServer(lambda number, prompt: how) as server, masked as error:
+        accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
+    text = str(error.value)
+    assert not any(KEY[at : at + 6] in text for at in range(len(KEY) - 5))
+
+
+def test_control_characters_of_an_endpoint_are_escaped(tmp_path):
+    hostile = "\x1b]0;title\x07 \x9b31m \x7f \u202e"
+    for status in (404, 503):
+        how = {"status": status, "reply": {"error": {"message": hostile}}}
+        with ChatServer(lambda *_, how=how: how) as server, pytest.raises((UserError, RunError)) as error:
+            accurate(judge_of(server, tmp_path, attempts=1), CASES[:1])
+        assert r"\x1b]0;title\x07 \x9b31m \x7f \u202e" in str(error.value)
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://judge.example/v1",
+        "http://169.254.169.254/v1",
+        "http://10.0.0.1/v1",
+        "http://127.0.0.1.example/v1",
+        "http://localhost.example/v1",
+        "http://0.0.0.0/v1",
+        "http://[fe80::1]/v1",
+        "http://127.1/v1",
+    ],
+)
+def test_a_key_leaves_the_machine_over_https_alone(url):
+    with pytest.raises(UserError, match=r"eval.judge.base_url=http://.*: a key is sent over https, or over http"):
+        ChatEndpoint(dataclasses.replace(CONFIG.judge, base_url=url))
+    ChatEndpoint(dataclasses.replace(CONFIG.judge, base_url=url, key_variable=None))
+    ChatEndpoint(dataclasses.replace(CONFIG.judge, base_url=url.replace("http", "https")))
+
+
+@pytest.mark.parametrize("url", ["http://localhost:1/v1", "http://127.3.2.1/v1", "http://[::1]:8/v1"])
+def test_a_key_may_be_sent_within_this_machine(url):
+    ChatEndpoint(dataclasses.replace(CONFIG.judge, base_url=url))
+
+
+def test_a_proxy_does_not_see_a_request_within_this_machine(tmp_path, monkeypatch):
+    with ChatServer() as server, ChatServer() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert accurate(judge_of(server, tmp_path), CASES[:2]) == EXPECTED[:2]
+        assert (len(server.asked), len(proxy.asked)) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["HOME", "DATABASE_URL", "AWS_SESSION", "KEYS", "MY_KEY_FILE", "PASSWORD"])
+def test_only_a_variable_named_as_a_key_is_sent(monkeypatch, name):
+    monkeypatch.setenv(name, KEY)
+    with pytest.raises(UserError, match=rf"eval.judge.key_variable='{name}': only a variable whose name ends in _KEY"):
+        ChatEndpoint(dataclasses.replace(CONFIG.judge, key_variable=name))
+
+
+def test_a_redirect_is_not_followed_with_the_key(tmp_path):
+    with ChatServer() as other:
+        how = {"status": 307, "headers": {"Location": f"{other.url}/chat/completions"}}
+        with ChatServer(lambda number, prompt: how) as server, pytest.raises(UserError, match="HTTP 307"):
+            accurate(judge_of(server, tmp_path), CASES[:1])
+        assert not other.asked
 
 
 @pytest.mark.parametrize(

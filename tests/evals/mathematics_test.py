@@ -209,7 +209,7 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
 
 def test_without_math_verify_a_line_says_what_to_install(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match=r"math_verify is not installed: pip install 'difftx\[eval\]'"):
+    with pytest.raises(UserError, match=r"math_verify is not installed: \S+ -m pip install -e '\S+\[eval\]'"):
         evals.check_run(Run.open(config_of(folder), tmp_path), ["math"])
 
 

@@ -16,7 +16,7 @@ from difftx.config.recipes import load_config
 from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.haystack import TOLERANCE
-from difftx.evals.needle import share_found
+from difftx.evals.needle import lwm_share_found, share_found
 from difftx.evals.needle_prompts import NeedlePrompts
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
@@ -171,9 +171,8 @@ def test_an_oracle_scores_1_and_a_uniform_answer_chance(long, texts, tmp_path, m
     Reader(monkeypatch, lambda text, numbers, cities: " and ".join(numbers[city] for city in cities))
     result = evaluated(long, texts, tmp_path / "oracle", **sizes, samples=4)
     assert set(result.numbers.values()) == {1.0}
-    assert result.numbers.keys() == {"accuracy"} | {
-        f"{case}_{length}" for case in ("n1_r1", "n4_r2", "n8_r1") for length in (1024, 4096)
-    }
+    names = {"accuracy"} | {f"{case}_{length}" for case in ("n1_r1", "n4_r2", "n8_r1") for length in (1024, 4096)}
+    assert result.numbers.keys() == names | {f"{name}_lwm" for name in names}
     assert {value for chart in result.charts for row in chart.values for value in row} == {1.0}
 
     rng = np.random.default_rng(0)
@@ -197,22 +196,30 @@ def test_the_heatmap_has_depths_and_lengths_where_they_belong(long, texts, tmp_p
     assert (chart.x, chart.y) == (["1,500", "4,096"], ["0 %", "25 %", "50 %", "75 %", "100 %", "mean"])
     assert chart.values == [[1, 0], [1, 0], [0, 0], [0, 0], [0, 0], [0.4, 0]]
     assert (table.y, table.values) == (["N=2, R=1"], [[0.4, 0]])
-    assert result.numbers == {"accuracy": 0.2, "n2_r1_1500": 0.4, "n2_r1_4096": 0}
+    expected = {"accuracy": 0.2, "n2_r1_1500": 0.4, "n2_r1_4096": 0}
+    assert result.numbers == expected | {f"{name}_lwm": value for name, value in expected.items()}
+
+
+def test_lwm_takes_a_number_within_a_longer_one(long, texts, tmp_path, monkeypatch):
+    Reader(monkeypatch, lambda text, numbers, cities: f"{numbers[cities[0]]}0")
+    result = evaluated(long, texts, tmp_path, cases=cases_of((2, 1)), lengths="1024", samples=3)
+    assert result.numbers == {"accuracy": 0, "n2_r1_1024": 0, "accuracy_lwm": 1, "n2_r1_1024_lwm": 1}
 
 
 @pytest.mark.parametrize(
-    ("text", "share"),
+    ("text", "share", "lwm_share"),
     [
-        (" 1234567 and 7654321.", 1),
-        ("1234567", 0.5),
-        ("12345678, 87654321", 0),
-        ("", 0),
-        ("7654321\n1234567", 1),
-        ("1,234,567", 0),
+        (" 1234567 and 7654321.", 1, 1),
+        ("1234567", 0.5, 0.5),
+        ("12345678, 87654321", 0, 1),
+        ("", 0, 0),
+        ("7654321\n1234567", 1, 1),
+        ("1,234,567", 0, 0),
     ],
 )
-def test_a_number_counts_if_it_stands_alone(text, share):
+def test_a_number_counts_if_it_stands_alone_and_for_lwm_anywhere(text, share, lwm_share):
     assert share_found(text, ["1234567", "7654321"]) == share
+    assert lwm_share_found(text, ["1234567", "7654321"]) == lwm_share
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 def evaluation_of(path):
-    journal = Journal(path, "s")
+    journal = Journal(path, "s", None)
     return types.SimpleNamespace(
         journal=journal, work=Work(enabled=False), lm=None, run=types.SimpleNamespace(microbatch_rows=2)
     )

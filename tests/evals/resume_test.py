@@ -23,7 +23,7 @@ class Killed(BaseException):
 ITEMS = [Item(f"item {i}") for i in range(150)]
 
 
-def run(path, asked, *, settings="s", items=ITEMS, kill_after=None, answer=lambda item: {"of": item.id}):
+def run(path, asked, *, settings="s", weights="a/5", items=ITEMS, kill_after=None, answer=lambda item: {"of": item.id}):
     """Evaluate as a suite does; note what is asked, and die before a batch."""
 
     def answer_batch(batch):
@@ -32,7 +32,7 @@ def run(path, asked, *, settings="s", items=ITEMS, kill_after=None, answer=lambd
         asked.extend(item.id for item in batch)
         return [answer(item) for item in batch]
 
-    journal = path and Journal(path, settings)
+    journal = path and Journal(path, settings, weights)
     evaluation = types.SimpleNamespace(journal=journal, work=Work(enabled=False))
     return list(resumable(evaluation, items, answer_batch, what="items", batch_items=7))
 
@@ -68,13 +68,21 @@ def test_half_lines_are_passed_over_and_new_ones_stand_alone(tmp_path):
         assert [json.loads(line).get("id") for line in again[1:] if "item" in line] == [item.id for item in ITEMS]
 
 
-def test_other_settings_begin_anew(tmp_path):
+def test_other_settings_or_weights_begin_anew(tmp_path):
     path = tmp_path / "5.items.jsonl"
     run(path, [])
-    for settings, content in (("t", path.read_bytes()), ("s", b""), ("s", b"{}\n"), ("s", b"nonsense")):
+    whole = path.read_bytes()
+    for head, content in (
+        ({"settings": "t"}, whole),
+        ({"weights": "b/5"}, whole),
+        ({"weights": None}, whole),
+        ({}, b""),
+        ({}, b"{}\n"),
+        ({}, b"nonsense"),
+    ):
         path.write_bytes(content)
         asked = []
-        assert run(path, asked, settings=settings, answer=lambda item: 1) == [(item, 1) for item in ITEMS]
+        assert run(path, asked, **head, answer=lambda item: 1) == [(item, 1) for item in ITEMS]
         assert len(asked) == len(ITEMS)
 
 

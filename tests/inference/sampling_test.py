@@ -57,6 +57,17 @@ CASES = [
 ]
 
 
+def test_top_p_of_one_keeps_every_token_and_sorts_nothing():
+    rng = np.random.default_rng(0)
+    logits_BV = rng.normal(size=(4, 50_000)).astype(np.float32)  # The float32 sum of these passes 1 before the end.
+    p_BV = np.exp(logits_BV.astype(np.float64))
+    p_BV /= p_BV.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(distribution(logits_BV, settings(top_p=1.0)), p_BV, rtol=2e-5)
+    text = jax.make_jaxpr(lambda x: candidates(x, settings(top_p=1.0)))(logits_BV).pretty_print()
+    assert "top_k" not in text
+    assert "sort" not in text
+
+
 @pytest.mark.parametrize("sampling", CASES, ids=str)
 def test_candidates_equal_the_oracle(sampling):
     logits_BV = np.random.default_rng(0).normal(size=(20, 50)).astype(np.float32) * 3

@@ -42,6 +42,46 @@ def test_a_truncated_file_names_its_tensor(tmp_path):
         refused(source, tmp_path, r"model\.safetensors: not a safetensors file, or its header is truncated")
 
 
+def relocated(file, change, behind=b""):
+    """Rewrite a file's header by `change`, which is given its entries by offset; the data stay, with `behind` added."""
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    change(sorted((entry for name, entry in header.items() if name != "__metadata__"), key=lambda e: e["data_offsets"]))
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :] + behind)
+
+
+def move(entry, offset):
+    size = entry["data_offsets"][1] - entry["data_offsets"][0]
+    entry["data_offsets"] = [offset, offset + size]
+
+
+@pytest.mark.parametrize(
+    ("change", "behind", "message"),
+    [
+        (lambda entries: move(entries[1], 0), b"", r"\S+\.\S+ overlaps \S+\.\S+: it begins at byte \d+, not \d+"),
+        (
+            lambda entries: move(entries[-1], entries[-1]["data_offsets"][0] + 4),
+            bytes(4),
+            r"leaves a gap behind model\.",
+        ),
+        (lambda entries: None, b"\0", r"1 bytes behind \S+, the last tensor, belong to no tensor"),
+    ],
+)
+def test_tensors_that_are_not_the_whole_file_one_behind_the_other(tmp_path, change, behind, message):
+    source = rewrite(GROUPED, tmp_path / "source")
+    relocated(source / "model.safetensors", change, behind)
+    refused(source, tmp_path, message)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite(tmp_path, value):
+    weights = tensors_of(GROUPED)[Q].copy()
+    weights[-1, -1] = value
+    refused(rewrite(GROUPED, tmp_path / "source", **{Q: weights}), tmp_path, rf"{Q} has values that are not finite")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -140,6 +180,12 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
         ("diff", "official", {"head_norm_eps": 1e-6}, "the official code has 1e-05"),
         ("diff", "official", {"head_dim": 4}, "the official code takes it from d_model and num_heads"),
         ("transformer", "hf", {"head_norm": "rms"}, "Llama has no norm behind its heads"),
+        (
+            "transformer",
+            "hf",
+            {"d_model": 66, "num_heads": 4, "head_dim": 16},
+            "d_model=66, .* transformers refuses",
+        ),
         ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no norm behind its heads"),
     ],
 )

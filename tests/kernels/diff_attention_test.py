@@ -1,5 +1,7 @@
 """Every backend of differential attention, against the oracle and against autodiff of the reference."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,6 +184,40 @@ def test_softmax_attention_is_the_first_map(backend, case):
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@pytest.mark.parametrize(
+    "lam",
+    [0.5, 1, True, np.float64(0.5), np.asarray(0.5, jnp.bfloat16), np.float32([0.1, 0.2, 0.3, 0.4]), jnp.bfloat16(0.5)],
+    ids=lambda lam: f"{type(lam).__name__}{np.shape(lam)}",
+)
+def test_lambda_is_any_number_or_one_per_head(backend, lam):
+    q, k, v, _, _ = inputs()
+    wide = np.broadcast_to(np.asarray(lam, np.float64)[..., :], q.shape[:3]) if np.ndim(lam) else np.float64(lam)
+    expected = oracle.diff_attention(q, k, v, wide)
+    call = functools.partial(kernels.diff_attention, implementation=backend)
+    assert relative_error(call(q, k, v, lam), expected) < TOLERANCE["float32"]
+    assert relative_error(jax.jit(lambda q: call(q, k, v, lam))(q), expected) < TOLERANCE["float32"]
+
+
+def test_lambda_per_head_and_in_bfloat16_has_a_gradient_under_jit_and_vmap():
+    q, k, v, _, _ = inputs()
+    lam_H = jnp.asarray([0.1, 0.2, 0.3, 0.4])
+
+    def loss(lam, backend):
+        return jnp.sum(kernels.diff_attention(q, k, v, lam, implementation=backend) ** 2)
+
+    per_token = jax.grad(loss)(jnp.broadcast_to(lam_H, q.shape[:3]), "reference")
+    actual = jax.jit(jax.grad(loss), static_argnums=1)(lam_H, "xla")
+    assert relative_error(actual, per_token.sum((0, 1))) < TOLERANCE["float32"]
+    short = jax.grad(loss)(jnp.bfloat16(0.5), "xla")
+    assert short.dtype == jnp.bfloat16
+    assert relative_error(short, jax.grad(loss)(jnp.float32(0.5), "reference")) < 2**-8
+    lams = jnp.asarray([0.2, 0.7])
+    outs = jax.vmap(lambda lam: kernels.diff_attention(q, k, v, lam, implementation="xla"))(lams)
+    for out, lam in zip(outs, lams, strict=True):
+        assert relative_error(out, oracle.diff_attention(q, k, v, lam)) < TOLERANCE["float32"]
+
+
 def test_bad_calls_say_what_is_wrong():
     q, k, v, lam, _ = inputs()
     bad = [
@@ -191,7 +227,8 @@ def test_bad_calls_say_what_is_wrong():
         ((q[:, :, :3], k[:, :, :2], v[:, :, :2], lam), {}, "3 query heads cannot share 2"),
         ((q, k, v.astype(jnp.bfloat16), lam), {}, "one floating dtype"),
         ((q.astype(int), k.astype(int), v.astype(int), lam), {}, "int32"),
-        ((q, k, v, jnp.ones(3)), {}, "scalar or"),
+        ((q, k, v, jnp.ones(3)), {}, r"lam: a scalar, .*; got float32\[3\]"),
+        ((q, k, v, 1j), {}, "requires a real lam"),
         ((q, k[:, :5], v[:, :5], lam), {}, "same tokens"),
         ((q, k, v, lam), {"window": 0}, "window=0"),
         ((q, k, v, lam), {"segment_ids_BT": jnp.zeros((2, 3), jnp.int32)}, "segment_ids"),

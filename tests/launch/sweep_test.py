@@ -1,5 +1,6 @@
 """`difftx sweep` as a user calls it: real processes, stopped, killed and started again; and the mistakes in a grid."""
 
+import contextlib
 import json
 import os
 import pty
@@ -9,15 +10,20 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from conftest import ROOT
+from training.verified_test import largest_file
 
 from difftx.errors import UserError
 from difftx.launch import sweep
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.runner import find_reason
 from difftx.launch.status import RunStatus
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.manifest import damage
 from difftx.training.metrics import NEWEST_BYTES, read_metrics
+from difftx.training.state import TrainState
 
 STEPS = 800  # A second or so, to be stopped in.
 CONFIG = f"""
@@ -190,6 +196,21 @@ def test_a_failing_run_is_named_and_the_rest_goes_on(config_file, tmp_path):
     assert "error: steps 2 to 11" in row
 
 
+@pytest.mark.long
+def test_a_run_whose_last_checkpoint_is_damaged_is_trained_again(config_file, tmp_path):
+    flags = ["--grid", "architecture=diff", "size=s", "--config.train.steps=100", "--config.checkpoint.every_steps=50"]
+    flags.append("--config.optimizer.warmup_steps=40")
+    assert Sweep(config_file, tmp_path, *flags).end()[0] == 0
+    last = tmp_path / "diff-s" / "checkpoints" / "100"
+    array = largest_file(last)
+    array.write_bytes(array.read_bytes()[:-1])
+    code, stdout, stderr = Sweep(config_file, tmp_path, *flags).end()
+    assert code == 0, stdout + stderr
+    assert damage(last, step=100, content=True) is None
+    assert (last.parent / "100.quarantined").is_dir()
+    assert "attempt 2, from step 50 to 100" in (tmp_path / "diff-s" / "train.log").read_text()
+
+
 def test_the_reason_of_a_failure_is_found():
     """Where a JAX error ends a run, JAX has the last word."""
     assert find_reason("step 3\nerror: data.path is not set\n") == "error: data.path is not set"
@@ -218,6 +239,17 @@ def test_a_run_is_finished_when_its_last_step_is_saved(config_file, tmp_path):
     (tmp_path / "checkpoints" / f"{STEPS}.orbax-checkpoint-tmp").mkdir()
     assert not finished()
     (tmp_path / "checkpoints" / str(STEPS)).mkdir()
+    assert not finished()  # A folder alone is no checkpoint.
+    (tmp_path / "checkpoints" / str(STEPS)).rmdir()
+    with contextlib.closing(Checkpointer(tmp_path, point.config.checkpoint)) as writer:
+        ones = {"layer": jnp.ones((300, 2))}
+        writer.save(TrainState(jnp.int32(STEPS), ones, {"mu": ones}), {"signature": {}}, point.config)
+    assert finished()
+    array = largest_file(tmp_path / "checkpoints" / str(STEPS))
+    content = array.read_bytes()
+    array.write_bytes(content[:-1])
+    assert not finished()
+    array.write_bytes(content)
     assert finished()
     metrics.write_text(json.dumps(row | {"step": STEPS - 1}) + "\n" + '{"split": "tra')
     assert not finished()

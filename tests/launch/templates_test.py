@@ -123,10 +123,40 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
     check_flags(calls[0][program + 2 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
 
 
+def sbatch_options(text):
+    """Read lines of #SBATCH as Slurm's src/sbatch/opt.c does, `_get_argument`."""
+    options = {}
+    for line in text.splitlines():
+        if not line.startswith("#SBATCH"):
+            continue
+        rest, argument, quote, escaped = line.removeprefix("#SBATCH").strip(), "", None, False
+        for character in rest:
+            if character.isspace() and not quote:
+                raise AssertionError(f"a second option: {line}")
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+                continue
+            elif quote:
+                if character == quote:
+                    quote = None
+                    continue
+            elif character in "\"'":
+                quote = character
+                continue
+            elif character == "#":
+                break
+            argument += character
+        assert not quote, line
+        name, _, value = argument.removeprefix("--").partition("=")
+        options[name] = value
+    return options
+
+
 def test_slurm_options(write, tmp_path):
     lines = write("slurm").read_text().splitlines()
-    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
-    assert options == {
+    assert sbatch_options("\n".join(lines)) == {
         "job-name": NAME,
         "output": f"{tmp_path}/runs/scaling/jobs/{NAME}-%j.out",
         "open-mode": "append",
@@ -296,6 +326,103 @@ def test_dockerfile(extra, stubs):
     assert call[call.index("-r") + 1] == "requirements.txt"
 
 
+HOSTILE = """ a'b "c" $HOME $(HOME) $$ $(touch pwned) `touch pwned` ; touch pwned # \\ %j {x: [y]} & | * é """.strip()
+
+
+def kubernetes_expanded(text):
+    """Replace as k8s.io/kubernetes/third_party/forked/golang/expansion does, where no variable is set but one."""
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda m: "$" if m[1] == "$" else ("7" if m[2] == "HOME" else m[0]), text)
+
+
+@pytest.fixture
+def hostile_folder(tmp_path, monkeypatch, stubs):
+    """Work in a folder, and with a config value, whose names would leave their quotes."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def write_hostile(launcher, *settings):
+    out = f"runs/{HOSTILE}"
+    given = {setting.partition("=")[0] for setting in settings}
+    settings = [*settings, *(s for s in SETTINGS[launcher] if s.partition("=")[0] not in given)]
+    flags = [f"--config={ROOT}/configs/scaling.py:diff-1.4b", f"--out={out}", f"--config.data.path=/data/{HOSTILE}"]
+    assert sweep.main([*flags, "--grid", "seed=0", f"--launcher={launcher}", "--set", *settings]) == 0
+    (file,) = (path for path in (ROOT.__class__(out) / "jobs").iterdir())
+    return file
+
+
+def test_slurm_quotes_what_is_hostile(hostile_folder, stubs):
+    job = write_hostile("slurm", f"time={HOSTILE}")
+    options = sbatch_options(job.read_text())
+    output = f"{hostile_folder}/runs/{HOSTILE}/jobs/{NAME}".replace("%", "%%")
+    assert options["output"] == f"{output}-%j.out"
+    assert options["time"] == HOSTILE
+    assert options["nodes"] == "2"
+    stubs.put("srun")
+    stubs.end_with("0")
+    assert run_script(job) == 0
+    (call,) = stubs.calls("srun")
+    assert f"--workdir={hostile_folder}/runs/{HOSTILE}/{NAME}" in call
+    assert f"--config.data.path=/data/{HOSTILE}" in call
+
+
+def test_tpu_vm_quotes_what_is_hostile(hostile_folder, stubs, tmp_path):
+    settings = {name: f"{name} {HOSTILE}" for name in ("tpu", "zone", "directory")}
+    settings["directory"] = settings["directory"].replace(":", "")  # It is an entry of PATH.
+    mount = f"/mnt/{HOSTILE}"
+    job = write_hostile("tpu-vm", *(f"{name}={value}" for name, value in settings.items()), f"mount={mount}")
+    stubs.put("python", STUB, folder=f"home/{settings['directory']}/.venv/bin")
+    stubs.put(
+        "gcloud",
+        f"""#!{sys.executable}
+import json, os, subprocess, sys
+assert sys.argv[5] == {settings["tpu"]!r} and sys.argv[6] == "--zone=" + {settings["zone"]!r}, sys.argv
+command, = (a.removeprefix("--command=") for a in sys.argv if a.startswith("--command="))
+sys.exit(subprocess.run(["bash", "-c", command], cwd=os.environ["HOME"]).returncode)
+""",
+    )
+    stubs.end_with("0")
+    assert run_script(job) == 0
+    ((program, *flags),) = stubs.calls("python")
+    workdir = f"--workdir={mount}/runs/{HOSTILE}/{NAME}"
+    assert (program, flags[1]) == ("train.py", workdir)
+    # What stops it: pkill's own pattern finds the process, and nothing of another workdir.
+    stubs.put("pkill")
+    stubs.end_with("0")
+    stop = next(line for line in job.read_text().splitlines() if line.strip().startswith("on_workers 'pkill"))
+    subprocess.run(["bash", "-c", *shlex.split(stop)[1:]], check=True)
+    ((*_, pattern),) = stubs.calls("pkill")
+    line = f"python train.py --config=c {workdir} --distributed"
+    match = ["grep", "-E", "-c", pattern]
+    assert subprocess.run(match, input=line, text=True, capture_output=True).stdout == "1\n"
+    other = line.replace("seed0 ", "seed01 ")
+    assert subprocess.run(match, input=other, text=True, capture_output=True).stdout == "0\n"
+
+
+@pytest.mark.parametrize("launcher", ["jobset", "jobset-gpu"])
+def test_jobset_quotes_what_is_hostile(launcher, hostile_folder, stubs):
+    settings = {name: f"{name}: {HOSTILE}" for name in ("image", "claim", "accelerator")} | {"mount": f"/mnt/{HOSTILE}"}
+    job = write_hostile(launcher, *(f"{name}={value}" for name, value in settings.items()))
+    job_set = yaml.safe_load(job.read_text())
+    pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == settings["image"]
+    assert container["volumeMounts"][0]["mountPath"] == settings["mount"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == settings["claim"]
+    assert settings["accelerator"] in pod["nodeSelector"].values()
+    stubs.put("python")
+    stubs.end_with("0")
+    arguments = [kubernetes_expanded(text) for text in container["args"]]
+    environment = os.environ | {"JOB_COMPLETION_INDEX": "3"}
+    assert subprocess.run([*container["command"], *arguments], env=environment).returncode == 0
+    ((program, *flags),) = stubs.calls("python")
+    assert (program, flags[1]) == ("train.py", f"--workdir={settings['mount']}/runs/{HOSTILE}/{NAME}")
+    assert f"--config.data.path=/data/{HOSTILE}" in flags
+
+
 MISTAKES = pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -307,6 +434,13 @@ MISTAKES = pytest.mark.parametrize(
         (["--set", "nodes=2"], "only a --launcher"),
         (["--launcher=jobset", "--set", *SETTINGS["jobset"], "mount=m"], "'mount=m': given twice"),
         (["--launcher=jobset", "--set", *SETTINGS["jobset"]], "out: not below mount=/mnt/shared"),
+        (["--launcher=slurm", "--set", *SETTINGS["slurm"][:-1], "time=1\nrm"], r"--set time: '1\\nrm' has control"),
+        (["--launcher=slurm", "--set", *SETTINGS["slurm"][:-1], "time=\u2028"], r"'\\u2028' has control characters"),
+        (["--launcher=slurm", "--set", "nodes=2; rm"], "--set nodes=2; rm: not a count; write an integer"),
+        (
+            ["--launcher=slurm", "--config.data.path=a\nb", "--set", *SETTINGS["slurm"]],
+            r"run seed0: '--config.data.path=a\\nb' has control characters",
+        ),
     ],
 )
 

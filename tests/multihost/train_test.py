@@ -209,7 +209,7 @@ def test_a_killed_process_is_named(started):
     ("frozen", "named"),
     [(1, r"process 1 of 2 \(.*\)"), (0, r"process 0, the coordinator at .*,")],
 )
-def test_a_frozen_process_is_named_within_the_barriers_timeout(started, frozen, named):
+def test_a_frozen_process_is_named_within_the_heartbeats_timeout(started, frozen, named):
     two = started(train__steps=100_000, devices=2)
     two.until_step(3)
     two.running[frozen].send_signal(signal.SIGSTOP)

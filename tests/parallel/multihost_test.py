@@ -47,7 +47,7 @@ def test_flags_belong_together():
 
 def test_a_run_that_makes_no_step_ends_with_its_stacks():
     program = (
-        "import time; from difftx.config import MultihostConfig; from difftx.parallel.multihost import Monitor\n"
+        "import time; from difftx.config import MultihostConfig; from difftx.parallel.heartbeat import Monitor\n"
         "config = MultihostConfig(initialization_timeout_seconds=5, heartbeat_timeout_seconds=5,"
         " barrier_timeout_seconds=2, watchdog_seconds=1)\n"
         "def stuck_in_here():\n    time.sleep(60)\n"

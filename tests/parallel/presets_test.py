@@ -61,5 +61,5 @@ def test_without_a_preset_nothing_changes():
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(UserError, match=r"mesh\.preset='auto': no rule for 'Abacus' and 2\.77e\+09 parameters"):
+    with pytest.raises(UserError, match=r"mesh\.preset='auto': no rule for 'Abacus' and 2\.76e\+09 parameters"):
         resolved("scaling.py:diff-2.8b", "Abacus", 4)

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from difftx.config.recipes import load_config
-from difftx.errors import UserError
+from difftx.errors import UNPRINTABLE, UserError
 from difftx.report.page import write_page
 from difftx.report.panels import thinned
 from report.run_dirs import write_run
@@ -300,6 +300,26 @@ def test_mistakes(tmp_path):
     with pytest.raises(UserError, match=r"manifest\.json: not the description of a run"):
         write_page([run], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_control_characters_are_written_out(tmp_path, capsys):
+    """In names of folders, results, samples, charts and the journal; unpaired surrogates cannot even be encoded."""
+    hostile = "x\x1b]0;t\x07 \x9b31m \u202e \ud800"
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", {"train.steps": "60", "optimizer.warmup_steps": "6"})
+    run = write_run(tmp_path / "run\x1b[31m\u202e", config)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no metrics\n")
+    (run / "journal.jsonl").write_text(json.dumps({"step": 2, "event": hostile}) + "\n")
+    labels = dict.fromkeys(("title", "x_label", "y_label"), hostile)
+    result = {"numbers": {hostile: 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
+    result["charts"] = [LINES | labels | {"series": [{"name": hostile, "x": [1, 2], "y": [1, 2]}]}]
+    (run / "evals" / "sample").mkdir(parents=True)
+    (run / "evals" / "sample" / "3.json").write_text(json.dumps(result))
+    page = write_page([run], tmp_path / "page.html").read_text()
+    assert not UNPRINTABLE.search(page)
+    assert r"x\x1b]0;t\x07 \x9b31m \u202e \ud800" in page
+    assert r"run\x1b[31m\u202e" in page
+    assert r"run\x1b[31m\u202e/metrics.jsonl: skipped 1 lines" in capsys.readouterr().out
 
 
 def test_thinning_keeps_spikes_and_ends():

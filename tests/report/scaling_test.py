@@ -1,4 +1,5 @@
 import csv
+import itertools
 import json
 
 import numpy as np
@@ -7,10 +8,11 @@ import scipy.optimize
 
 from difftx.analysis.scaling_law import PowerLaw
 from difftx.errors import UserError
+from difftx.report.points import read_points
 from difftx.report.scaling import format_study, write_scaling
 from report.run_dirs import write_run
 
-SIZES = [0.834e9, 1.413e9, 2.773e9, 6.853e9, 13.096e9]  # Table 10.
+SIZES = [0.834e9, 1.410e9, 2.763e9, 6.837e9, 13.083e9]  # Table 10.
 HEADER = ["architecture", "size", "tokens", "loss", "seed"]
 
 
@@ -31,10 +33,10 @@ def paper_laws():
     That is: 3.087 and 3.062 at 1.4B, and equal losses at 6.8B and 11B (62.2 %) and at 7.8B and 13.1B (59.5 %). It fixes
     the differential model's law, given the Transformer's; that has the floor that puts Figure 3a's axis at 2.9 to 3.15.
     """
-    transformer = PowerLaw((3.087 - 2.75) * 1.413e9**0.3, 0.3, 2.75)
+    transformer = PowerLaw((3.087 - 2.75) * 1.410e9**0.3, 0.3, 2.75)
     known = [
-        (1.413e9, 3.062),
-        (6.853e9, float(transformer(6.853e9 / 0.622))),
+        (1.410e9, 3.062),
+        (6.837e9, float(transformer(6.837e9 / 0.622))),
         (7.8e9, float(transformer(7.8e9 / 0.595))),
     ]
 
@@ -54,9 +56,9 @@ def test_the_papers_printed_points(tmp_path):
     ]
     (study,), files = write_scaling(write_table(tmp_path / "points.csv", rows), tmp_path / "out")
     drawn = study.drawn["diff"]
-    assert (drawn.x, drawn.ratio) == (6.853e9, pytest.approx(0.622, abs=1e-3))
+    assert (drawn.x, drawn.ratio) == (6.837e9, pytest.approx(0.622, abs=1e-3))
     assert drawn.reference_x == pytest.approx(11.0e9, rel=5e-3)
-    largest = next(match for match in study.matches["diff"] if match.reference_x == 13.096e9)
+    largest = next(match for match in study.matches["diff"] if match.reference_x == 13.083e9)
     assert (largest.x, largest.ratio) == (pytest.approx(7.8e9, rel=5e-3), pytest.approx(0.595, abs=2e-3))
     assert [file.name for file in files] == ["scaling_size.png", "scaling_size.svg", "scaling.json"]
     assert "62.2%" in files[1].read_text()  # Written beside the match, as in Figure 3a.
@@ -165,6 +167,28 @@ def test_bad_tables(name, text, message, tmp_path):
     with pytest.raises(UserError) as error:
         write_scaling(str(tmp_path / name), tmp_path / "out")
     assert message in str(error.value)
+
+
+def test_a_glob_of_a_sweep_passes_over_its_other_files(config, tmp_path):
+    for i, (size, tokens) in enumerate(itertools.product((32, 48, 64, 96), (6, 12))):
+        write_run(
+            tmp_path / f"run{i}",
+            config("transformer", model__d_model=size, train__steps=tokens),
+            loss=lambda s: 3 + 1 / s,
+        )
+    expected = read_points(f"{tmp_path}/run*", "loss")
+    (tmp_path / "sweep.json").write_text('{"config": "c.py", "overrides": {}, "grid": {}, "runs": []}')
+    (tmp_path / "curves.json").write_text('[{"run": "run0", "architecture": "diff", "tokens": 9, "loss": 3.0}]')
+    (tmp_path / "scaling.json").write_text('{"metric": "loss", "studies": [], "not_fitted": {}}')
+    assert read_points(f"{tmp_path}/*", "loss") == expected
+    with pytest.raises(UserError, match=r"sweep\.json: not a list of points"):
+        read_points(f"{tmp_path}/sweep.json", "loss")
+    # A table keeps its meaning under any name, and an unknown file is still an error.
+    (tmp_path / "curves.json").write_text('[{"architecture": "diff", "size": 10, "tokens": 9, "loss": 3.0}]')
+    assert [point.size for point in read_points(f"{tmp_path}/*", "loss")[0]] == [10]
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match=r"other\.json: not a list of points"):
+        read_points(f"{tmp_path}/*", "loss")
 
 
 def test_runs_with_different_tokenizers_are_fitted_by_bits_per_byte_only(config, tmp_path):

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,15 @@ from training.verified_test import flip_a_bit, largest_file
 from difftx import evals
 from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
-from difftx.errors import UserError
-from difftx.report.commands import chosen_steps, run_suites
+from difftx.errors import UNPRINTABLE, UserError
+from difftx.evals.result import Result
+from difftx.evals.resume import resumable
+from difftx.files import json_sha256
+from difftx.report import commands
+from difftx.report.commands import _show_result, chosen_steps, run_suites
+from difftx.training import checkpoint as checkpoint_module
 from difftx.training.checkpoint import Checkpointer
+from difftx.training.manifest import read_manifest
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
@@ -92,7 +99,8 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert results(run, "loss")[6]["details"]["sets"]["valid"]["tokens"] == 64
     with jax.set_mesh(run.mesh):  # The training loop's result is one of the same settings.
         params = jax.jit(lambda: init_state(run.config))().params
-    evals.evaluate(run, params, 3, ["loss"])
+    weights = read_manifest(run.workdir / "checkpoints" / "3").weights
+    evals.evaluate(run, params, 3, ["loss"], weights=weights)
     capsys.readouterr()
     assert evaluate(run, "loss", step="3") == 0
     assert "skipped" in capsys.readouterr().out
@@ -104,6 +112,107 @@ def test_a_damaged_checkpoint_does_not_keep_the_others(run, capsys):
         evaluate(run, "loss", step="9:12")
     assert "step 9: the checkpoint does not verify" in capsys.readouterr().out
     assert list(results(run, "loss")) == [12]
+
+
+def change_run(run, step, **changes):
+    """Save `step` again from another model, and make its config the run's."""
+    config = replace(run.config, "model", **changes)
+    shutil.rmtree(run.workdir / "checkpoints" / str(step))
+    return save_run(config, run.workdir, [step])
+
+
+def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
+    """Of two models, in one command; the data is opened once for each."""
+    assert evaluate(run, "loss", step="all") == 0
+    before = results(run, "loss")
+    change_run(run, 9, norm_eps=0.5)
+    change_run(run, 12, norm_eps=0.5)
+    opened, original = [], Run.open
+    monkeypatch.setattr(Run, "open", lambda config, workdir: opened.append(config.model) or original(config, workdir))
+    assert evaluate(run, "loss", step="all", again=True) == 0
+    assert [model.norm_eps for model in opened] == [run.config.model.norm_eps, 0.5]
+    after = results(run, "loss")
+    for step in STEPS:
+        is_same = after[step]["numbers"] == before[step]["numbers"]
+        assert is_same == (step < 9)
+
+
+def test_data_that_moved_is_found_where_config_json_has_it_now(run, tmp_path):
+    """Of old checkpoints too, if it is the same data; other data, as of a later stage, is not taken."""
+    assert evaluate(run, "loss", step="3") == 0
+    before = results(run, "loss")[3]
+    text = Path(run.config.data.path)
+    (tmp_path / "moved.txt").write_bytes(text.read_bytes())
+    text.rename(tmp_path / "gone.txt")
+    try:
+        moved = dataclasses.replace(run, config=replace(run.config, "data", path=str(tmp_path / "moved.txt")))
+        moved.write_description()
+        assert evaluate(run, "loss", step="3", again=True) == 0
+        assert results(run, "loss")[3] == before
+    finally:
+        (tmp_path / "gone.txt").rename(text)
+    (tmp_path / "moved.txt").write_text("".join(f"{i} and {i} is {2 * i}.\n" for i in range(8000)))
+    assert evaluate(run, "loss", step="3", again=True) == 0
+    assert results(run, "loss")[3] == before
+
+
+def test_a_config_that_is_not_the_manifest_s_is_refused(run):
+    """Its checksum is right, as nothing but the manifest's config_sha256 tells."""
+    folder = run.workdir / "checkpoints" / "12"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["config_sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
+    with pytest.raises(UserError, match=r"checkpoints/12/config/metadata: the file is corrupt: its SHA-256 is not the"):
+        evaluate(run, "loss")
+
+
+def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, capsys):
+    """As retention does, or a rewind: while its checksums are compared, and while its arrays are read."""
+    folder = run.workdir / "checkpoints"
+
+    def deleting(step, original):
+        def read(*args, **options):
+            if (folder / str(step)).exists():
+                shutil.rmtree(folder / str(step))
+            return original(*args, **options)
+
+        return read
+
+    monkeypatch.setattr(checkpoint_module, "damage", deleting(12, checkpoint_module.damage))
+    monkeypatch.setattr(commands, "load_params", deleting(9, commands.load_params))
+    assert evaluate(run, "loss") == 0
+    assert list(results(run, "loss")) == [6]
+    printed = capsys.readouterr().out
+    assert f"checkpoint {folder / '12'} was deleted while it was read; looking for the newest again" in printed
+    assert f"checkpoint {folder / '9'} was deleted while it was read; reading the newest again" in printed
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch):
+    """Its items are in a journal, as those of a killed evaluation; then the step is trained again."""
+    asked, began = [], []
+
+    def suite(evaluation):
+        began.append(evaluation)
+        items = [types.SimpleNamespace(id="a"), types.SimpleNamespace(id="b")]
+        answers = resumable(
+            evaluation, items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
+        )
+        next(answers)
+        if len(began) == 1:
+            raise Killed
+        return Result(numbers={"sum": 1 + sum(answer for _, answer in answers)})
+
+    monkeypatch.setitem(evals.SUITES, "loss", suite)
+    with pytest.raises(Killed):
+        evaluate(run, "loss", step="3")
+    change_run(run, 3)
+    assert evaluate(run, "loss", step="3") == 0
+    assert asked == ["a", "a", "b"]
 
 
 def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
@@ -124,6 +233,17 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
     folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
     assert evaluate(run, "position") == 0
     assert len(drawn) == 2
+
+
+def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
+    hostile = "a\tb\nc\x1b]0;t\x07 \x9b31m \u202e [red]"
+    result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
+    (tmp_path / "evals" / "sample").mkdir(parents=True)
+    (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
+    _show_result(types.SimpleNamespace(workdir=tmp_path), "sample", 3, fresh=True)
+    printed = capsys.readouterr().out
+    assert not UNPRINTABLE.search(printed)
+    assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
 
 
 def test_mistakes_are_one_line_with_a_fix(run, tmp_path):

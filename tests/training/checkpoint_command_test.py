@@ -6,7 +6,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, replace
+from conftest import ROOT, child_environment, replace
 
 from difftx.errors import UserError
 from difftx.report.checkpoints import main
@@ -42,7 +42,7 @@ def test_ls_shows_what_there_is(workdir, capsys):
         "10": "verified (sizes)",
         "20": "no manifest.json",
         "30": "verified (sizes)",
-        "40.quarantined": "did not verify",
+        "40.quarantined": "quarantined",
     }
 
 
@@ -70,6 +70,12 @@ def test_diff_names_fields_and_arrays(workdir, capsys):
     assert line in capsys.readouterr().out
     with pytest.raises(UserError, match=r"'15': no such checkpoint; .* has the steps 10, 20, 30"):
         run("diff", "10", "15", "--workdir", workdir)
+
+
+def test_diff_prints_no_warnings_of_orbax(workdir):
+    command = [sys.executable, "-m", "difftx", "checkpoint", "diff", "10", "20", "--values", f"--workdir={workdir}"]
+    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_prune_follows_the_runs_rule_and_needs_yes(workdir, capsys):

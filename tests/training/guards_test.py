@@ -45,7 +45,7 @@ class Examples:
         return row
 
 
-def evaluate(run, params, step, suites, work):
+def evaluate(run, params, step, suites, work, weights):
     return {}
 
 
@@ -135,7 +135,15 @@ def brute_force(step_of):
 
 
 def loader_of(run):
-    return Loader(run.data.examples, rows=ROWS, prefetch_batches=1, sharding=run.batch_sharding, signature={})
+    return Loader(
+        run.data.examples,
+        rows=ROWS,
+        prefetch_batches=1,
+        sharding=run.batch_sharding,
+        signature={},
+        vocab_size=run.config.model.vocab_size,
+        where=run.data.where,
+    )
 
 
 def test_a_skipped_update_changes_nothing_but_the_step(open_run):

@@ -34,6 +34,8 @@ def loader_on(mesh, c):
         prefetch_batches=1,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},
+        vocab_size=c.model.vocab_size,
+        where=str,
     )
 
 

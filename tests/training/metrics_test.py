@@ -92,7 +92,7 @@ def events(path):
 
 def test_wandb_that_is_not_installed_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install '\.\[wandb\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\S+\[wandb\]'; or set"):
         MetricsWriter(tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0)
 
 
@@ -111,6 +111,13 @@ class Wandb:
 
     def finish(self):
         pass
+
+
+def test_a_row_without_a_loss_is_skipped(tmp_path):
+    """A loss that was not finite is null; one that is not there is a damaged row."""
+    row = {"split": "train", "step": 1, "attempt": 1, "tokens": 8, "tokens_per_second": 1.0, "step_seconds": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {'loss': None})}\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == ([row | {"loss": None}], 1)
 
 
 def test_each_attempt_in_wandb_begins_with_the_history_that_it_continues(tmp_path, monkeypatch):

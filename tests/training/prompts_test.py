@@ -44,7 +44,7 @@ def test_the_gradient_is_that_of_the_responses_by_hand(config, mesh_of, packing,
     sharding = jax.NamedSharding(mesh, Layout().act_BT)
     with jax.set_mesh(mesh):
         params = jax.jit(lambda: init_state(c))().params
-        [batch] = ordered_batches(rows, rows=len(rows), limit_tokens=10_000, sharding=sharding)
+        [batch] = ordered_batches(rows, rows=len(rows), limit_tokens=10_000, sharding=sharding, vocab_size=300)
 
         def packed(params, batch):
             return batch_nll(nnx.merge(graph(c), params), batch)[0]

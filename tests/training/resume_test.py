@@ -1,5 +1,6 @@
 """Real training processes: stopped by SIGTERM, started again, refused."""
 
+import importlib.metadata
 import json
 import shutil
 import signal
@@ -12,6 +13,7 @@ import pytest
 from conftest import ROOT, TINY, child_environment
 from processes import UNHURRIED
 
+from difftx.files import json_sha256
 from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.goodput import SECTIONS
 from difftx.training.metrics import read_metrics
@@ -103,6 +105,26 @@ def uninterrupted(tmp_path_factory):
     assert result.returncode == 0, result.stderr
     (folder / "run" / "train.log").write_text(result.stdout + result.stderr)
     return text, folder / "run"
+
+
+def test_a_resume_prints_the_packages_that_changed(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    workdir = tmp_path / "changed"
+    shutil.copytree(whole, workdir)
+    path = workdir / "checkpoints" / str(STEPS) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    manifest["packages"] |= {"jax": "0.4.1", "flax": "0.0.7", "a-package-of-old": "1"}
+    path.write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
+    result = train(text, workdir)
+    assert result.returncode == 0, result.stderr
+    today = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
+    lines = [line for line in result.stdout.splitlines() if "since the checkpoint" in line]
+    assert lines == [
+        f"jax: 0.4.1 → {today['jax']}, since the checkpoint of step {STEPS}",
+        f"flax: 0.0.7 → {today['flax']}, since the checkpoint of step {STEPS}",
+    ]
+    assert "since the checkpoint" not in (whole / "train.log").read_text()
 
 
 def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_path):
@@ -253,6 +275,7 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
+    assert ("(not safe)" in result.stdout) == bool(flags)  # Refused: the error lists it.
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
 
 

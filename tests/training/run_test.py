@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -57,6 +58,50 @@ def test_the_second_gives_up_and_names_the_first(lock, holder, tmp_path, monkeyp
     with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
         pass
     assert (tmp_path / ".lock").read_text() == "process 7 on elsewhere\n"
+
+
+# Holds the lock as a training does, until its stdin ends.
+TRAINING = """
+import pathlib, sys
+from difftx.training.run import _lock_of
+with _lock_of(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_deleting_the_file_lets_no_second_training_in(lock, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], text=True, stdin=pipe, stdout=pipe)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=rf"process {process.pid} on .* trains there"), lock(tmp_path):
+        pass
+    (tmp_path / ".lock").unlink()
+    for _ in range(2):  # Nor does the first attempt leave a file behind that lets the second one in.
+        with pytest.raises(UserError, match="another process trains there"), lock(tmp_path):
+            pass
+    process.communicate("")
+    with lock(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_where_only_files_can_be_locked_the_file_is_enough(lock, holder, tmp_path, capsys, monkeypatch):
+    """NFS turns flock into a lock of bytes, which needs a descriptor that may write: there is none of a folder."""
+    flock = run_module.fcntl.flock
+
+    def flock_of_nfs(descriptor, flags):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, flags)
+
+    monkeypatch.setattr(run_module.fcntl, "flock", flock_of_nfs)
+    monkeypatch.setattr(run_module, "LOCK_WAIT_SECONDS", 0.0)
+    with pytest.raises(UserError, match="process 7 on elsewhere trains there"), lock(tmp_path):
+        pass
+    with lock(tmp_path / "other"):
+        pass
+    assert "no file locks here" not in capsys.readouterr().out
 
 
 def test_the_lock_is_free_again_afterwards(lock, tmp_path):

@@ -56,6 +56,7 @@ SHORT, LONG = 256, 2048
 LEARNER = {
     "model__d_model": 64,
     "model__mlp_dim": 170,
+    "model__zero_init_output": "true",  # As configs/toy.py.
     "data__path": "stdlib",
     "data__valid_fraction": 0.2,
     "train__global_batch_tokens": LONG,

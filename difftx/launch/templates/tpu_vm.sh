@@ -3,7 +3,7 @@
 # ~/$directory/.venv. Again as long as the workers exit with 75; Ctrl-C or SIGTERM here stops them after a checkpoint.
 
 on_workers() {
-    gcloud compute tpus tpu-vm ssh "$tpu" --zone="$zone" --worker=all --command="$$1" </dev/null
+    gcloud compute tpus tpu-vm ssh $tpu --zone=$zone --worker=all --command="$$1" </dev/null
 }
 
 train=$$(cat <<'END'
@@ -14,7 +14,7 @@ END
 signals=0
 stop() {
     signals=$$((signals + 1))
-    on_workers "pkill -TERM -f 'python train.py .*--workdir=$workdir( |$$)'"
+    on_workers $stop
 }
 trap stop INT TERM
 

@@ -1,0 +1,135 @@
+"""HTTP requests to servers that are not trusted: bounded in time and size, with a key only where it stays secret."""
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import requests
+import urllib3
+
+MOST_RESPONSE_BYTES = 8 * 2**20  # A chat completion takes some KiB.
+POLL_SECONDS = 0.1
+
+
+class Response(NamedTuple):
+    """An HTTP response that was read to its end."""
+
+    status: int
+    headers: requests.structures.CaseInsensitiveDict[str]
+    content: bytes
+
+
+class RequestError(Exception):
+    """No complete response arrived. The message may contain text of the server."""
+
+
+def may_carry_key(url: str) -> bool:
+    """Return whether a key in a request to `url` stays secret on its way: https, or http within this machine."""
+    return urllib.parse.urlsplit(url).scheme == "https" or _is_loopback_http(url)
+
+
+def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Response:
+    """Send `body` as JSON and return the response. Redirects are not followed.
+
+    Args:
+        url: an address for which `may_carry_key` is true, unless `key` is None.
+        body: a JSON value.
+        key: sent as a bearer token; None: no key.
+        seconds: from connecting to the last byte of the response.
+
+    Raises:
+        RequestError: the server cannot be reached, the time is over, or the response has more than
+            `MOST_RESPONSE_BYTES` bytes.
+    """
+
+    def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        # An entry of ~/.netrc would replace a header that is passed to `post`.
+        if key is not None:
+            request.headers["Authorization"] = f"Bearer {key}"
+        return request
+
+    adapter = _TrackingAdapter()
+    with requests.Session() as session, _deadline(adapter.sockets, seconds) as expired:
+        # A proxy would receive the key in plain text.
+        session.trust_env = not _is_loopback_http(url)
+        session.mount("https://", adapter)
+        session.mount("http://", adapter)
+        # Compressed data could expand to any size.
+        headers = {"Accept-Encoding": "identity"}
+        try:
+            response = session.post(
+                url, json=body, auth=authorize, headers=headers, timeout=seconds, allow_redirects=False, stream=True
+            )
+            content = response.raw.read(MOST_RESPONSE_BYTES + 1, decode_content=False)
+        except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+            timeouts = requests.exceptions.Timeout, urllib3.exceptions.TimeoutError
+            if expired.is_set() or isinstance(error, timeouts):
+                raise RequestError(f"no complete answer within {seconds:g} s") from error
+            raise RequestError(f"{type(error).__name__}: {error}") from error
+    if expired.is_set():  # Without a Content-Length, the end of the connection looks like the end of the response.
+        raise RequestError(f"no complete answer within {seconds:g} s")
+    if len(content) > MOST_RESPONSE_BYTES:
+        raise RequestError(f"the response has more than {MOST_RESPONSE_BYTES / 2**20:g} MiB")
+    return Response(response.status_code, response.headers, content)
+
+
+class _TrackingAdapter(requests.adapters.HTTPAdapter):
+    """Keeps the sockets of its connections in `sockets`."""
+
+    def __init__(self):
+        self.sockets: list[socket.socket] = []
+        super().__init__()
+
+    def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a connection pool whose connections register their sockets."""
+        pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
+        sockets = self.sockets
+
+        class Tracked(pool.ConnectionCls):
+            def connect(self) -> None:
+                super().connect()
+                sockets.append(self.sock)
+
+        pool.ConnectionCls = Tracked
+        return pool
+
+
+@contextlib.contextmanager
+def _deadline(sockets: list[socket.socket], seconds: float) -> Iterator[threading.Event]:
+    """Shut the sockets down after so many seconds, and set the event.
+
+    The timeout of a socket starts again with every byte that arrives.
+    """
+    ended, expired = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        wait = seconds
+        while not ended.wait(wait):  # Again and again: a connection may still be opened after the deadline.
+            wait = POLL_SECONDS
+            expired.set()
+            for one in tuple(sockets):
+                with contextlib.suppress(OSError):
+                    # Not SSLSocket.shutdown, which changes the state of TLS while another thread reads.
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield expired
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _is_loopback_http(url: str) -> bool:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        return False
+    try:
+        return ipaddress.ip_address(parts.hostname).is_loopback
+    except ValueError:
+        return parts.hostname == "localhost"

@@ -1,0 +1,184 @@
+"""Stores and sources whose content cannot be right: refused with one line, at the latest before the model sees it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import grain
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+
+from difftx.config.data import SourceConfig
+from difftx.data.loader import Loader, ordered_batches
+from difftx.data.packing import PackedRows
+from difftx.data.sources import load_sources
+from difftx.data.store import TokenStore, open_store
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+from difftx.parallel.layout import Layout
+
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+
+
+def run(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    lines = (json.dumps({"text": f"document {i} says {i * i} and ends", "prompt": "p"}) + "\n" for i in range(400))
+    (folder / "in.jsonl").write_text("".join(lines))
+    flags = ["--tokenizer=bytes", "--valid_fraction=0.3", "--workers=1", "--prompt_field=prompt"]
+    result = run("-m", "difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store", *flags)
+    assert result.returncode == 0, result.stderr
+    return folder / "store"
+
+
+@pytest.fixture
+def store(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "store")
+
+
+def set_value(file, dtype, index, value):
+    """Write one value over an array in a file, whose size stays."""
+    array = np.fromfile(file, dtype)
+    array[index] = value
+    array.tofile(file)
+
+
+def sharding_on(mesh):
+    return jax.NamedSharding(mesh, Layout().act_BT)
+
+
+def loader_of(examples, mesh, where, vocab_size=264):
+    return Loader(
+        examples,
+        rows=4,
+        prefetch_batches=1,
+        sharding=sharding_on(mesh),
+        signature={},
+        vocab_size=vocab_size,
+        where=where,
+    )
+
+
+def test_a_flipped_bit_that_makes_an_unknown_id_ends_training_and_evaluation(store, tmp_path, config, mesh_of):
+    ids = np.fromfile(store / "train" / "00000.tokens", "<u2")
+    set_value(store / "train" / "00000.tokens", "<u2", slice(None), ids ^ (np.arange(len(ids)) == 70) * 2**15)
+    flags = [f"--config.{name}={value}" for name, value in TINY.items()]
+    flags += [f"--config.data.path={store}", f"--workdir={tmp_path / 'run'}", "--config.train.steps=100"]
+    result = run("train.py", "--config=configs/quickstart.py", *flags)
+    assert result.returncode == 2, result.stderr
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(
+        f"error: {store}/train: row 2: tokens[6] is id {ids[70] + 2**15}, which model.vocab_size=264"
+    )
+    assert "Traceback" not in result.stderr
+    set_value(store / "valid" / "00000.tokens", "<u2", 40, 264)
+    sources = load_sources(config(data__path=store).data, load_tokenizer("bytes"))
+    with pytest.raises(UserError, match=r"store/valid: row 1: tokens\[8\] is id 264"):
+        list(
+            ordered_batches(
+                sources.valid["valid"], rows=2, limit_tokens=640, sharding=sharding_on(mesh_of()), vocab_size=264
+            )
+        )
+
+
+class OwnRows:
+    """A source that difftx does not have; row 11 has a wrong target."""
+
+    name, sequence_length, tokens, fingerprint = "own rows", 8, 160, "own"
+
+    def __init__(self, value, dtype):
+        self.value, self.dtype = value, dtype
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        tokens, targets = np.full((2, 8), 5, self.dtype)
+        targets[3] = self.value if index == 11 else 263
+        return {"tokens": tokens, "targets": targets, "loss_mask": np.ones(8, np.float32)}
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(264, np.int32), (-1, np.int32), (2**33, np.int64)])
+def test_ids_of_a_source_of_ones_own_are_checked(mesh_of, value, dtype):
+    examples = grain.MapDataset.source(OwnRows(value, dtype)).repeat()
+    loader = loader_of(examples, mesh_of(), lambda example: f"example {example}")
+    next(loader)
+    next(loader)
+    with pytest.raises(UserError, match=rf"example 11: targets\[3\] is id {value}"):
+        next(loader)
+
+
+def test_an_id_that_no_int32_holds_is_named_as_the_store_has_it(mesh_of, tmp_path):
+    tokens = np.where(np.arange(41) == 20, 4_000_000_000, 7).astype(np.uint32)
+    store = TokenStore(tokens, np.array([0, 41], np.uint64))
+    rows = PackedRows(store, sequence_length=8, packing="concat", document_mask=False, cache_path=str(tmp_path))
+    with pytest.raises(UserError, match=r"4000000000 as uint32"):
+        list(ordered_batches(rows, rows=5, limit_tokens=40, sharding=sharding_on(mesh_of()), vocab_size=264))
+
+
+def test_a_message_names_the_row_that_an_example_is(config, store, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of text that is read directly\n" for i in range(9000)))
+    paths = {"books": store, "text": tmp_path / "text.txt", "made": "synthetic:copy"}
+    sources = tuple(SourceConfig(name=name, path=str(path), weight=1.0) for name, path in paths.items())
+    settings = config(data__path="x", data__synthetic__vocab_size="130").data
+    settings = settings.__class__(**vars(settings) | {"path": None, "sources": sources})
+    mixed = load_sources(settings, load_tokenizer("bytes"))
+    by_name = {rows.name: rows for rows in mixed.train.values()}
+    assert set(by_name) == {f"{store}/train", f"data.path={str(tmp_path / 'text.txt')!r}", "synthetic:copy, train"}
+    for example in (0, 1, 2, 300, 5000):
+        name, _, row = mixed.where(example).rpartition(": row ")
+        np.testing.assert_array_equal(by_name[name][int(row)]["tokens"], mixed.examples[example]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "value", "message"),
+    [
+        ("offsets", 3, 2, r"00000\.offsets: the offsets do not rise from 0 to \d+; restore it"),
+        ("offsets", 3, 2**63, r"00000\.offsets: the offsets do not rise"),
+        ("offsets", 0, 1, r"00000\.offsets: the offsets do not rise"),
+        ("offsets", -1, 10**6, r"00000\.offsets: the offsets do not rise"),
+        ("prompts", 5, 10**6, r"store/train: a prompt is longer than its document; restore it"),
+    ],
+)
+def test_offsets_and_prompts_that_cannot_be_are_refused_when_a_store_is_opened(
+    store, config, kind, index, value, message
+):
+    set_value(store / "train" / f"00000.{kind}", "<u8", index, value)
+    with pytest.raises(UserError, match=message):
+        load_sources(config(data__path=store).data, load_tokenizer("bytes"))
+
+
+TRUNCATED = """
+import os, sys
+from difftx.data.store import open_store
+from difftx.errors import run_command
+
+def main():
+    store = open_store(sys.argv[1], "train")
+    store.slice(0, 10)
+    os.truncate(f"{sys.argv[1]}/train/00000.tokens", 1000)
+    print(store.slice(400, 500).sum())
+    store.slice(4096, 5000)
+
+run_command(main)
+"""
+
+
+def test_a_store_that_is_truncated_while_it_is_read_is_named(store):
+    assert len(open_store(store, "train")) > 5000
+    result = run("-c", TRUNCATED, store)
+    assert (result.returncode, result.stderr) == (
+        2,
+        f"error: {store}/train/00000.tokens: truncated while it was in use, before token 5000 of it; restore it, or "
+        "prepare the store again\n",
+    )
+    assert result.stdout.strip().isdigit()

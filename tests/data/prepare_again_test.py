@@ -1,0 +1,194 @@
+"""difftx prepare called again: after our own advice, and with damaged files of an unfinished run."""
+
+import gzip
+import json
+import resource
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from data.prepare_test import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
+from difftx.data import readers, records
+from difftx.data.readers import Document, Fields, sources_of, validation_start
+from difftx.data.records import read_records
+from difftx.data.store import open_store
+from difftx.errors import UserError
+
+FIELDS = Fields("text", None)
+
+
+def test_a_single_text_gives_training_and_validation_text(tmp_path):
+    text = "".join(f"line {i} costs €{i * i}\n" for i in range(3000))
+    (tmp_path / "one.txt").write_text(text)
+    out = tmp_path / "store"
+    result = prepared(out, f"--input={tmp_path}/one.txt", "--valid_fraction=0.1")
+    assert "a single text: its last 10.00% is held out for validation" in result.stdout
+    [train], [valid] = (texts_of(open_store(out, split)) for split in ("train", "valid"))
+    assert train + valid == text
+    assert train.endswith("\n")
+    assert 0.1 <= len(valid.encode()) / len(text.encode()) < 0.101
+    whole = prepared(tmp_path / "whole", f"--input={tmp_path}/one.txt", "--valid_fraction=0")
+    assert "held out" not in whole.stdout
+    assert texts_of(open_store(tmp_path / "whole", "train")) == [text]
+
+
+@pytest.mark.parametrize("text", ["ab", "€", "€€€", "a\nb", "\n\n", "title\n" + "€" * 999, "x" * 50 + "\n" + "y" * 50])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.3, 0.999])
+def test_the_held_out_end_begins_at_a_character_and_is_long_enough(text, share):
+    data = text.encode()
+    start = validation_start(data, share)
+    assert data[:start].decode() + data[start:].decode() == text
+    assert len(data) - start >= min(1, round(share * len(data)))
+    assert start < len(data)
+    assert start > 0 or share > 0.3 or len(text) == 1
+
+
+def test_the_advice_for_too_few_documents_works_where_it_was_given(tmp_path):
+    source, valid = tmp_path / "in.jsonl", tmp_path / "valid.txt"
+    source.write_text('{"text": "only one"}\n')
+    valid.write_text("held out")
+    for name, flag in {"a": "--valid_fraction=0", "b": f"--valid_input={valid}"}.items():
+        out = tmp_path / name
+        message = refused(out, f"--input={source}")
+        assert "none is left to train on" in message
+        assert flag.partition("=")[0] in message
+        prepared(out, f"--input={source}", flag)
+        assert texts_of(open_store(out, "train")) == ["only one"]
+    assert texts_of(open_store(tmp_path / "b", "valid")) == ["held out"]
+    out = tmp_path / "c"
+    refused(out, f"--input={source}")
+    source.write_text('{"text": "one"}\n{"text": "two"}\n')
+    result = prepared(out, f"--input={source}")
+    assert f"{source}: changed since the unfinished run; tokenising again" in result.stderr
+    prepared(tmp_path / "d", f"--input={source}")
+    assert tree(out) == tree(tmp_path / "d")
+
+
+def test_another_share_or_size_of_shards_keeps_what_is_tokenised(tmp_path):
+    for name in "abc":
+        lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    whole = (tmp_path / "c.jsonl").read_text()
+    (tmp_path / "c.jsonl").write_text(whole + "{")
+    flags = [f"--input={tmp_path}/*.jsonl", "--workers=1"]
+    out = tmp_path / "store"
+    assert "c.jsonl: line 301" in refused(out, *flags)
+    kept = {f: f.stat().st_mtime_ns for f in (out / ".prepare" / "units").glob("0000[01]-*.npz")}
+    assert len(kept) == 2
+    (out / "meta.json").mkdir()  # The end of the run fails, when all shards are there.
+    (tmp_path / "c.jsonl").write_text(whole)
+    assert "meta.json" in prepare(f"--out={out}", *flags).stderr
+    (out / "meta.json").rmdir()
+    assert {f: f.stat().st_mtime_ns for f in kept} == kept
+    prepared(out, *flags, "--valid_fraction=0.3", "--shard_tokens=1000")
+    prepared(tmp_path / "again", *flags, "--valid_fraction=0.3", "--shard_tokens=1000")
+    assert tree(out) == tree(tmp_path / "again")
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory):
+    """A run that ended when all units and shards were there, its flags, and the store that it should become."""
+    folder = tmp_path_factory.mktemp("unfinished")
+    for name in "abc":
+        lines = (json.dumps({"text": f"document {name} {i}"}) + "\n" for i in range(300))
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    flags = [f"--input={folder}/*.jsonl", "--shard_tokens=5000", "--valid_fraction=0.2", "--workers=1"]
+    prepared(folder / "sound", *flags)
+    other = folder / "out"
+    (folder / "c.jsonl").rename(folder / "c.away")
+    (folder / "c.jsonl").write_text("{")
+    refused(other, *flags)
+    (folder / "c.away").rename(folder / "c.jsonl")
+    (other / "meta.json").mkdir()
+    assert prepare(f"--out={other}", *flags).returncode == 2
+    (other / "meta.json").rmdir()
+    assert len(list((other / ".prepare" / "shards").iterdir())) > 3
+    return other, flags, tree(folder / "sound")
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def rewrite_record(file):
+    record = json.loads(file.read_text())
+    record["documents"] += 1
+    file.write_text(json.dumps(record))
+
+
+def drop_a_part(file):
+    with np.load(file) as archive:
+        parts = {name: archive[name] for name in archive.files if name != "sizes"}
+    np.savez(file, **parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (".prepare/units/00001-000000.npz", flip, "damaged; tokenising that part of the input again"),
+        (".prepare/units/00001-000000.npz", lambda f: f.write_bytes(f.read_bytes()[:900]), "damaged; tokenising"),
+        (".prepare/units/00002-000000.npz", lambda f: f.write_bytes(b""), "damaged; tokenising"),
+        (".prepare/units/00000-000000.npz", drop_a_part, "damaged; tokenising"),
+        (".prepare/shards/train-00001.json", rewrite_record, "it or its shard is damaged; writing the shard again"),
+        (".prepare/shards/train-00001.json", lambda f: f.write_text("[1]"), "it or its shard is damaged"),
+        ("train/00001.tokens", flip, "train-00001.json: it or its shard is damaged"),
+        ("valid/00000.offsets", lambda f: f.unlink(), "valid-00000.json: it or its shard is damaged"),
+        (".prepare/job.json", lambda f: f.write_text("[1]"), "job.json: damaged; preparing everything again"),
+        (".prepare/job.json", flip, "job.json: damaged; preparing everything again"),
+    ],
+)
+def test_damaged_files_of_an_unfinished_run_are_made_again(unfinished, tmp_path, name, damage, said):
+    source, flags, sound = unfinished
+    out = shutil.copytree(source, tmp_path / "out")
+    damage(out / name)
+    result = prepared(out, *flags)
+    [line] = result.stderr.splitlines()
+    assert said in line
+    assert str(out) in line
+    assert tree(out) == sound
+
+
+def test_lines_and_texts_of_more_than_the_limit_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(records, "LONGEST_DOCUMENT", 1000)
+    fits = json.dumps({"text": "x" * (1000 - len('{"text": ""}'))}).encode()
+    for unit_bytes in (10, 1000):
+        monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
+        with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
+            file.write(b"\n".join([fits, fits, fits[:-2] + b'y"}', fits]))
+        [source] = sources_of(str(tmp_path / "a.jsonl.gz"), valid=False, first_index=0)
+        *good, problem = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
+        assert [len(d.text) for d in good if isinstance(d, Document)] == [len(fits) - 12] * 2
+        assert str(problem).startswith(f"{tmp_path}/a.jsonl.gz: line 3 is longer than the ")
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: line 3 is longer than"):
+        list(read_records(tmp_path / "a.jsonl.gz", field="--prompts", what="prompts"))
+    for length, fits_in in ((1000, True), (1001, False)):
+        (tmp_path / "b.txt").write_bytes(b"z" * length)
+        [source] = sources_of(str(tmp_path / "b.txt"), valid=False, first_index=0)
+        [found] = [d for unit in source.units(FIELDS) for d in unit.content.documents(FIELDS)]
+        assert isinstance(found, Document) == fits_in
+        assert fits_in or "b.txt: the file is longer than" in str(found)
+
+
+@pytest.mark.long
+def test_a_line_of_gigabytes_is_refused_in_bounded_memory(tmp_path):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+        file.write(b'{"text": "small"}\n{"text": "')
+        for _ in range(48):
+            file.write(b"0" * 2**26)  # 3 GiB in all.
+    bound = 5 * 2**30  # Of address space: the limit of a document, twice while it grows, and the libraries.
+    flags = [f"--input={tmp_path}/a.jsonl.gz", f"--out={tmp_path}/store", "--workers=1"]
+    result = subprocess.run(
+        [*COMMAND, *flags],
+        env=ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (bound, bound)),
+    )
+    assert result.returncode == 2, result.stderr
+    assert "a.jsonl.gz: line 2 is longer than the 1,073,741,824 bytes that a document may have" in result.stderr
+    assert "Traceback" not in result.stderr

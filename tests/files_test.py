@@ -1,0 +1,107 @@
+"""Files and folders that killed processes left, and the files of a run that are folders or cannot be read."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment
+from unreadable import modes_count, needs_modes
+
+from difftx import files
+from difftx.errors import UnreadableError, UserError
+from difftx.files import new_file, new_folder, remove_temporaries
+from difftx.report.runs import match_runs
+from difftx.training.guards import Journal
+from difftx.training.run import RECORDS, read_config
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from difftx.files import new_file, new_folder
+make = new_folder if sys.argv[1] == "folder" else new_file
+with make(Path(sys.argv[2])) as made:
+    (made / "part").write_text("half") if sys.argv[1] == "folder" else made.write(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed(what, path):
+    """Kill a process in the middle of making a file or folder."""
+    assert subprocess.run([sys.executable, "-c", KILLED, what, str(path)], cwd=ROOT).returncode == -9
+    return {each.name for each in path.parent.iterdir() if each.name.startswith(f".{path.name}.")}
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_folder_that_a_killed_process_left_goes_with_the_next_one(tmp_path):
+    assert len(killed("folder", tmp_path / "out")) == 1
+    host = platform.node()
+    # Of this process, which had its number before a restart; of one that runs; of another host; of another folder.
+    for name in (
+        f".out.{host}.{os.getpid()}",
+        f".out.{host}.{os.getppid()}",
+        ".out.elsewhere.1",
+        f".more.{host}.99999999",
+    ):
+        (tmp_path / name).mkdir()
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "all").touch()
+    assert names(tmp_path) == {"out", f".out.{host}.{os.getppid()}", ".out.elsewhere.1", f".more.{host}.99999999"}
+
+
+def test_files_that_a_killed_process_left_go(tmp_path):
+    left = killed("file", tmp_path / "metrics.jsonl")
+    assert len(left) == 1
+    (tmp_path / ".lock").touch()
+    assert remove_temporaries(tmp_path) == sorted(left)
+    assert names(tmp_path) == {".lock"}
+
+
+def test_a_file_does_not_replace_a_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match="a is a folder, not a file; move it away"), new_file(tmp_path / "a") as file:
+        file.write(b"text")
+    assert names(tmp_path) == {"a"}
+
+
+READERS = {
+    "config.json": lambda workdir: read_config(workdir),
+    "metrics.jsonl": lambda workdir: match_runs(str(workdir), "curves"),
+    "journal.jsonl": Journal,
+}
+
+
+@needs_modes
+@pytest.mark.parametrize("name", READERS)
+def test_readers_say_in_one_line_what_they_cannot_read(tmp_path, config, monkeypatch, name):
+    monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,))
+    (tmp_path / "config.json").write_text(config().to_json())
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / name).touch()
+    (tmp_path / name).chmod(0)
+    with modes_count(), pytest.raises(UnreadableError, match=f"{name} cannot be read: Permission denied"):
+        READERS[name](tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is a folder, not a file; move it away"):
+        READERS[name](tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*RECORDS, "checkpoints"])
+def test_a_training_refuses_what_it_cannot_use_in_one_line(tmp_path, text_file, name):
+    workdir = tmp_path / "run"
+    (workdir / name).mkdir(parents=True)
+    if name == "checkpoints":
+        (workdir / name).rmdir()
+        (workdir / name).touch()
+    flags = [f"--config.{field}={value}" for field, value in (TINY | {"data.path": str(text_file)}).items()]
+    command = [sys.executable, "train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *flags]
+    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=240)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(f"error: {workdir / name} is "), result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,162 @@
+"""Real processes that were not started alike: none of them makes a step, and all say why."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_environment, write_text
+from processes import free_port
+
+from multihost.train_test import started  # noqa: F401  # A fixture.
+
+pytestmark = pytest.mark.long
+
+HINT = "start every process with the same command, packages and data"
+
+
+def errors(group, codes=(2, 2)):
+    """Return the last line of each process, after all have ended by their codes with one line and no traceback."""
+    ended = [group.wait(process) for process in group.running]
+    assert tuple(code for code, _ in ended) == codes, ended
+    for _, text in ended:
+        assert "Traceback" not in text
+        assert len(re.findall("^error: ", text, re.MULTILINE)) == 1, text
+    return [next(line for line in text.splitlines() if line.startswith("error: ")) for _, text in ended]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "difference"),
+    [
+        ("optimizer.learning_rate", 0.25, r"optimizer\.learning_rate=0\.25, but process 0 has [\d.]+"),
+        # Each of these fails or hangs in one process where it is not compared first.
+        ("mesh.fsdp", 3, r"mesh\.fsdp=3, but process 0 has -1"),
+        ("train.global_batch_tokens", 512, r"train\.global_batch_tokens=512, but process 0 has 256"),
+    ],
+)
+def test_processes_with_different_configs_end_before_the_first_step(started, field, value, difference):  # noqa: F811
+    two = started(own_flags={1: [f"--config.{field}={value}"]})
+    first, second = errors(two)
+    assert first == second
+    assert re.fullmatch(rf"error: process 1 of 2 \(.*, pid {two.running[1].pid}\): {difference}; {HINT}", first)
+    assert not two.metrics.parent.exists()
+
+
+def test_processes_with_different_data_end_before_the_first_step(started, tmp_path):  # noqa: F811
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{i} and {i * i} follow each other in another text.\n" for i in range(4000)))
+    two = started(own_flags={1: [f"--config.data.path={other}"]})
+    first, second = errors(two)
+    assert first == second
+    sha256 = "[0-9a-f]{12}…"
+    assert re.fullmatch(
+        rf"error: process 1 of 2 \(.*\): data: source train={sha256}, but process 0 has {sha256}"
+        rf" \(and 1 more fields\); {HINT}",
+        first,
+    )
+    assert not two.metrics.parent.exists()
+
+
+def test_a_copy_of_the_data_elsewhere_is_no_difference(started, tmp_path):  # noqa: F811
+    copy = tmp_path / "copy" / "text.txt"
+    copy.parent.mkdir()
+    write_text(copy)
+    own = [f"--config.data.path={copy}", f"--config.data.cache_path={tmp_path / 'cache'}"]
+    two = started(train__steps=3, own_flags={1: own})
+    for process in (0, 1):
+        code, text = two.wait(process)
+        assert code == 0, text
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_process_that_cannot_open_its_data_ends_the_other_too(started, tmp_path, missing):  # noqa: F811
+    path = tmp_path / "nowhere" / "text.txt"
+    two = started(own_flags={missing: [f"--config.data.path={path}"]})
+    found = errors(two)
+    assert re.fullmatch(rf"error: data.path='{path}': .*", found[missing])
+    who = rf"process {missing} of 2 \(.*, pid {two.running[missing].pid}\)"
+    assert re.fullmatch(rf"error: {who}: {re.escape(found[missing].removeprefix('error: '))}", found[1 - missing])
+    assert not two.metrics.parent.exists()
+
+
+KILLED = """
+import os, runpy, signal, sys
+from difftx.training import run
+if "--process=1" in sys.argv:
+    run.load_sources = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):  # noqa: F811
+    two = started(
+        multihost__barrier_timeout_seconds=60,
+        script=("-c", KILLED.replace("--process=1", "1"), "train.py"),
+    )
+    assert two.wait(1)[0] == -9
+    code, text = two.wait(0)
+    assert code == 1
+    assert re.search(rf"error: process 0 stops: process 1 of 2 \(.*pid {two.running[1].pid}.*\) has been silent", text)
+
+
+def test_other_sources_of_difftx_are_noticed(started, tmp_path):  # noqa: F811
+    """Process 1 has another checkout, in which one comment differs."""
+    for name in ("difftx", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", tmp_path / "checkout")
+    with (tmp_path / "checkout" / "difftx" / "training" / "loss.py").open("a") as file:
+        file.write("# An experiment.\n")
+    script = "import os, runpy, sys\nsys.argv = sys.argv[1:]\n" + (
+        f"if sys.argv[sys.argv.index('--process') + 1] == '1':\n    sys.path[0] = {str(tmp_path / 'checkout')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    two = started(script=("-c", script, "train.py"))
+    first, second = errors(two)
+    assert first == second
+    sha256 = "[0-9a-f]{12}…"
+    difference = rf"difftx source training/loss.py={sha256}, but process 0 has {sha256}"
+    assert re.fullmatch(rf"error: process 1 of 2 \(.*\): {difference}; {HINT}", first)
+
+
+def run_both(command, own):
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes=2"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command, *together, f"--process={i}", *own[i]],
+            cwd=ROOT,
+            env=child_environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    return [(process.communicate(timeout=240), process.returncode) for process in running]
+
+
+def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):  # noqa: F811
+    one = started(count=1, train__steps=3)
+    assert one.wait(0)[0] == 0, one.logs[0].read_text()
+    workdir = f"--workdir={one.metrics.parent}"
+    prompts = [tmp_path / str(i) / "prompts.jsonl" for i in range(2)]
+    for i, path in enumerate(prompts):
+        path.parent.mkdir()
+        path.write_text(json.dumps({"prompt": "line " * (1 + i)}) + "\n")
+    generate = ["-m", "difftx", "generate", workdir, "--temperature=0", "--new_tokens=2"]
+    mesh = ["--mesh.data=2", "--mesh.fsdp=2"]
+    cases = [
+        (["eval.py", workdir, "--suite=loss", *mesh], ([], ["--eval.loss_tokens=256"]), "eval.loss_tokens=256"),
+        (["eval.py", workdir, *mesh], (["--suite=loss"], ["--suite=recall"]), "--suite='recall'"),
+        ([*generate, *mesh], (["--prompt=line"], ["--prompt=line one"]), "--prompt='line one'"),
+        ([*generate, *mesh], (["--prompt=line", "--top_k=5"], ["--prompt=line"]), "--top_k=None"),
+    ]
+    for command, own, difference in cases:
+        (out_first, code_first), (out_second, code_second) = run_both(command, own)
+        assert (code_first, code_second) == (2, 2), (out_first, out_second)
+        lines = [[x for x in out[1].splitlines() if x.startswith("error: ")] for out in (out_first, out_second)]
+        assert lines[0] == lines[1]
+        assert len(lines[0]) == 1
+        assert f": {difference}, but process 0 has " in lines[0][0]

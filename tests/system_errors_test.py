@@ -1,0 +1,346 @@
+"""Paths that the operating system refuses, in every command: one line, and 2 where the user can correct it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment, write_text
+from report.run_dirs import write_run
+
+# Runs each command line on stdin in a fork of one process, which has imported what takes long, through the commands'
+# own `__main__` blocks. The result of a command: its exit code and its output.
+SERVER = """
+import json, os, runpy, sys, tempfile, traceback, warnings
+import difftx.inference.load, difftx.launch.runner, difftx.report.commands, difftx.training.loop
+
+def run(command):
+    sys.argv = command
+    try:
+        if command[0] == "difftx":
+            runpy.run_module("difftx", run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as ended:
+        return ended.code
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+warnings.filterwarnings("ignore", message=".*os.fork")
+for line in sys.stdin:
+    command = json.loads(line)
+    with tempfile.TemporaryFile() as log:
+        child = os.fork()
+        if child == 0:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            code = run(command)
+            sys.stdout.flush()
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        log.seek(0)
+        print(json.dumps([code, log.read().decode()]), flush=True)
+"""
+BOUND_BY_MODES = [
+    "setpriv",
+    "--bounding-set=-dac_override,-dac_read_search",
+    "--inh-caps=-dac_override,-dac_read_search",
+]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Return a function: command lines → exit code and output of each, for a user whom the modes of files bind."""
+    drop = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root ignores modes, and there is no setpriv to give that up")
+        drop = BOUND_BY_MODES
+    server = subprocess.Popen(
+        [*drop, sys.executable, "-c", SERVER],
+        cwd=ROOT,
+        env=child_environment(1),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(command):
+        print(json.dumps([str(part) for part in command]), file=server.stdin, flush=True)
+        return json.loads(server.stdout.readline())
+
+    yield lambda commands: [ask(command) for command in commands]
+    server.stdin.close()
+    assert server.wait(60) == 0
+
+
+def check(run, cases):
+    """Run commands and compare: each ends with its code and one line on stderr that has some text."""
+    results = run([command for command, _, _ in cases])
+    wrong = []
+    for (command, code, text), (ended, output) in zip(cases, results, strict=True):
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        if ended != code or len(errors) != 1 or text not in errors[0] or "Traceback" in output:
+            wrong.append(f"{' '.join(map(str, command))}: {ended}\n{output[-2000:]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with what the operating system refuses to write to, and a run."""
+    folder = tmp_path_factory.mktemp("refused")
+    write_text(folder / "text.txt")
+    (folder / "file").write_text("a file\n")
+    (folder / "folder").mkdir()
+    (folder / "broken").symlink_to(folder / "nothing")
+    (folder / "loop").symlink_to(folder / "loop")
+    for name, mode in (("read_only", 0o555), ("closed", 0o000)):
+        (folder / name).mkdir()
+        (folder / name).chmod(mode)
+    yield folder
+    for name in ("read_only", "closed"):
+        (folder / name).chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def bad_folders(place):
+    """Paths where no folder can be written, and the text that says why."""
+    return {
+        place / "file": "Not a directory; name a folder",
+        place / "file" / "below": "Not a directory; name a folder",
+        place / "read_only": "Permission denied",
+        place / "read_only" / "new" / "run": "Permission denied",
+        place / "closed" / "new": "Permission denied",
+        place / "broken": "Broken symbolic link",
+        place / "loop" / "run": "symbolic links; remove the loop",
+        place / ("n" * 300): "File name too long; use a shorter path",
+        "/sys/difftx": "/sys",
+        "/proc/difftx/run": "/proc: No file can be created there",
+    }
+
+
+def test_no_command_writes_into_a_bad_folder(run, place, bad_folders, config):
+    runs = place / "runs"
+    write_run(runs / "one", config(), layers=2)
+    flags = [f"--config.{name}={value}" for name, value in (TINY | {"data.path": place / "text.txt"}).items()]
+    train = ["train.py", "--config=configs/quickstart.py", *flags]
+    before = sorted(place.glob("*"))
+    cases = [([*train, f"--workdir={bad}"], 2, why) for bad, why in bad_folders.items()]
+    cases += [([*train, "--dry_run", f"--workdir={bad}"], 2, why) for bad, why in list(bad_folders.items())[:1]]
+    commands = [
+        ["eval.py", f"--curves={runs}/*"],
+        ["eval.py", f"--scaling={runs}/*"],
+        ["difftx", "sweep", "--config=configs/quickstart.py", "--grid", "seed=0,1"],
+        ["difftx", "prepare", f"--input={place / 'text.txt'}", "--tokenizer=bytes"],
+    ]
+    for bad in (place / "file", place / "read_only" / "new", "/proc/difftx/run"):
+        cases += [([*command, f"--out={bad}"], 2, bad_folders.get(bad, "Permission denied")) for command in commands]
+        report = ["eval.py", "--report", f"--workdir={runs / 'one'}", f"--out={bad}/report.html"]
+        cases.append((report, 2, bad_folders.get(bad, "Permission denied")))
+    cases += [
+        (
+            ["eval.py", "--report", f"--workdir={runs / 'one'}", f"--out={place / 'folder'}"],
+            2,
+            "Is a directory; name a file",
+        ),
+        (["difftx", "convert", "--from=difftx", "--to=hf", f"--input={runs / 'one'}", "--out=/sys/difftx"], 2, "/sys"),
+        (
+            [
+                "difftx",
+                "plan",
+                "--config=configs/quickstart.py",
+                "--topology=cpu:1",
+                f"--json={place / 'read_only' / 'a.json'}",
+            ],
+            2,
+            "Permission denied",
+        ),
+        (
+            ["difftx", "plan", "--config=configs/quickstart.py", "--topology=cpu:1", f"--json={place / 'folder'}"],
+            2,
+            "Is a directory; name a file",
+        ),
+    ]
+    check(run, cases)
+    assert sorted(place.glob("*")) == before
+
+
+def test_no_command_reads_what_cannot_be_read(run, place, config):
+    unreadable = write_run(place / "unreadable", config(), layers=2)
+    (unreadable / "metrics.jsonl").chmod(0)
+    closed = place / "closed" / "run"
+    check(
+        run,
+        [
+            (
+                ["eval.py", f"--curves={place}/unread*", f"--out={place / 'folder'}"],
+                2,
+                "metrics.jsonl: Permission denied",
+            ),
+            (["eval.py", f"--workdir={closed}", "--suite=loss"], 2, "config.json: Permission denied"),
+            (["eval.py", f"--workdir={place / 'file'}", "--suite=loss"], 2, "no config.json there"),
+            (["difftx", "generate", f"--workdir={closed}", "--prompt=a"], 2, "Permission denied"),
+            (["difftx", "checkpoint", "ls", f"--workdir={closed}"], 2, "Permission denied"),
+            (["difftx", "checkpoint", "ls", f"--workdir={place / 'file'}"], 2, "no checkpoints there"),
+            (["difftx", "data", "verify", str(closed)], 2, "Permission denied"),
+            (["difftx", "data", "show", str(closed), "--row=0"], 2, "Permission denied"),
+            (
+                ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={closed}", f"--out={place / 'new'}"],
+                2,
+                "Permission",
+            ),
+            (
+                ["difftx", "prepare", f"--input={closed}", "--tokenizer=bytes", f"--out={place / 'new'}"],
+                2,
+                "Permission",
+            ),
+            (["train.py", f"--config={closed}.py", f"--workdir={place / 'new'}"], 2, "Permission denied"),
+            (["difftx", "generate", f"--workdir={unreadable}", f"--prompts={place / 'folder'}"], 2, "Is a directory"),
+        ],
+    )
+
+
+def test_object_stores_are_refused_before_anything_is_made(run, place, tmp_path):
+    url = "gs://bucket/run"
+    train = ["train.py", "--config=configs/quickstart.py"]
+    fields = ["data.path", "data.cache_path", "checkpoint.init_from", "eval.bigrams_path", "eval.needle.haystack"]
+    fields += ["eval.harness.data_path", "data.tokenizer"]
+    sweep = ["difftx", "sweep", "--config=configs/quickstart.py", "--grid", "seed=0"]
+    prepare = ["difftx", "prepare", "--tokenizer=bytes"]
+    commands = [
+        [*train, f"--workdir={url}"],
+        *([*train, f"--workdir={tmp_path / 'run'}", f"--config.{field}={url}"] for field in fields),
+        ["eval.py", f"--workdir={url}", "--suite=loss"],
+        ["eval.py", f"--workdir={place},{url}", "--report"],
+        ["eval.py", f"--curves={url}/*", f"--out={tmp_path}"],
+        ["eval.py", f"--scaling={url}/*", f"--out={tmp_path}"],
+        ["eval.py", "--curves=runs/*", f"--out={url}"],
+        [*sweep, f"--out={url}"],
+        [*prepare, f"--input={url}", f"--out={tmp_path / 'store'}"],
+        [*prepare, f"--input={place / 'text.txt'}", f"--out={url}"],
+        [*prepare, f"--input={place / 'text.txt'}", f"--valid_input={url}", f"--out={tmp_path / 'store'}"],
+        ["difftx", "data", "verify", url],
+        ["difftx", "data", "bigrams", str(place), url, f"--out={tmp_path / 'bigrams'}"],
+        ["difftx", "checkpoint", "ls", f"--workdir={url}"],
+        ["difftx", "generate", f"--workdir={url}", "--prompt=a"],
+        ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={url}", f"--out={tmp_path / 'out'}"],
+        ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={place}", f"--out={url}"],
+        ["difftx", "plan", "--config=configs/quickstart.py", "--topology=cpu:1", f"--json={url}"],
+    ]
+    commands += [[*train, f"--workdir={scheme}://bucket/run"] for scheme in ("s3", "hdfs", "https")]
+    check(run, [(command, 2, "://bucket/run") for command in commands])
+    assert not list(tmp_path.iterdir())
+    assert not (ROOT / "gs:").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_read_only_file_system(run, tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        check(
+            run,
+            [
+                (
+                    ["train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}"],
+                    2,
+                    "Read-only file system",
+                )
+            ],
+        )
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_real_processes_say_the_same(place):
+    for command in (
+        [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={place / 'file'}"],
+        [
+            sys.executable,
+            "-m",
+            "difftx",
+            "sweep",
+            "--config=configs/toy.py",
+            "--grid",
+            "seed=0",
+            f"--out={place / 'file'}",
+        ],
+    ):
+        result = subprocess.run(
+            command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=120
+        )
+        line = f"error: {place / 'file'}: Not a directory; name a folder, or a path below one\n"
+        assert (result.returncode, result.stderr) == (2, line)
+
+
+def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
+    configs = {
+        "syntax": "x = 1\ndef get_config(:\n",
+        "raises": "def get_config():\n    return 1 / 0\n",
+        "none": "x = 1\n",
+        "imports": "x = 1\nimport no_such_module\n",
+    }
+    for name, text in configs.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    flags = [f"--config.{name}={value}" for name, value in (TINY | {"data.path": place / "text.txt"}).items()]
+    start = ["train.py", f"--workdir={tmp_path / 'run'}"]
+    train = [*start, "--config=configs/quickstart.py", *flags]
+    on = "--config.model.attention_implementation="
+    only = "use one of auto, reference, xla"
+    grid = ["difftx", "sweep", "--config=configs/quickstart.py", f"--out={tmp_path / 'sweep'}", "--grid"]
+    before = sorted(tmp_path.iterdir())
+    check(
+        run,
+        [
+            *(
+                ([*train, f"{on}{name}"], 2, f"'{name}': this backend requires a GPU, and JAX runs on CPU here; {only}")
+                for name in ("pallas_gpu", "cudnn", "cudnn_wide")
+            ),
+            ([*train, f"{on}pallas_tpu"], 2, f"requires a TPU, and JAX runs on CPU here; {only}"),
+            ([*start, "--config=configs/quickstart.py:transformer", *flags, f"{on}splash"], 2, "requires a TPU"),
+            ([*train, "--config.mesh.tensor=8"], 2, "multiply to the 1 devices here; set mesh.tensor=1"),
+            ([*train, "--config.optimizer.lr=1"], 2, "optimizer.lr: no such field. Did you mean 'learning_rate'?"),
+            ([*grid, "optimizer.lr=1,2"], 2, "Did you mean 'optimizer.learning_rate'?"),
+            (
+                [*train, "--config.train.steps=50", "--config.optimizer.warmup_steps=275"],
+                2,
+                "set it to half of train.steps, 25, or raise train.steps to 550",
+            ),
+            ([*start, f"--config={tmp_path / 'syntax.py'}"], 2, f"{tmp_path / 'syntax.py'}:2: SyntaxError: "),
+            ([*start, f"--config={tmp_path / 'raises.py'}"], 2, f"{tmp_path / 'raises.py'}:2: ZeroDivisionError: "),
+            ([*start, f"--config={tmp_path / 'none.py'}"], 2, f"{tmp_path / 'none.py'}: AttributeError: "),
+            ([*start, f"--config={tmp_path / 'imports.py'}"], 2, f"{tmp_path / 'imports.py'}:2: ModuleNotFoundError: "),
+        ],
+    )
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_platform_that_jax_lacks_is_one_line(tmp_path):
+    command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}"]
+    environment = child_environment(1) | {"JAX_PLATFORMS": "rocm"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stderr
+    line = (
+        f"error: JAX_PLATFORMS=rocm: JAX has no device of that platform here.*{sys.executable} -m pip install -e .*\n"
+    )
+    assert re.fullmatch(line, result.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_that_exceeds_the_memory_warns(run, place):
+    flags = [f"--config.{name}={value}" for name, value in (TINY | {"data.path": place / "text.txt"}).items()]
+    train = ["train.py", "--config=configs/quickstart.py", "--dry_run", *flags]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = 2 ** (memory.bit_length() - 5)  # A token's activations are more than 64 bytes, and less than 64 KiB.
+    large = [*train, f"--config.train.global_batch_tokens={tokens}"]
+    wide = [*train, "--config.model.mlp_dim=1000000000", "--config.train.global_batch_tokens=32"]
+    fits, too_large, wide = run([train, large, wide])
+    assert [code for code, _ in (fits, too_large, wide)] == [0, 0, 0], (fits, too_large, wide)
+    assert "warning" not in fits[1]
+    assert re.search(r"warning  about .* exceed the .*iB of this machine; raise train.accumulation, ", too_large[1])
+    assert re.search(r"warning  about .* exceed the .*iB of this machine; use a smaller model", wide[1])

@@ -1,0 +1,303 @@
+"""Checkpoints that cannot be read, that lie behind links, or that were put aside: none of them is damaged."""
+# ruff: noqa: F811  The fixtures are another file's.
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, child_environment
+from processes import Processes
+from unreadable import as_other_users, failing_reads, modes_count, needs_compiler, needs_modes
+
+from difftx import files
+from difftx.errors import UnreadableError, UserError
+from difftx.files import json_sha256, retry_read
+from difftx.report.checkpoints import main as checkpoint_command
+from difftx.training.checkpoint import Checkpointer
+from difftx.training.manifest import MANIFEST, damage
+from difftx.training.reading import read_newest
+from training.verified_test import flip_a_bit, largest_file, names, saved, trainer  # noqa: F401
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """As many attempts to read as always, without the pauses."""
+    monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,) * len(files.RETRY_SECONDS))
+
+
+@contextlib.contextmanager
+def unreadable(*paths):
+    """Take all permissions from files or folders within the block."""
+    modes = [path.stat().st_mode for path in paths]
+    for path in paths:
+        path.chmod(0)
+    try:
+        with modes_count():
+            yield
+    finally:
+        for path, mode in zip(paths, modes, strict=True):
+            path.chmod(mode)
+
+
+UNREADABLE = {
+    "arrays": lambda folder: [largest_file(folder / "40")],
+    "manifest": lambda folder: [folder / "40" / MANIFEST],
+    "all manifests": lambda folder: [folder / step / MANIFEST for step in ("20", "40")],
+    "folder in a step": lambda folder: [folder / "40" / "state"],
+    "step": lambda folder: [folder / "40"],
+    "folder of checkpoints": lambda folder: [folder],
+}
+
+
+@needs_modes
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved, trainer, tmp_path, impatient, name):
+    folder = saved(20, 40)
+    reader = Checkpointer(tmp_path)
+    questions = [
+        trainer.newest,
+        reader.newest,
+        lambda: reader.verified(40),
+        lambda: read_newest(reader, lambda step: step),
+        lambda: checkpoint_command(["verify", f"--workdir={tmp_path}"]),
+    ]
+    with unreadable(*UNREADABLE[name](folder)):
+        for question in questions:
+            with pytest.raises(UnreadableError, match=r"(?s)cannot be read") as error:
+                question()
+            assert str(folder) in str(error.value)
+            assert "\n" not in str(error.value)
+        if name != "folder of checkpoints":
+            with pytest.raises(UnreadableError, match=r"Permission denied .*checkpoint quarantine .* --step=40$"):
+                trainer.newest()
+    assert names(folder) == ["20", "40"]
+    assert trainer.newest() == 40
+
+
+@needs_modes
+def test_the_commands_say_what_cannot_be_read_and_leave_it(saved, tmp_path, config, impatient, capsys):
+    folder = saved(10, 20, 40)
+    (tmp_path / "config.json").write_text(config().to_json())
+    with unreadable(largest_file(folder / "40")):
+        with pytest.raises(UnreadableError, match="1 of 3 checkpoints cannot be read: 40"):
+            checkpoint_command(["verify", f"--workdir={tmp_path}"])
+        assert "Permission denied" in capsys.readouterr().out
+        assert checkpoint_command(["prune", "--keep=1", "--yes", f"--workdir={tmp_path}"]) == 0
+    assert "40: stays" in capsys.readouterr().out
+    assert names(folder) == ["20", "40"]
+    with unreadable(folder / "40" / MANIFEST):
+        assert checkpoint_command(["ls", f"--workdir={tmp_path}"]) == 0
+    assert "cannot be read: Permission denied" in capsys.readouterr().out
+
+
+def test_errors_that_pass_are_waited_for(tmp_path, impatient):
+    for number in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ETIMEDOUT):
+        failures = [OSError(number, os.strerror(number))] * len(files.RETRY_SECONDS)
+
+        def read(failures=failures):
+            if failures:
+                raise failures.pop()
+            return "content"
+
+        assert retry_read(tmp_path, read) == "content"
+        failures += [OSError(number, os.strerror(number))] * (len(files.RETRY_SECONDS) + 1)
+        with pytest.raises(UnreadableError, match=f"cannot be read: {os.strerror(number)} \\(4 attempts in "):
+            retry_read(tmp_path, read)
+
+
+# ── Links ──
+
+
+def moved(folder, step, elsewhere):
+    """Move a checkpoint to another disk, as a user does, and leave a link."""
+    elsewhere.mkdir(exist_ok=True)
+    shutil.move(folder / step, elsewhere / step)
+    (folder / step).symlink_to(elsewhere / step)
+    return elsewhere / step
+
+
+def test_a_step_behind_a_link_is_used_and_only_the_link_is_deleted(saved, trainer, tmp_path, capsys):
+    folder = saved(10, 20)
+    target = moved(folder, "20", tmp_path / "elsewhere")
+    assert trainer.newest() == Checkpointer(tmp_path).newest() == 20
+    (folder / "5.removed").symlink_to(target)  # A removal that was killed.
+    assert trainer.newest() == 20
+    assert saved(30, 40, keep=1, every_steps=7) == folder
+    assert names(folder) == ["40"]
+    assert damage(target, step=20, content=True) is None
+    printed = capsys.readouterr().out
+    assert f"20.removed: the link was deleted; its target {target} stays" in printed
+    assert f"5.removed: the link was deleted; its target {target} stays" in printed
+
+
+def test_a_damaged_step_behind_a_link_is_quarantined_by_the_links_name(saved, trainer, tmp_path):
+    folder = saved(10, 20)
+    target = moved(folder, "20", tmp_path / "elsewhere")
+    flip_a_bit(largest_file(target))
+    assert trainer.newest() == 10
+    assert names(folder) == ["10", "20.quarantined"]
+    assert (folder / "20.quarantined").readlink() == target
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_no_missing_checkpoint(saved, trainer, tmp_path):
+    folder = saved(10, 20)
+    target = moved(folder, "20", tmp_path / "elsewhere")
+    target.parent.rename(tmp_path / "unmounted")
+    for checkpointer in (trainer, Checkpointer(tmp_path)):
+        with pytest.raises(
+            UnreadableError, match=rf"20 cannot be read: it is a link to {target}, which does not exist"
+        ):
+            checkpointer.newest()
+    (tmp_path / "unmounted").rename(target.parent)
+    assert trainer.newest() == 20
+    shutil.move(folder, tmp_path / "all")
+    folder.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UnreadableError, match="which does not exist here"):
+        Checkpointer(tmp_path).newest()
+
+
+# ── Quarantine ──
+
+
+def test_a_quarantined_checkpoint_comes_back_only_where_no_other_verifies(saved, trainer, tmp_path, capsys):
+    folder = saved(10, 20, 30, 40, keep=9)
+    for step in ("20", "30", "40"):
+        assert checkpoint_command(["quarantine", f"--workdir={tmp_path}", f"--step={step}"]) == 0
+    assert names(folder) == ["10", "20.quarantined", "30.quarantined", "40.quarantined"]
+    assert trainer.newest() == 10  # It verifies: what was put aside stays there.
+    flip_a_bit(largest_file(folder / "10"))
+    flip_a_bit(largest_file(folder / "40.quarantined"))
+    with pytest.raises(UserError, match="none verifies"):
+        Checkpointer(tmp_path).newest()  # A reader changes nothing.
+    capsys.readouterr()
+    assert trainer.newest() == 30
+    assert "30.quarantined verifies, and no other does; renamed 30" in capsys.readouterr().out
+    assert names(folder) == ["10.quarantined", "20.quarantined", "30", "40.quarantined"]
+    flip_a_bit(largest_file(folder / "30"))
+    flip_a_bit(largest_file(folder / "20.quarantined"))
+    for _ in range(2):
+        with pytest.raises(UserError, match="none verifies"):
+            trainer.newest()
+    assert names(folder) == ["10.quarantined", "20.quarantined", "30.quarantined", "40.quarantined"]
+
+
+def test_a_copy_of_another_step_does_not_come_back(saved, trainer):
+    folder = saved(10)
+    (folder / "10").rename(folder / "20.quarantined")
+    with pytest.raises(UserError, match="none verifies"):
+        trainer.newest()
+
+
+@needs_modes
+def test_quarantine_is_the_way_out_of_a_permanent_error(saved, trainer, tmp_path, impatient):
+    folder = saved(20, 40)
+    bad = largest_file(folder / "40").relative_to(folder / "40")
+    (folder / "40" / bad).chmod(0)
+    with modes_count():
+        with pytest.raises(UnreadableError):
+            trainer.newest()
+        assert checkpoint_command(["quarantine", f"--workdir={tmp_path}", "--step=40"]) == 0
+        assert trainer.newest() == 20
+    with pytest.raises(UserError, match=r"'40': no such checkpoint; .* has the steps 20$"):
+        checkpoint_command(["quarantine", f"--workdir={tmp_path}", "--step=40"])
+    # If it is the only one, an error that may pass does not end the run with a mistake's exit code.
+    shutil.rmtree(folder / "20")
+    with modes_count(), pytest.raises(UnreadableError, match="no other checkpoint verifies"):
+        trainer.newest()
+    (folder / "40.quarantined" / bad).chmod(0o600)
+    assert trainer.newest() == 40
+
+
+# ── Whole trainings ──
+
+
+@needs_modes
+@needs_compiler
+@pytest.mark.long
+def test_a_training_that_cannot_read_ends_with_1_and_continues_later(text_file, tmp_path):
+    workdir, reads = tmp_path / "run", failing_reads(tmp_path)
+
+    def train(steps):
+        processes = Processes(
+            text_file,
+            workdir,
+            tmp_path,
+            count=1,
+            before=as_other_users(),
+            environment=reads.environment,
+            train__steps=steps,
+        )
+        return processes.wait(0)
+
+    def refused(step, reason):
+        code, text = train(30)
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert (code, len(errors)) == (1, 1), text
+        assert f"cannot be read: {reason} (4 attempts" in errors[0]
+        assert f"--step={step}" in errors[0]
+        assert "Traceback" not in text
+        assert names(workdir / "checkpoints") == ["10", "20"]
+
+    assert train(20)[0] == 0
+    folder = workdir / "checkpoints"
+    for paths in ([largest_file(folder / "20")], [folder / step / MANIFEST for step in ("10", "20")]):
+        with unreadable(*paths):
+            refused(20, "Permission denied")
+    reads.fail(errno.EIO, f"20/state/{largest_file(folder / '20').relative_to(folder / '20' / 'state')}")
+    refused(20, "Input/output error")
+    reads.fail(errno.ESTALE, "20/")
+    refused(20, "Stale file handle")
+    reads.fail(errno.ESTALE, f"20/{MANIFEST}", times=2)
+    code, text = train(30)
+    assert code == 0, text
+    assert reads.stop() == 0
+    assert "attempt 2, from step 20 to 30" in text
+    assert names(folder) == ["10", "20", "30"]
+
+
+@needs_modes
+@pytest.mark.long
+def test_all_processes_of_a_run_end_alike(text_file, tmp_path):
+    workdir, before = tmp_path / "run", as_other_users()
+    assert Processes(text_file, workdir, tmp_path, count=1, train__steps=20).wait(0)[0] == 0
+    with unreadable(workdir / "checkpoints" / "20" / MANIFEST):
+        processes = Processes(text_file, workdir, tmp_path, devices=2, before=before, train__steps=30)
+        ends = [processes.wait(process) for process in (0, 1)]
+    for code, text in ends:
+        assert code == 1, ends
+        assert len([line for line in text.splitlines() if line.startswith("error: ")]) == 1, ends
+        assert f"20/{MANIFEST} cannot be read: Permission denied" in text
+    assert names(workdir / "checkpoints") == ["10", "20"]
+
+
+@needs_compiler
+def test_a_read_error_of_the_file_system_is_not_damage(saved, tmp_path):
+    folder, reads = saved(20), failing_reads(tmp_path)
+    command = [sys.executable, "-m", "difftx", "checkpoint", "verify", f"--workdir={tmp_path}"]
+    reads.fail(errno.EIO, str(largest_file(folder / "20")))
+    result = subprocess.run(
+        command, cwd=ROOT, env=child_environment(1) | reads.environment, capture_output=True, text=True, timeout=240
+    )
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result
+    assert "1 of 1 checkpoints cannot be read: 20" in result.stderr
+    assert f"{largest_file(folder / '20')} cannot be read: Input/output error" in result.stdout
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved, trainer):
+    folder = saved(20, 40)
+    path = folder / "40" / MANIFEST
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    content["format"] -= 1
+    del content["weights"]  # As in format 2.
+    path.write_text(json.dumps(content | {"sha256": json_sha256(content)}))
+    with pytest.raises(
+        UserError, match=r"/40: manifest.json has format \d, not \d: another version of difftx wrote it"
+    ):
+        trainer.newest()
+    assert names(folder) == ["20", "40"]
