@@ -33,14 +33,14 @@ def row_statistics(
         l0_share: what an entry has at least of the row's mass to count.
         compared: of `PARTS`: where A1 and A2 are compared; not empty in any prompt.
     """
-    is_first_S = jnp.arange(part_BS.shape[1]) == 0
+    is_first_1S = jnp.arange(part_BS.shape[1])[None] == 0
     in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
     seen_BS = part_BS != UNSEEN
     row_BHS = rows.map_BCHS[:, 0]
     found = {}
     for suffix, x_BHS in (("", _share(row_BHS)), ("_signed", row_BHS)):
         for name, inside_BS in in_part.items():
-            found[name + suffix] = _sum(x_BHS, inside_BS & ~is_first_S)
+            found[name + suffix] = _sum(x_BHS, inside_BS & ~is_first_1S)
         found[FIRST + suffix] = x_BHS[..., 0]
     found |= _sparsity(_share(row_BHS), seen_BS, l0_share)
     if rows.lam_BCH is not None:
@@ -51,7 +51,7 @@ def row_statistics(
             of_group = {FIRST: softmax_BHS[..., 0], **_sparsity(softmax_BHS, seen_BS, l0_share)}
             found |= {f"{measure}_{name}": value for measure, value in of_group.items()}
         for name in compared:
-            for suffix, inside_BS in (("", in_part[name] & ~is_first_S), ("_with_first", in_part[name])):
+            for suffix, inside_BS in (("", in_part[name] & ~is_first_1S), ("_with_first", in_part[name])):
                 found[f"cosine_{name}{suffix}"], found[f"kl_{name}{suffix}"] = _similarity(logits_BHGS, inside_BS)
     return {name: jnp.mean(value_BH, axis=1) for name, value_BH in found.items()}
 
@@ -85,7 +85,7 @@ def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str
     """Return Gini coefficient, entropy and share of large entries, over the tokens that are seen, each `[B, H]`."""
     n_B1 = jnp.sum(seen_BS, axis=1, dtype=jnp.float32)[:, None]
     # Gini: Σ_i (2 i - n - 1) w_(i) / n, w ascending, i from 1. What is not seen is zero and comes first, for nothing.
-    rank_BS = jnp.arange(1, w_BHS.shape[-1] + 1) - (w_BHS.shape[-1] - n_B1)
+    rank_BS = jnp.arange(1, w_BHS.shape[-1] + 1)[None] - (w_BHS.shape[-1] - n_B1)
     gini_BH = jnp.sum((2 * rank_BS - n_B1 - 1)[:, None] * jnp.sort(w_BHS, axis=-1), axis=-1) / n_B1
     entropy_BH = -jnp.sum(jax.scipy.special.xlogy(w_BHS, w_BHS), axis=-1)
     return {"gini": gini_BH, "entropy": entropy_BH, "l0": _sum(w_BHS > l0_share, seen_BS) / n_B1}

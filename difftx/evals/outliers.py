@@ -127,7 +127,7 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, _, H, G, _ = q_BTHGd.shape
     K = k_BTKGd.shape[2]
-    counted_BTHG = real_BT[:, :, None, None] & own_HG
+    counted_BTHG = real_BT[:, :, None, None] & own_HG[None, None]
     if shared:
         counted_BTHG &= jax.lax.axis_index("context") == 0
 

@@ -51,7 +51,7 @@ class Cut:
         """Return where in the row this device's tokens stand, int32 `[T]`."""
         chunk_tokens = tokens // self.chunks
         starts = jnp.stack(self.starts(self.device(), chunk_tokens))
-        return (starts[:, None] + jnp.arange(chunk_tokens)).reshape(tokens)
+        return (starts[:, None] + jnp.arange(chunk_tokens)[None]).reshape(tokens)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
         """Return `[B, S, …]` of all devices' `[B, T, …]`, in the order of the text. JAX transposes it to its sums."""
