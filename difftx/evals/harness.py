@@ -30,7 +30,7 @@ PAPER_METRICS = {
     "winogrande": "acc",
 }
 LOCAL_TASKS = Path(__file__).parent / "harness_tasks"
-# Resamples for the standard errors of metrics that are not means, such as F1; lm-eval's 100,000 take minutes.
+# Resamples for standard errors of metrics that are not means, such as F1. lm-eval's default, 100,000, takes minutes.
 BOOTSTRAPS = 1000
 
 
@@ -57,7 +57,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         limit=settings.limit,
         bootstrap_iters=BOOTSTRAPS,
         log_samples=False,
-        random_seed=None,  # No seed: lm-eval would reset the process's global generators.
+        random_seed=None,  # With a seed, lm-eval would reset the process's global random generators.
         numpy_random_seed=None,
         torch_random_seed=None,
         fewshot_random_seed=settings.seed,

@@ -86,7 +86,7 @@ def inner_suites(config: Config, suites: Suites) -> tuple[str, ...]:
 def quantized(config: Config, bits: int) -> Config:
     """Return the config with attention logits of `bits` bits; 16 bits means no quantisation.
 
-    The attention implementation becomes "auto" if the configured one does not support this.
+    The attention implementation becomes "auto" if the configured one does not support the quantisation.
     """
     model = config.model
     backends = ARCHITECTURES[model.architecture].backends(quantized=bits != UNQUANTIZED)
