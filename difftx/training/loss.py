@@ -14,7 +14,7 @@ from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 
-CHUNK_LOGITS = 2**26  # Logits of a chunk on one device: 256 MiB in float32.
+CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB in float32.
 
 
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -82,7 +82,7 @@ def _scores(x_BTD, table_VD, targets_BT):
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
     """Return the NLL of one device's tokens, and the gradients of the weighted sum.
 
-    The gradients are those by this device's shards of `x_BTD` and of the table.
+    The gradients are with respect to this device's shards of `x_BTD` and of the table.
     """
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 

@@ -91,7 +91,7 @@ class MetricsWriter:
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close metrics.jsonl, TensorBoard and Weights & Biases."""
         if self._file:
             self._file.close()
         if self._tensorboard:
@@ -138,7 +138,7 @@ def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens.
 
     This is cheap enough to watch a long run. A file that does not exist or cannot be read has no rows: training itself
-    raises that error.
+    raises the error.
     """
     try:
         with path.open("rb") as file:

@@ -56,7 +56,7 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path)
     if not candidates:
         return set()
     kept = orbax.AnyPreservationPolicy(policies).should_preserve(candidates, context=orbax.PreservationContext())
-    # Also keep as many regular checkpoints: a rewind does not use one that a signal triggered (guards.py).
+    # Also keep the newest `config.keep` regular checkpoints, because a rewind uses only these (guards.py).
     regular = [step for step in sorted(steps) if step % config.every_steps == 0][-config.keep :]
     return {candidate.step for candidate, keep in zip(candidates, kept, strict=True) if keep} | set(regular)
 
@@ -112,7 +112,7 @@ def quarantine_order(path: Path) -> tuple[int, int]:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under its step.
+    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under a valid name.
 
     If a checkpoint is a symbolic link, only the link is deleted: the user who moved the files decides about them.
     """
