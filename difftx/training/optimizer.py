@@ -11,23 +11,23 @@ from difftx.config import Config
 from difftx.model.abstract import vector_mask
 from difftx.registry import Registry
 
-# A schedule maps the number of an update, from 0, to its learning rate.
+# A schedule maps the number of an update, from 0, to the update's learning rate.
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
     "schedule", {"linear": "difftx.training.optimizer:linear"}
 )
-# An optimizer is made from the config, the schedule and the tree of which parameters are decayed.
+# An optimizer is made from the config, the schedule and a tree of booleans that selects the decayed parameters.
 OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTransformation]] = Registry(
     "optimizer", {"adamw": "difftx.training.optimizer:adamw"}
 )
 
 
 def linear(config: Config) -> optax.Schedule:
-    """Return a linear warm-up to the peak and a linear decay to `final_learning_rate` after the last step."""
+    """Return a linear warm-up to the peak, followed by a linear decay that ends at `final_learning_rate`."""
     c = config.optimizer
     decay = optax.linear_schedule(c.learning_rate, c.final_learning_rate, config.train.steps - c.warmup_steps)
     if c.warmup_steps == 0:
         return decay
-    # The warm-up is lr (n + 1) / warmup_steps, so that update 0 learns already.
+    # Update n of the warm-up has the learning rate lr (n + 1) / warmup_steps, so that the rate of update 0 is not 0.
     warmup = optax.linear_schedule(c.learning_rate / c.warmup_steps, c.learning_rate, c.warmup_steps - 1)
     return optax.join_schedules([warmup, decay], [c.warmup_steps])
 
@@ -44,11 +44,13 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransformation:
-    """Return the optimizer that `optimizer.name` names, after clipping by the global norm if that is configured.
+    """Return the optimizer that `optimizer.name` names.
+
+    If `optimizer.clip_norm` is set, gradients are clipped by their global norm first.
 
     Args:
-        config: of the run.
-        decayed: tree of booleans, which parameters are decayed; None: the model's matrices.
+        config: Config of the run.
+        decayed: Tree of booleans that selects the parameters with weight decay. None selects the model's matrices.
     """
     decayed = decay_mask(config) if decayed is None else decayed
     optimizer = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), decayed)
@@ -57,10 +59,10 @@ def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransfo
 
 
 def decay_mask(config: Config) -> Any:
-    """Return the tree of the model's parameters with True for those that are decayed: projections and embeddings."""
+    """Return a tree of booleans that is True for the parameters with weight decay: projections and embeddings."""
     return jax.tree.map(operator.not_, vector_mask(config.model))
 
 
 def updates_made(opt_state: Any) -> jax.Array:
-    """Return the number of updates, which the learning rate follows; a skipped step makes none."""
+    """Return the number of updates made, which determines the learning rate. A skipped step makes no update."""
     return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))
