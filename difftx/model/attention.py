@@ -264,7 +264,7 @@ class DiffAttention(SelfAttention):
 
     @property
     def has_lambda_vectors(self) -> bool:
-        """Whether the layer learns λ by the vectors of Eq. 2."""
+        """True if the layer learns λ by the vectors of Eq. 2."""
         return self.config.lambda_learned
 
     @classmethod
@@ -298,7 +298,7 @@ class DiffAttention(SelfAttention):
         return maps.difference
 
     def per_query(self, depth: Depth) -> jax.Array | None:
-        """Return λ."""
+        """Return λ of the layer."""
         return self.lam(depth.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
