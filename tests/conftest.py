@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Arrays of different ranks broadcast only where the code says so. Processes that tests start read it as well.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # The suite is mostly compilation of tiny programs: without LLVM's expensive passes it takes half the time. And an
 # operation on several threads would only wait for what other tests do with the cores.
 # tests/commands_test.py starts processes that compile as a user's do.

@@ -22,7 +22,7 @@ from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, Journal
-from difftx.training.manifest import MANIFEST, damage, write_manifest
+from difftx.training.manifest import FORMAT, MANIFEST, OtherFormatError, damage, write_manifest
 from difftx.training.metrics import MetricsWriter, read_metrics
 from difftx.training.retention import metrics_of
 from difftx.training.run import read_config
@@ -289,7 +289,11 @@ def test_manifest(checkpoint, resign, mutate):
     path, valid = checkpoint
     content = mutate(valid, resign)
     (path / MANIFEST).write_bytes(content)
-    why = damage(path, step=7, content=True)
+    try:
+        why = damage(path, step=7, content=True)
+    except OtherFormatError as error:
+        why = str(error)
+        assert json.loads(content)["format"] != FORMAT
     assert why is None or why.splitlines() == [why]
     if resign is None and why is None:
         assert json.loads(content) == json.loads(valid), "a manifest that says something else has verified"

@@ -214,7 +214,7 @@ def programs_of(config: Config) -> Programs:
             i, rows, out_BN = carry
             token_B = _choose_token(model, rows, allowed_V, sampling)
             out_BN = jnp.where(
-                jnp.arange(BLOCK_TOKENS) == i, jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None], out_BN
+                jnp.arange(BLOCK_TOKENS)[None] == i, jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None], out_BN
             )
             return i + 1, _append(model, rows, token_B, end, sampling), out_BN
 
@@ -244,7 +244,7 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
     x_B1D, entries = extend(model, rows.cache, token_B[:, None], rows.position_B[:, None], segment_B1)
     seen_BV = rows.seen_BV
     if sampling.repetition_penalty is not None:
-        seen_BV |= jnp.arange(seen_BV.shape[1]) == token_B[:, None]
+        seen_BV |= jnp.arange(seen_BV.shape[1])[None] == token_B[:, None]
     return dataclasses.replace(
         rows,
         cache=write_token(rows.cache, entries, segment_B1, rows.length_B),

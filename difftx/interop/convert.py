@@ -1,4 +1,4 @@
-"""Weights in and out: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR."""
+"""Convert weights: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR."""
 
 import argparse
 import importlib.util
@@ -18,7 +18,7 @@ FORMATS = (OURS, "hf", "official")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    """Parse the flags and convert. The exit code is 0 on success, 2 for bad input and 1 for other errors."""
     parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="what --input is")
     parser.add_argument("--to", dest="target", required=True, choices=FORMATS, help="what --out shall be")
@@ -34,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     require_local_paths(options)
     config = _checked(options, rest)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
 
-    # Slow to import, so after the flags are known to be good.
+    # Imported after the flags are checked, because the import is slow.
     from difftx.interop import runs
 
     if config is None:
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
-    """Return the config of a run to make; None where one is read.
+    """Return the config of the run to create, or None if the input is a run.
 
     Raises:
-        UserError: flags do not fit together.
+        UserError: If a flag is invalid, or flags contradict each other.
     """
     if (options.source == OURS) == (options.target == OURS):
         raise UserError(f"--from={options.source} --to={options.target}: one of them, and only one, must be {OURS}")

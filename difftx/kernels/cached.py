@@ -67,7 +67,7 @@ def _attend(
     q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
     seen_BTX = jnp.concatenate(
-        [segment_BT[:, :, None] == cached_segment_BS[:, None], same_BTU & jnp.tri(T, dtype=bool)], axis=2
+        [segment_BT[:, :, None] == cached_segment_BS[:, None], same_BTU & jnp.tri(T, dtype=bool)[None]], axis=2
     )
     keys_BKGSD = keys.reshape(B, K, G, S, D)
     logits_BKGRTX = jnp.concatenate(

@@ -54,7 +54,7 @@ class Cut:
         """Return the positions in the row of this device's tokens, int32 `[T]`."""
         chunk_tokens = tokens // self.chunks
         starts = jnp.stack(self.starts(self.device(), chunk_tokens))
-        return (starts[:, None] + jnp.arange(chunk_tokens)).reshape(tokens)
+        return (starts[:, None] + jnp.arange(chunk_tokens)[None]).reshape(tokens)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
         """Return `[B, S, …]`, gathered in text order from the `[B, T, …]` of all devices.

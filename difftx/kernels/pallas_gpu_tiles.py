@@ -163,12 +163,12 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
             no mask for n+1..full-1.
     """
     n = jnp.arange(tiles)
-    behind_NN = n[:, None] - n[None, :]  # query tile minus key tile
-    needed_BNN = jnp.broadcast_to(behind_NN >= 0, (batch, tiles, tiles))
-    whole_BNN = jnp.broadcast_to(behind_NN > 0, (batch, tiles, tiles))
+    behind_1NN = (n[:, None] - n[None, :])[None]  # query tile minus key tile
+    needed_BNN = jnp.broadcast_to(behind_1NN >= 0, (batch, tiles, tiles))
+    whole_BNN = jnp.broadcast_to(behind_1NN > 0, (batch, tiles, tiles))
     if window is not None:
-        needed_BNN &= (behind_NN - 1) * TILE + 1 < window
-        whole_BNN &= (behind_NN + 1) * TILE - 1 < window
+        needed_BNN &= (behind_1NN - 1) * TILE + 1 < window
+        whole_BNN &= (behind_1NN + 1) * TILE - 1 < window
     if segment_ids_BT is not None:
         ids_BNP = segment_ids_BT.reshape(batch, tiles, TILE)
         low_BN, high_BN = ids_BNP.min(-1), ids_BNP.max(-1)
@@ -179,7 +179,7 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
         )
         needed_BNN &= ~apart_BNN
         whole_BNN &= same_BNN
-    broken_BNN = (behind_NN > 0) & ~whole_BNN
+    broken_BNN = (behind_1NN > 0) & ~whole_BNN
     keys_first_BN = jnp.argmax(needed_BNN, axis=2)
     keys_full_BN = jnp.max(jnp.where(broken_BNN, n[None, None, :] + 1, 0), axis=2)
     queries_end_BN = tiles - jnp.argmax(needed_BNN[:, ::-1, :], axis=1)

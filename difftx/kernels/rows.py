@@ -62,7 +62,7 @@ def _rows(map_of, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT) -
     H = q_BTHGD.shape[2]
     q_BCHGD = jnp.take_along_axis(q_BTHGD, queries_BC[:, :, None, None, None], axis=1)
     logits_BCKRGS = einsum("BCKRGD,BSKGD->BCKRGS", q_BCHGD.reshape(B, C, K, H // K, G, D), k_BSKGD) * D**-0.5
-    seen_BCS = jnp.arange(S) <= queries_BC[:, :, None]
+    seen_BCS = jnp.arange(S)[None, None] <= queries_BC[:, :, None]
     if segment_ids_BT is not None:
         seen_BCS &= jnp.take_along_axis(segment_ids_BT, queries_BC, axis=1)[:, :, None] == segment_ids_BT[:, None]
     logits_BCHGS = jnp.where(seen_BCS[:, :, None, None], logits_BCKRGS.reshape(B, C, H, G, S), -jnp.inf)

@@ -111,10 +111,10 @@ def masked_logits(
     rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
     q_BCHGD, position_C = rows["q"], rows["position"]
     q_BCKRGD = q_BCHGD.reshape(B, -1, K, q_BCHGD.shape[2] // K, G, D)
-    query_C1, key_S = position_C[:, None], jnp.arange(S)
-    seen_BCS = (key_S <= query_C1)[None]
+    query_C1, key_1S = position_C[:, None], jnp.arange(S)[None]
+    seen_BCS = (key_1S <= query_C1)[None]
     if window is not None:
-        seen_BCS &= (query_C1 - key_S < window)[None]
+        seen_BCS &= (query_C1 - key_1S < window)[None]
     if segment_ids_BT is not None:
         seen_BCS = seen_BCS & (rows["segment"][:, :, None] == segment_ids_BT[:, None, :])
     logits_BKRGCS = einsum("BCKRGD,BSKGD->BKRGCS", q_BCKRGD, k_BSKGD) * D**-0.5

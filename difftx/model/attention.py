@@ -377,7 +377,10 @@ class HeadNorm(nnx.Module):
         """Normalise the last axis and multiply by the gain, as far as `model.head_norm` includes these steps."""
         if self.kind in ("rms", "rms_affine"):
             heads_BTHE = rms_normalize(heads_BTHE, self.eps)
-        return heads_BTHE * self.scale[...].astype(heads_BTHE.dtype) if hasattr(self, "scale") else heads_BTHE
+        if not hasattr(self, "scale"):
+            return heads_BTHE
+        gain = self.scale[...].astype(heads_BTHE.dtype)
+        return heads_BTHE * (gain if self.kind == "scalar" else gain[None, None, None])
 
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:

@@ -27,7 +27,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last axis of `x` and multiply by the gain."""
-        return rms_normalize(x, self.eps) * self.scale[...].astype(x.dtype)
+        gain = jnp.expand_dims(self.scale[...].astype(x.dtype), tuple(range(x.ndim - 1)))
+        return rms_normalize(x, self.eps) * gain
 
 
 class SwiGLU(nnx.Module):
@@ -90,7 +91,7 @@ def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.A
     All values are float32, because bfloat16 rounds position 257 to 256.
     """
     frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -107,7 +107,7 @@ def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
     """Return a chunk's logits here, their log-sum-exp and the target's over all devices, and which is the target."""
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
-    is_target_CV = first + jnp.arange(table_VD.shape[0]) == target_C[:, None]
+    is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
     # Found by comparison, not by indexing: the target may be on another device.
     target_logit_C = jax.lax.psum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "tensor")
     largest_C = jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")

@@ -123,9 +123,9 @@ def _read_manifest(folder: Path) -> Manifest:
         whole = False
     if not isinstance(sha256, str) or not whole:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
-    if raw.get("format") != FORMAT:
+    if type(raw.get("format")) is int and raw["format"] != FORMAT:
         raise OtherFormatError(
-            f"{MANIFEST} has format {raw.get('format')!r}, not {FORMAT}: another version of difftx wrote it; use that "
+            f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
             "version, or another --workdir"
         )
     if why := misfit(raw, SHAPE):

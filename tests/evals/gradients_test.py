@@ -23,11 +23,11 @@ def loss(layers, embedding_VD, final_scale, tokens, targets, *, scale, norm):
     """Nats a token of rows of tokens: Eq. 1 to 5, or with "query_DHd" a Transformer's, for one row at a time."""
 
     def rms(x, gain):
-        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * gain[None]
 
     def turn(x_Td):
         half = x_Td.shape[1] // 2
-        angle = jnp.arange(len(x_Td))[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+        angle = jnp.arange(len(x_Td))[:, None] * 10_000.0 ** (-jnp.arange(half) / half)[None]
         a, b = x_Td[:, :half], x_Td[:, half:]
         return jnp.concatenate(
             [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], axis=1

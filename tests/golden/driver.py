@@ -77,7 +77,7 @@ FIELDS = {
 }
 DIFF = {"model.num_heads": 2, "model.head_norm": "rms_affine"}
 # Runs of the part "training", one per family of attention kernels; the others are of the part "variants".
-FAMILIES = ("diff", "transformer", "gda", "top_k")
+FAMILIES = ("diff", "transformer", "top_k")
 # Name of a run → architecture of configs/quickstart.py and fields. Heads have width 8 unless grouped.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "diff": ("diff", DIFF | {"model.head_norm_eps": 1e-5, "model.lambda_std": 0.1}),
@@ -233,8 +233,8 @@ SUITES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SUITES_OF_PART = {
-    "suites": ("loss", "recall", "position", "needle", "sample", "outliers", "quantize"),
-    "more_suites": ("attention", "icl", "hallucination", "gradients", "throughput"),
+    "suites": ("loss", "recall", "position", "needle", "sample"),
+    "more_suites": ("attention", "icl", "hallucination", "outliers", "quantize", "gradients", "throughput"),
     "extras": ("harness", "math"),  # They need the extra "eval".
 }
 
