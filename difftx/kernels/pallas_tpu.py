@@ -14,7 +14,7 @@ Two decisions determine the grids:
 
 * The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that causality
   and the window leave. The kernels read this list from scalar memory. They spend no step on hidden
-  tiles, and apply a mask only to the tiles that the list flags.
+  tiles, and apply a mask only to tiles that the diagonal, the window or a segment boundary crosses.
 * dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits
   in VMEM, one kernel computes all three gradients (20 units of T*T*D*H matmul work instead of 28).
   Longer rows take two kernels. Each sum has a fixed order in both cases, so results are reproducible

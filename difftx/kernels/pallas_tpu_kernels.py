@@ -18,8 +18,8 @@ from difftx.kernels.context import Cut
 
 # T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
 # E = 2D = value width, X = T padded to whole tiles, Y = X or, where rows are sharded, the number of queries
-# on one device, i = index of a query tile in the row, j = index of a key tile in the row,
-# n = index of a query tile on the device
+# on one device. In `_visits_of`, i = index of a query tile in the row, j = index of a key tile in the row,
+# n = index of a query tile on the device.
 #
 # The first four references of every kernel are in scalar memory:
 #   visits_ref         packed visits

@@ -25,7 +25,7 @@ class DiffAttentionV2(Attention):
 
     @classmethod
     def check(cls, config):
-        """Raise `UserError` also for a head norm, which V2 does not have."""
+        """Raise `UserError` for unsupported values, including any head norm."""
         super().check(config)
         if config.head_norm != "none":
             raise UserError(f"model.head_norm={config.head_norm!r}: Differential Transformer V2 has none; use 'none'")

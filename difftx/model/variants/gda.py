@@ -30,7 +30,7 @@ class GroupedDiffAttention(DiffAttention):
 
     @classmethod
     def check(cls, config):
-        """Raise `UserError` also unless `signal_heads` is set and divides `num_heads`."""
+        """Raise `UserError` for unsupported values, including a `signal_heads` that does not divide `num_heads`."""
         super().check(config)
         if config.signal_heads is None:
             raise UserError("model.signal_heads=None: architecture 'gda' requires it; 3 is a common number")

@@ -15,7 +15,7 @@ class TopKAttention(MappedAttention):
 
     @classmethod
     def check(cls, config):
-        """Raise `UserError` also unless `top_k` is set and positive."""
+        """Raise `UserError` for unsupported values, including a missing `top_k` or one that is not positive."""
         super().check(config)
         if config.top_k is None:
             raise UserError("model.top_k=None: architecture 'top_k' requires it; an eighth of a row's length is common")
