@@ -1,7 +1,7 @@
-"""Named implementations that a user's own file can extend, and the files that did.
+"""Registries of named implementations, and the user files (extensions) that add entries to them.
 
 Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
-tasks. docs/extend.md shows how a file adds to them.
+tasks. docs/extend.md explains how a file adds an entry.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from difftx.errors import UserError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """A user's file that registered something."""
+    """A user's file that registered at least one entry."""
 
     path: str
     sha256: str
 
 
-_running: list[Path] = []  # Files under `import_file`, the innermost last.
+_running: list[Path] = []  # Files that `import_file` is running, innermost last.
 _extensions: dict[Path, Extension] = {}
 
 
@@ -35,8 +35,8 @@ class Registry[T](Mapping[str, T]):
     """A mapping from names to implementations of one kind.
 
     Args:
-        kind: what an entry is, for messages, such as "architecture".
-        builtin: name → "module:attribute". An entry is imported when it is first used, so that commands start fast.
+        kind: Kind of the entries, such as "architecture", for error messages.
+        builtin: Name → "module:attribute". Entries are imported at first use, so that commands start fast.
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, str]):
@@ -44,10 +44,10 @@ class Registry[T](Mapping[str, T]):
         self._entries: dict[str, Any] = dict(builtin)
 
     def register[U](self, name: str) -> Callable[[U], U]:
-        """Return a decorator that adds an entry.
+        """Return a decorator that adds an entry with the given name.
 
         Raises:
-            UserError: the name is taken.
+            UserError: The name is taken.
         """
 
         def add(entry: U) -> U:
@@ -84,17 +84,17 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
     """Run a user's Python file and return it as a module.
 
     Args:
-        path: of the file.
-        flag: that named it, for messages, such as "--config".
+        path: Path of the file.
+        flag: Flag that named the file, such as "--config", for error messages.
 
     Raises:
-        UserError: the file raised an exception; the message has its line.
+        UserError: The name does not end in .py, or the file raised an exception. The message has the line number.
     """
     spec = importlib.util.spec_from_file_location(f"difftx_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{flag}={path}: not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses and pickles look their module up by name.
+    sys.modules[spec.name] = module  # Dataclasses and pickle look up modules by name.
     _running.append(path.resolve())
     try:
         with one_line_errors(module):
@@ -106,25 +106,25 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def one_line_errors(module: types.ModuleType) -> Iterator[None]:
-    """Turn whatever a user's file raises into one line with the file and the line."""
+    """Convert any exception from a user's file to a one-line `UserError` with file name and line number."""
     try:
         yield
-    except Exception as error:  # The file is the user's own program, so that it may raise anything.
+    except Exception as error:  # A user's file may raise any exception.
         path = Path(str(module.__file__))
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         at = f"{module.__file__}:{lines[-1]}" if lines else str(module.__file__)
-        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file never ran, so has no frame.
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file did not run: no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
         raise UserError(f"{at}: {type(error).__name__}: {text[0] if text else ''}") from error
 
 
 def load_extensions(paths: Sequence[str]) -> None:
-    """Run the files that `--extension` names.
+    """Run the files named by `--extension`, except those that are already loaded.
 
     Raises:
-        UserError: no such file, a file that fails, or one that registers nothing.
+        UserError: A file does not exist, fails or registers nothing.
     """
     for text in paths:
         path = Path(text)
@@ -138,15 +138,15 @@ def load_extensions(paths: Sequence[str]) -> None:
 
 
 def loaded_extensions() -> list[Extension]:
-    """Return the files that registered something in this process, recipes among them, by path."""
+    """Return all files, including recipes, that registered entries in this process, sorted by path."""
     return sorted(_extensions.values(), key=lambda extension: extension.path)
 
 
 def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Compare the loaded extensions with those that a run recorded.
+    """Check that all extensions recorded by a run are loaded with the same content.
 
     Raises:
-        UserError: one is missing, or its content has changed.
+        UserError: An extension is missing, or its content has changed.
     """
     loaded = {extension.sha256 for extension in _extensions.values()}
     names = {Path(extension.path).name: extension for extension in _extensions.values()}

@@ -1,4 +1,4 @@
-"""The schema of a config: frozen dataclasses that declare each field once and check themselves."""
+"""The config schema: frozen dataclasses that declare each field once and validate their values."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole config."""
+    """A complete, validated config with one attribute per group of fields."""
 
     model: ModelConfig
     data: DataConfig
@@ -56,7 +56,7 @@ class Config:
             )
 
     def _check_keep_best(self) -> None:
-        """Refuse what would never find a number to compare."""
+        """Raise `UserError` if `checkpoint.keep_best` names a number that checkpoints never have."""
         if self.checkpoint.keep_best is None:
             return
         suite = self.checkpoint.keep_best.split("/")[0]
@@ -73,9 +73,9 @@ class Config:
 
     @property
     def batch_rows(self) -> int:
-        """Rows of an update, over all devices and microbatches."""
+        """Number of rows per update, over all devices and microbatches."""
         return self.train.global_batch_tokens // self.data.sequence_length
 
     def to_json(self) -> str:
-        """Return the config as indented JSON, the text of `config.json`."""
+        """Return the config as indented JSON, the content of `config.json`."""
         return json.dumps(values_of(self), indent=2) + "\n"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
 Granularity = Literal["query", "token"]
 
-# An architecture is a subclass of `SelfAttention`, which describes itself: see `difftx/model/attention.py`.
+# Each entry is a subclass of `SelfAttention` (`difftx/model/attention.py`).
 ARCHITECTURES: Registry["type[SelfAttention]"] = Registry(
     "architecture",
     {

@@ -1,4 +1,4 @@
-"""Build a checked `Config` from plain values, as they come from a recipe, a command line or a `config.json`."""
+"""Construction of a validated `Config` from the plain values of a recipe, a command line or a `config.json`."""
 
 import ast
 import dataclasses
@@ -14,32 +14,32 @@ from difftx.files import require_local
 
 
 def config_from_dict(raw: Any) -> Config:
-    """Return the config with the given values; missing fields take the schema's defaults.
+    """Return the config with the given values, and with the schema's defaults for missing fields.
 
     Raises:
-        UserError: an unknown field, a wrong type or a refused value.
+        UserError: A field is unknown, or a value has the wrong type or is invalid.
     """
     return build_group(Config, raw, "")
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """Return the config with fields replaced, such as `{"mesh.tensor": "4"}`."""
+    """Return a copy of the config with fields replaced by command-line texts, such as `{"mesh.tensor": "4"}`."""
     raw = values_of(config)
     apply_overrides(raw, overrides)
     return config_from_dict(raw)
 
 
 def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
-    """Set fields of nested mappings, `ConfigDict`s or dictionaries, from the texts of a command line."""
+    """Set fields in nested `ConfigDict`s or dictionaries from command-line texts."""
     for field, text in overrides.items():
         _set(values, Config, field.split("."), text, field)
 
 
 def annotation_of(field: str) -> Any:
-    """Return the type of a field, such as "optimizer.learning_rate".
+    """Return the type annotation of a field, such as "optimizer.learning_rate".
 
     Raises:
-        UserError: there is no such field.
+        UserError: The field does not exist.
     """
     annotation: Any = Config
     for depth, name in enumerate(names := field.split(".")):
@@ -51,7 +51,7 @@ def annotation_of(field: str) -> Any:
 
 
 def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) -> None:
-    """Set the field `names` of a group; a number among the names is an index into a list of groups."""
+    """Set the field at the path `names` inside a group. A number in the path is an index into a list of groups."""
     name, *rest = names
     path = field.removesuffix("." + ".".join(rest)) if rest else field
     annotation = _annotation(group, name, path)
@@ -73,7 +73,11 @@ def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) 
 
 
 def build_group(group: type, raw: Any, path: str) -> Any:
-    """Build a dataclass from a mapping."""
+    """Build the dataclass `group` from a mapping of its fields.
+
+    Raises:
+        UserError: A field is unknown or missing, or a value has the wrong type or is invalid.
+    """
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
@@ -99,9 +103,9 @@ def _annotation(group: type, name: str, path: str) -> Any:
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:
-    """Return `value` if it fits the annotation; integers pass as floats and lists as tuples.
+    """Return `value` if it matches the annotation, with integers converted to floats and lists to tuples.
 
-    No field has a use for NaN or infinity (None is "no limit"), nor for an integer that numpy cannot hold.
+    NaN and infinity are rejected in all fields (None means "no limit"), and so are integers that numpy cannot hold.
     """
     if type(value) is int and value.bit_length() > 63:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
@@ -124,7 +128,7 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
 
 
 def parse(text: str, annotation: Any, field: str) -> Any:
-    """Return the value that a text on the command line stands for, by the type of its field."""
+    """Parse a command-line text as a value of the field's type."""
     if dataclasses.is_dataclass(annotation):
         raise UserError(f"{field}={text}: {field} is a group; set one of its fields: {', '.join(types_of(annotation))}")
     kinds = options(annotation)
@@ -144,7 +148,7 @@ def parse(text: str, annotation: Any, field: str) -> Any:
 
 
 def _parse_list(text: str, annotation: Any, field: str) -> tuple[Any, ...]:
-    """Read a Python or JSON list such as `("a", "b")` or `[0.0, 1.0]`, or values between commas."""
+    """Parse a Python or JSON list such as `("a", "b")` or `[0.0, 1.0]`, or comma-separated values."""
     if text.lstrip()[:1] in ("(", "["):
         try:
             values = _literal(text)

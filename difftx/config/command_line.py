@@ -1,7 +1,7 @@
-"""Command-line overrides of config fields, written as ml_collections.config_flags writes them.
+"""Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
 
-`--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`, `--noconfig.data.verify`,
-`--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"` are understood.
+Examples of valid overrides are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`,
+`--noconfig.data.verify`, `--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from difftx.errors import UserError, did_you_mean
 
 
 def parse_overrides(arguments: Sequence[str], *flags: str, within: str = "") -> dict[str, str]:
-    """Turn overrides such as `--config.mesh.tensor=4` into `{"mesh.tensor": "4"}`.
+    """Parse overrides such as `--config.mesh.tensor=4` into `{"mesh.tensor": "4"}`.
 
     Args:
-        arguments: what the other flags of a command left.
-        flags: names of flags whose fields may be set: "config" stands for the whole config, another name for the group
-            of that name.
-        within: unused groups are refused under this name in messages.
+        arguments: Command-line arguments that no other flag of the command uses.
+        flags: Names of the flags that set fields. "config" sets fields of the whole config; any other name sets fields
+            of the group with this name.
+        within: Not used.
 
     Raises:
-        UserError: an argument is not an override, or its value is missing.
+        UserError: An argument is not an override, or its value is missing.
     """
     overrides = {}
     remaining = list(arguments)
@@ -48,7 +48,7 @@ def parse_overrides(arguments: Sequence[str], *flags: str, within: str = "") -> 
 
 
 def _split(name: str, flags: Sequence[str]) -> tuple[bool, str, str]:
-    """Return whether a flag begins with "no", the flag and the field; empty texts for another argument."""
+    """Return whether the argument begins with "--no", its flag and its field, or empty texts if no flag matches."""
     for flag in flags:
         for prefix, negated in ((f"--{flag}.", False), (f"--no{flag}.", True)):
             if name.startswith(prefix):

@@ -1,4 +1,4 @@
-"""Group `data` of a config."""
+"""Config group `data`."""
 
 import dataclasses
 from typing import Literal
@@ -13,12 +13,12 @@ from difftx.config.checks import (
 )
 from difftx.errors import UserError
 
-SYNTHETIC = "synthetic:"  # Of a data path: a task of difftx/data/synthetic.py.
+SYNTHETIC = "synthetic:"  # Prefix of data paths that name a task of difftx/data/synthetic.py.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """An entry of `data.sources`."""
+    """A data source, an entry of `data.sources`."""
 
     name: str
     """Name of the source and of its validation set."""
@@ -30,7 +30,7 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """An entry of `data.stages`."""
+    """A change of the source weights during training, an entry of `data.stages`."""
 
     from_tokens: int
     """Number of training tokens after which these weights apply, rounded up to 256 rows."""
@@ -56,7 +56,7 @@ class UpsamplingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """Synthetic tasks: paths that start with "synthetic:"."""
+    """Synthetic tasks, selected by data paths that start with "synthetic:"."""
 
     vocab_size: int = 8192
     """Number of different tokens; at most `model.vocab_size`."""
@@ -88,7 +88,7 @@ class SyntheticConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What a training reads, and how documents become rows."""
+    """Training data, and the packing of documents into rows."""
 
     path: str | None = None
     """A store written by `difftx prepare`; text: "stdlib" (the running Python's library), a text file or a glob of text

@@ -11,9 +11,9 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Number of devices along each axis of the mesh; -1, for one axis, takes all remaining devices.
+    """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices.
 
-    `difftx.parallel.mesh` compares the product with the number of devices.
+    `difftx.parallel.mesh` checks the product of the axes against the number of devices.
     """
 
     data: int = 1
@@ -46,7 +46,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultihostConfig:
-    """Time limits, in seconds, where several processes train together (docs/operations.md)."""
+    """Time limits, in seconds, for training with several processes (docs/operations.md)."""
 
     initialization_timeout_seconds: int = 1800
     """Time for all processes to start; cold pods take long."""

@@ -1,4 +1,4 @@
-"""Group `eval` of a config."""
+"""Config group `eval`."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedleCaseConfig:
-    """An entry of `eval.needle.cases`."""
+    """Numbers of hidden and queried needles, an entry of `eval.needle.cases`."""
 
     needles: int
     """Needles hidden in a prompt."""
@@ -27,7 +27,7 @@ class NeedleCaseConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedleConfig:
-    """Suite needle: magic numbers of cities hidden in a long text (§3.4)."""
+    """Suite needle: retrieval of magic numbers of cities that are hidden in a long text (§3.4)."""
 
     cases: tuple[NeedleCaseConfig, ...] = tuple(
         NeedleCaseConfig(needles=needles, queries=queries)
@@ -73,7 +73,7 @@ class NeedleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IclTaskConfig:
-    """An entry of `eval.icl.tasks`: two files of JSON lines (plain, .gz, .zst or .xz)."""
+    """A classification task, an entry of `eval.icl.tasks`: two files of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
     """Name of the task in the results."""
@@ -122,7 +122,7 @@ class IclConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationSetConfig:
-    """An entry of `eval.hallucination.sets`: a file of JSON lines (plain, .gz, .zst or .xz)."""
+    """A set of documents, an entry of `eval.hallucination.sets`: a file of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
     """Name of the set in the results."""
@@ -225,7 +225,7 @@ class JudgeConfig:
             raise UserError(
                 "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
             )
-        # Neither message repeats what may be a key that was written to the wrong place.
+        # The messages omit the values, which may be keys that the user wrote into the wrong field.
         if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
             raise UserError(
                 "eval.judge.key_variable is not the name of an environment variable, such as OPENAI_API_KEY; the key "
@@ -240,9 +240,9 @@ class JudgeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Suite attention: what the last token of a needle prompt attends to (Table 3, Figure 1).
+    """Suite attention: attention weights of the last token of needle prompts (Table 3, Figure 1).
 
-    `depths`, `haystack`, `new_tokens` and `seed` are those of `eval.needle`.
+    The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
     """
 
     needles: int = 2
@@ -370,7 +370,7 @@ class HarnessConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathTaskConfig:
-    """An entry of `eval.math.tasks`: files of JSON lines in the published fields of a format."""
+    """A task, an entry of `eval.math.tasks`: files of JSON lines with the fields of a published format."""
 
     name: str
     """Name of the task in the results."""
@@ -488,7 +488,7 @@ def _is_plain_url(text: str) -> bool:
     try:
         url = urllib.parse.urlsplit(text)
         port_fits = url.port is None or url.port > 0
-    except ValueError:  # A port that is no number, brackets that do not close.
+    except ValueError:  # For example, the port is not a number, or a bracket is not closed.
         return False
     plain = not (url.username or url.password or url.query or url.fragment)
     return url.scheme in ("http", "https") and bool(url.hostname) and port_fits and plain and text.isprintable()

@@ -1,7 +1,7 @@
-"""What the schema says about its fields: their types, defaults and meanings.
+"""Types, defaults and meanings of the config fields, read from the schema.
 
-A field is declared once, as a field of a dataclass with its type, its default and, on the lines below it, a string with
-its meaning and unit. The `ConfigDict` that recipes edit, the command line and docs/config.md are made from that.
+The schema declares each field once, as a field of a dataclass with a type and a default, followed by a string with the
+meaning and unit. The `ConfigDict` that recipes edit, the command line and docs/config.md derive from this declaration.
 """
 
 import ast
@@ -18,14 +18,14 @@ from ml_collections.config_dict import placeholder
 
 from difftx.errors import UserError
 
-_added: dict[type, dict[str, type]] = {}  # Group → name → group that an extension adds to it.
+_added: dict[type, dict[str, type]] = {}  # Group → field name → group that an extension added.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extensible:
-    """A group to which extensions add groups of their own, with `add_group`.
+    """Base class of groups to which extensions can add their own groups, with `add_group`.
 
-    An added group reads as an attribute: `config.eval.bleu.samples`.
+    An added group is an attribute of its parent: `config.eval.bleu.samples`.
     """
 
     extensions: tuple[tuple[str, Any], ...] = ()
@@ -39,10 +39,10 @@ class Extensible:
 
 
 def add_group(parent: type[Extensible], name: str, group: type) -> None:
-    """Add a frozen dataclass to a group of the schema, as its field `name`.
+    """Add the frozen dataclass `group` to the group `parent` of the schema, as a field with the given name.
 
     Raises:
-        UserError: the name is taken, or `group` is not a frozen dataclass whose fields all have defaults.
+        UserError: The name is taken, or `group` is not a dataclass whose fields all have defaults.
     """
     if name in types_of(parent):
         raise UserError(f"{parent.__name__} has a field {name!r} already; choose another name")
@@ -52,12 +52,12 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
-    """Return the groups that extensions added to a group."""
+    """Return field name → group for the groups that extensions added to a group."""
     return _added.get(parent, {})
 
 
 def types_of(group: type) -> dict[str, Any]:
-    """Return field → annotation of a group, added groups included."""
+    """Return field name → type annotation for a group, including groups added by extensions."""
     return {**_declared_types(group), **added_groups(group)}
 
 
@@ -67,7 +67,7 @@ def _declared_types(group: type) -> dict[str, Any]:
 
 
 def values_of(group: Any) -> dict[str, Any]:
-    """Return a group as nested dictionaries of plain values, added groups included; lists are tuples."""
+    """Return a group as nested dictionaries of plain values and tuples, including groups added by extensions."""
     return {name: _plain(getattr(group, name)) for name in types_of(type(group))}
 
 
@@ -79,13 +79,13 @@ def _plain(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of the schema.
+    """Description of a field of the schema.
 
     Attributes:
-        name: path, such as "optimizer.learning_rate".
-        type: annotation.
-        default: value; `dataclasses.MISSING` for a group, and for an entry of a list of groups.
-        meaning: what it is, with its unit.
+        name: Path of the field, such as "optimizer.learning_rate".
+        type: Type annotation.
+        default: Default value, or `dataclasses.MISSING` for a group and for a field without a default.
+        meaning: Meaning and unit, from the string below the field.
     """
 
     name: str
@@ -100,13 +100,13 @@ def options(annotation: Any) -> tuple[Any, ...]:
 
 
 def entry_type(annotation: Any) -> type | None:
-    """Return the dataclass of the entries of a list of groups; None for any other annotation."""
+    """Return the dataclass of the entries if the annotation is a list of groups, else None."""
     item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
     return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
 
 
 def describe_type(annotation: Any) -> str:
-    """Return an annotation in words, such as "an integer or None"."""
+    """Describe an annotation in words, such as "an integer or None"."""
     names = []
     for option in options(annotation):
         if get_origin(option) is Literal:
@@ -125,7 +125,7 @@ def describe_type(annotation: Any) -> str:
 
 @functools.cache
 def meanings_of(group: type) -> dict[str, str]:
-    """Return field → the string below it in the source of a dataclass."""
+    """Return field name → meaning for a dataclass, from the string below each field in the source code."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
@@ -137,7 +137,7 @@ def meanings_of(group: type) -> dict[str, str]:
 
 
 def fields_of(group: type, prefix: str = "") -> Iterator[Field]:
-    """Yield every field of a group, in the order of the source; a group comes before the fields in it."""
+    """Yield all fields of a group in source order, with each nested group before its own fields."""
     for name, annotation in types_of(group).items():
         default = _default(group, name)
         yield Field(f"{prefix}{name}", annotation, default, meanings_of(group).get(name, ""))
@@ -146,7 +146,7 @@ def fields_of(group: type, prefix: str = "") -> Iterator[Field]:
 
 
 def defaults_of(group: type) -> ConfigDict:
-    """Return the defaults of a group as a `ConfigDict`, which checks types on assignment."""
+    """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
     values = ConfigDict()
     for name, annotation in types_of(group).items():
         default = _default(group, name)
@@ -161,6 +161,6 @@ def defaults_of(group: type) -> ConfigDict:
 
 
 def _default(group: type, name: str) -> Any:
-    """Return a field's default; `dataclasses.MISSING` for a group and for a field that has none."""
+    """Return the default of a field, or `dataclasses.MISSING` for a group and for a field without a default."""
     defaults = {field.name: field.default for field in dataclasses.fields(group)}
     return defaults.get(name, dataclasses.MISSING)

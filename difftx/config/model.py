@@ -8,12 +8,12 @@ from difftx.config.checks import divisor_below, divisors, require_not_negative, 
 from difftx.config.fields import Extensible
 from difftx.errors import UserError
 
-# Fields that only some architectures use. A class names those that it uses in `SelfAttention.fields`.
+# Fields that only some architectures use. Each architecture lists the fields that it uses in `SelfAttention.fields`.
 SPECIFIC_FIELDS = ("signal_heads", "top_k", "lambda_init", "lambda_learned", "lambda_std", "post_scale")
 
 
 def default_specific_fields() -> dict[str, Any]:
-    """Return the default of each of `SPECIFIC_FIELDS`, for a config that changes its architecture."""
+    """Return the defaults of `SPECIFIC_FIELDS`, for resetting them when a config changes its architecture."""
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in SPECIFIC_FIELDS}
 
 
@@ -125,7 +125,7 @@ class ModelConfig(Extensible):
                 )
 
     def _check_specific_fields(self) -> None:
-        """Raise `UserError` for a field that the architecture requires, or does not use."""
+        """Raise `UserError` if a field that the architecture does not use differs from its default."""
         used = ARCHITECTURES[self.architecture].fields
         for name, default in default_specific_fields().items():
             if (value := getattr(self, name)) != default and name not in used:
@@ -135,12 +135,15 @@ class ModelConfig(Extensible):
 
     @property
     def groups(self) -> int:
-        """Keys per key/value head, and width of its value in units of d: 2 where a head has two sets of weights."""
+        """Number of keys per key/value head, which is also the width of a value head in units of d.
+
+        The number is 2 for architectures whose heads have two groups of queries and keys, otherwise 1.
+        """
         return ARCHITECTURES[self.architecture].groups
 
     @property
     def query_heads(self) -> int:
-        """Number of queries of width d."""
+        """Number of queries of width d per token."""
         return ARCHITECTURES[self.architecture].query_heads(self)
 
     @property

@@ -1,6 +1,7 @@
 """Recipes: Python files with a function `get_config` that returns a `ConfigDict`.
 
-The recipes of difftx are in the folder configs/, the package `difftx.configs`; users write their own anywhere.
+The recipes of difftx are in the folder configs/, which is the package `difftx.configs`. Recipes of users can be in any
+folder.
 """
 
 import importlib
@@ -20,21 +21,21 @@ from difftx.registry import import_file, one_line_errors
 
 
 def default_config() -> ConfigDict:
-    """Return every field with the schema's default, for a recipe to change."""
+    """Return a `ConfigDict` of all fields with the schema's defaults, for recipes to edit."""
     return defaults_of(Config)
 
 
 def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
-    """Return the config of a recipe.
+    """Return the config of a recipe, with overrides applied.
 
     Args:
-        spec: `FILE.py` or the name of a recipe of difftx, such as `quickstart`; with `:ARG` for the argument of its
+        spec: `FILE.py` or the name of a recipe of difftx, such as `quickstart`. Append `:ARG` to pass an argument to
             `get_config`.
-        overrides: field → text, such as `{"model.num_layers": "2"}`. Fields that a recipe derives from others, with
-            `ConfigDict.get_ref`, follow the overridden values.
+        overrides: Field → command-line text, such as `{"model.num_layers": "2"}`. Fields that a recipe derives from
+            other fields by `ConfigDict.get_ref` follow the overridden values.
 
     Raises:
-        UserError: no such recipe, a recipe that fails, an unknown field, a wrong type or a refused value.
+        UserError: The recipe does not exist or fails, a field is unknown, or a value has the wrong type or is invalid.
     """
     path, _, argument = spec.partition(":")
     module = _import_recipe(path)
@@ -51,7 +52,10 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def argument_of(path: str) -> str | None:
-    """Return a recipe's `ARG`, the form of its argument such as "{architecture}-{size}"; None if it has none."""
+    """Return the form of a recipe's argument, such as "{architecture}-{size}", or None if the recipe takes none.
+
+    Recipes declare this form as `ARG`.
+    """
     return getattr(_import_recipe(path), "ARG", None)
 
 

@@ -1,4 +1,7 @@
-"""Write docs/config.md, the reference of all config fields: python -m difftx.config.reference > docs/config.md."""
+"""Generator of docs/config.md, the reference of all config fields.
+
+Usage: python -m difftx.config.reference > docs/config.md
+"""
 
 import dataclasses
 
@@ -15,7 +18,7 @@ Set a field in a recipe (`c.optimizer.learning_rate = 1e-3`) or on the command l
 
 
 def reference_page() -> str:
-    """Return the page: a section per group, with type, default and meaning of each field."""
+    """Return the content of docs/config.md: a section per group, with the type, default and meaning of each field."""
     return HEADER + "".join(_section(Config, ""))
 
 

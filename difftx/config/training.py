@@ -15,7 +15,7 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Extensible):
-    """The optimizer. Projections and embeddings are decayed; norm gains, λ vectors and sinks are not."""
+    """The optimizer. Weight decay applies to projections and embeddings, but not to norm gains, λ vectors and sinks."""
 
     name: str = "adamw"
     """Optimizer: "adamw", or one of an extension."""
@@ -52,7 +52,7 @@ class OptimizerConfig(Extensible):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length and size of the training."""
+    """Length of training, and size of an update."""
 
     steps: int = 40_000
     """Number of updates."""
@@ -71,7 +71,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardsConfig:
-    """What training does about bad steps.
+    """Detection of bad steps during training, and the reaction to them.
 
     An update whose loss or gradient is not finite is always skipped. A step is bad if its update was skipped or if its
     loss is a spike.
@@ -105,7 +105,7 @@ class GuardsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, which are kept, and how they are verified."""
+    """Writing, retention and verification of checkpoints."""
 
     every_steps: int = 1000
     """Steps between checkpoints. The last step and a SIGTERM write one too."""
@@ -137,7 +137,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Where a training writes its metrics."""
+    """Destinations and frequency of training metrics."""
 
     every_steps: int = 10
     """Steps between rows of `metrics.jsonl`."""

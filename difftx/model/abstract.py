@@ -1,4 +1,4 @@
-"""What a model consists of, without its values: names, shapes and kinds of its parameters."""
+"""Names, shapes and kinds of a model's parameters, computed without allocating the parameters."""
 
 import dataclasses
 import functools
@@ -16,29 +16,29 @@ from difftx.parallel.mesh import AXES
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters."""
+    """Numbers of parameters of a model by kind."""
 
-    embedding: int  # One table if tied, else two.
-    projections: int  # Matrices of all layers: attention and MLP.
+    embedding: int  # Input embedding and, unless tied, the unembedding.
+    projections: int  # Attention and MLP matrices of all layers.
     vectors: int  # Norm gains, λ vectors and sinks.
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return self.embedding + self.projections + self.vectors
 
 
 @functools.cache
 def abstract_parameters(config: ModelConfig) -> nnx.State:
-    """Return the parameters of a `Decoder` as shapes and dtypes, with the metadata that its layers gave them."""
+    """Return the parameters of a `Decoder` as shapes and dtypes, with the metadata set by the layers."""
     axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     one_device = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axis_types)
-    with jax.sharding.use_abstract_mesh(one_device):  # Whatever mesh the caller has set.
+    with jax.sharding.use_abstract_mesh(one_device):  # Ignore the caller's mesh.
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))
 
 
 def vector_mask(config: ModelConfig) -> Any:
-    """Return the tree of the parameters with True for vectors: they are not decayed and stay float32."""
+    """Return the parameter tree with True for vectors (`layers.vector`), which are not decayed and stay float32."""
     leaves = abstract_parameters(config)
     is_variable = {"is_leaf": lambda leaf: isinstance(leaf, nnx.Variable)}
     mask = jax.tree.map(lambda variable: variable.get_metadata().get("is_vector", False), leaves, **is_variable)
@@ -46,7 +46,7 @@ def vector_mask(config: ModelConfig) -> Any:
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
-    """Count the parameters of a `Decoder`."""
+    """Return the numbers of parameters of a `Decoder` by kind."""
     sizes = jax.tree.map(lambda leaf: math.prod(leaf.shape), nnx.to_pure_dict(abstract_parameters(config)))
     mask = vector_mask(config)
     vectors = sum(jax.tree.leaves(jax.tree.map(lambda size, is_vector: size * is_vector, sizes, mask)))

@@ -1,4 +1,4 @@
-"""Models of equal size: the honest comparison needs as many parameters in every architecture."""
+"""Configs of different architectures with equal numbers of parameters, for fair comparisons."""
 
 from ml_collections import ConfigDict
 
@@ -7,19 +7,19 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import build_group
 from difftx.model.abstract import count_parameters
 
-MULTIPLE = 4  # Of the MLP's width, so that four devices can share it.
+MULTIPLE = 4  # The width of the MLP is a multiple of 4, so that four devices can share it.
 
 
 def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
-    """Turn a Transformer's config into another architecture's with as many parameters.
+    """Convert a Transformer's config to another architecture with the same number of parameters.
 
-    The architecture's `configure` sets its heads. Where the weights of attention then differ from the Transformer's,
-    `model.mlp_dim` makes up for it: SwiGLU has 3 d_model weights per unit of its width.
+    `SelfAttention.configure` sets the heads. If attention then has more or fewer weights than the Transformer's,
+    `model.mlp_dim` compensates: SwiGLU has 3 d_model weights per unit of its width.
 
     Args:
-        c: config with the sizes of the Transformer; changed in place.
-        architecture: name.
-        heads: number of heads of the Transformer.
+        c: Config with the sizes of the Transformer, changed in place.
+        architecture: Name of the other architecture.
+        heads: Number of heads of the Transformer.
     """
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
     expected = _layer_weights(c)
@@ -31,6 +31,6 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
 
 def _layer_weights(c: ConfigDict) -> float:
-    """Return the weights of a layer's matrices."""
+    """Return the number of weights in the matrices of one layer."""
     model = build_group(ModelConfig, c.model.to_dict(), "model")
     return count_parameters(model).projections / model.num_layers

@@ -1,1 +1,1 @@
-"""Architectures that are compared with differential attention, one per file."""
+"""Further attention architectures, for comparison with differential attention."""

@@ -21,7 +21,7 @@ class GatedAttention(Attention):
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Gate each head, and merge."""
+        """Multiply each head by its gate, then merge the heads."""
         weight_DHd = self.gate_DHd.astype(x_BTD.dtype)
         gate_BTHE = jnp.einsum("BTD,DHd->BTHd", x_BTD, weight_DHd, out_sharding=self.layout.act_BTHE)
         return super().output(jax.nn.sigmoid(gate_BTHE) * heads_BTHE, x_BTD, depth)

@@ -11,24 +11,26 @@ from difftx.config.checks import divisor_below, require_positive
 from difftx.errors import UserError
 from difftx.model.attention import Angles, DiffAttention
 
-# Motif-2-12.7B has 4 signal heads per noise head, which fewer numbers of heads allow.
+# Signal heads per noise head. Motif-2-12.7B has 4, which fits fewer numbers of heads.
 SIGNAL_HEADS = 3
 
 
 class GroupedDiffAttention(DiffAttention):
-    """Grouped differential attention (arXiv 2510.06949), as Motif-2-12.7B has it.
+    """Grouped differential attention (arXiv 2510.06949), the attention of Motif-2-12.7B.
 
-    head_i = (A1_i - λ A2_{i // R}) V: R = `signal_heads` heads subtract one noise head's map; all else is differential
-    attention, which it is at R = 1. Queries lie as [R signal, 1 noise] for each noise head, and those of a group share
-    their keys and values, so that K divides N = H / R. On the device A2 is computed once for each signal head: fused
-    kernels take as many queries of both kinds.
+    head_i = (A1_i - λ A2_{i // R}) V. R = `signal_heads` signal heads subtract the attention weights of one shared
+    noise head. Everything else is as in differential attention, which is the case R = 1.
+
+    The query weight stores R signal queries and 1 noise query for each noise head. These R + 1 queries share keys and
+    values, so that K divides N = H / R. Fused kernels require as many noise queries as signal queries, so the device
+    computes A2 once per signal head.
     """
 
     fields = ("signal_heads", *DiffAttention.fields)
 
     @classmethod
     def check(cls, config):
-        """Require `signal_heads`, a divisor of `num_heads`."""
+        """Raise `UserError` for unsupported values, including a `signal_heads` that does not divide `num_heads`."""
         super().check(config)
         if config.signal_heads is None:
             raise UserError("model.signal_heads=None: architecture 'gda' requires it; 3 is a common number")
@@ -41,7 +43,7 @@ class GroupedDiffAttention(DiffAttention):
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
-        """Return the number of signal heads and noise heads."""
+        """Return the number of signal heads plus noise heads."""
         return num_heads + num_heads // (config.signal_heads or 1)
 
     @classmethod
@@ -51,19 +53,19 @@ class GroupedDiffAttention(DiffAttention):
 
     @classmethod
     def configure(cls, c, heads):
-        """Take three signal heads per noise head, as many queries as the Transformer has."""
+        """Set three signal heads per noise head, with as many queries in total as the Transformer."""
         super().configure(c, heads)
         c.model.num_heads = SIGNAL_HEADS * (heads // (SIGNAL_HEADS + 1))
         c.model.signal_heads = SIGNAL_HEADS
 
     @classmethod
     def query_shape(cls, config: ModelConfig) -> tuple[int, int]:
-        """Return the noise heads, and the signal heads of each with the noise head itself."""
+        """Return the sizes N and Q of the query weights: noise heads, and queries per noise head."""
         noise_heads = cls.kv_heads(config)
         return noise_heads, cls.query_heads(config) // noise_heads
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries `[B, T, H, 2, d]`, the noise head's repeated, keys and values."""
+        """Return queries `[B, T, H, 2, d]`, with noise queries repeated for each signal head, keys and values."""
         q_BTNQd, k_BTKGd, v_BTKE = super().project(x_BTD, angles)
         signal_BTNRd, noise_BTN1d = q_BTNQd[..., :-1, :], q_BTNQd[..., -1:, :]
         q_BTNRGd = jnp.stack([signal_BTNRd, jnp.broadcast_to(noise_BTN1d, signal_BTNRd.shape)], axis=-2)

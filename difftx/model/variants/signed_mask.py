@@ -1,4 +1,4 @@
-"""Softmax attention with a learned sign per entry."""
+"""Softmax attention with a learned sign for each attention weight."""
 #   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, d = width of a query/key (sub-)head,
 #   E = width of a value head
 
@@ -9,10 +9,11 @@ from difftx.model.attention import Depth, DiffAttention, SelfAttention
 
 
 class SignedMaskAttention(DiffAttention):
-    """One softmax with a learned sign for each entry, (softmax(Q1 K1ᵀ/√d) ∘ tanh(Q2 K2ᵀ/√d)) V: no second softmax.
+    """Softmax attention with a learned sign and scale for each weight, (softmax(Q1 K1ᵀ/√d) ∘ tanh(Q2 K2ᵀ/√d)) V.
 
-    What a reviewer of arXiv 2410.05258 asks for: is it cancelled noise, or are negative weights enough? So all else is
-    DiffAttention's: its projections, the head norm, and the factor 1 - λ_init (or `post_scale`).
+    A reviewer of arXiv 2410.05258 asked whether negative weights alone explain the gains of differential attention,
+    without cancelled noise. To test this, everything else is as in `DiffAttention`: projections, head norm and the
+    factor 1 - λ_init (or `post_scale`).
     """
 
     kernel = "mapped_attention"
@@ -22,13 +23,13 @@ class SignedMaskAttention(DiffAttention):
     attend = SelfAttention.attend
 
     def map_of(self) -> maps.Map:
-        """A1 ∘ tanh."""
+        """Return the function softmax(Z1) ∘ tanh(Z2) of the logits of both groups."""
         return maps.signed_softmax
 
     def per_query(self, depth: Depth) -> None:
-        """There is no λ."""
+        """Return None, because there is no λ."""
         return None
 
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        """Return nothing: there is no λ."""
+        """Return no statistics, because there is no λ."""
         return {}

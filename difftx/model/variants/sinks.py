@@ -17,18 +17,18 @@ class OffByOneAttention(MappedAttention):
     """Softmax-off-by-one, exp(z_ij) / (1 + Σ_j exp(z_ij)) (E. Miller, "Attention is off by one", 2023)."""
 
     def map_of(self) -> maps.Map:
-        """Softmax with a sink."""
+        """Return softmax with a sink."""
         return maps.softmax_with_sink
 
     def per_query(self, depth: Depth) -> jax.Array:
-        """The sink's logit, 0."""
+        """Return the logit of the sink, 0."""
         return jnp.float32(0)
 
 
 class SinkAttention(MappedAttention):
-    """Softmax with a learned sink a head, exp(z_ij) / (exp(s_h) + Σ_j exp(z_ij)) (gpt-oss, OpenAI 2025).
+    """Softmax with a learned sink per head, exp(z_ij) / (exp(s_h) + Σ_j exp(z_ij)) (gpt-oss, OpenAI 2025).
 
-    s_h starts at 0, as softmax-off-by-one.
+    s_h starts at 0, which equals softmax-off-by-one.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
@@ -36,9 +36,9 @@ class SinkAttention(MappedAttention):
         self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
 
     def map_of(self) -> maps.Map:
-        """Softmax with a sink."""
+        """Return softmax with a sink."""
         return maps.softmax_with_sink
 
     def per_query(self, depth: Depth) -> jax.Array:
-        """The sink's logit, s_h."""
+        """Return the logits s_h of the sinks."""
         return self.sink_H[...]
