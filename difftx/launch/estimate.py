@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the needed memory is within the device's capacity."""
+        """True if the needed memory is within the device's capacity."""
         return self.needed_bytes <= self.capacity_bytes
 
     @property
