@@ -263,7 +263,7 @@ def _over_steps(suite: str, of_suite: Mapping[str, Mapping[int, Any]]) -> list[P
 
 
 def _lines_over_steps(suite: str, run: str, steps: Mapping[int, Any]) -> list[Panel]:
-    """Return a panel for each line of the charts with `over_steps`: its value at each x, such as a layer, over steps."""
+    """Return a panel for each line of the charts with `over_steps`: its value at each x (such as a layer) by step."""
     found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Chart and line, x label) → x → step → value.
     for step, result in steps.items():
         for chart in result.get("charts", []):
