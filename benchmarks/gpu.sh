@@ -21,10 +21,12 @@ racecheck)
   compute-sanitizer --tool racecheck --error-exitcode 9 \
     python -m pytest -q tests/device -k "smallest" -p no:cacheprovider
   ;;
-throughput)  # Table 9's widths and row length, with a third of its layers: the train state and activations fit one GPU.
+throughput)  # Table 9's widths and row length, with a third of its layers so that train state and activations fit one GPU.
   timeout 560 python benchmarks/throughput.py --config=configs/diff_3b.py:diff --rounds=7 --steps=10 --profile="${OUT:-/tmp}/trace" \
     --config.model.num_layers=9 --config.train.global_batch_tokens=16384 ;;
-small)  # A grid of configs/small.py, by default all of it. After exit code 75, the same call resumes if RUNS and stores/ exist.
+small)
+  # Train a grid of configs/small.py, by default all of it. After exit code 75, the same call resumes; it needs the folders
+  # RUNS and stores/ of the call before.
   shift
   grid=("$@")
   ((${#grid[@]})) || grid=(size=10m,20m,40m,80m,160m task=books,recall

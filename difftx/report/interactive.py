@@ -21,7 +21,7 @@ LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal 
   overflow-wrap: anywhere }
 .bk-item { --item-background-color: transparent !important;
   --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
-MOST_NAMED_CELLS = 2_500  # Largest heatmap whose tooltips name row and column; the names would outweigh its values.
+MOST_NAMED_CELLS = 2_500  # Largest heatmap whose tooltips name row and column; more names would outweigh the values.
 MOST_TICKS = 12
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 GREY = "#808080"  # Visible on white and on black.
