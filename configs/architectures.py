@@ -1,4 +1,4 @@
-"""The architectures that recipes compare, each with as many parameters as the Transformer."""
+"""Architectures that the recipes compare, each with as many parameters as the Transformer."""
 
 from ml_collections import ConfigDict
 
@@ -6,12 +6,12 @@ from difftx.model.matching import match
 
 
 def choose(c: ConfigDict, architecture: str, *, heads: int) -> None:
-    """Turn the config of a Transformer of `heads` heads into another architecture's.
+    """Change a Transformer's config into that of another architecture with as many parameters.
 
     Args:
-        c: config, changed in place.
-        architecture: a value of `model.architecture`, or "diff_fixed_lambda": diff with λ = λ_init.
-        heads: number of heads of the Transformer.
+        c: Config with the sizes of the Transformer; changed in place.
+        architecture: A value of `model.architecture`, or "diff_fixed_lambda" for diff with λ = λ_init.
+        heads: Number of heads of the Transformer.
     """
     match(c, "diff" if architecture == "diff_fixed_lambda" else architecture, heads=heads)
     if architecture == "diff_fixed_lambda":

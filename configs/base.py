@@ -1,6 +1,6 @@
-"""The schema's defaults, from which the other recipes start: the paper's 1.4B differential model.
+"""The defaults of all config fields, which the other recipes change: the paper's 1.4B differential model.
 
-Every field with its meaning and unit: docs/config.md.
+docs/config.md lists every field with its meaning and unit.
 """
 
 from ml_collections import ConfigDict
@@ -9,5 +9,5 @@ from difftx.config.recipes import default_config
 
 
 def get_config() -> ConfigDict:
-    """Return the config with every field."""
+    """Return a config with the default of every field."""
     return default_config()

@@ -1,8 +1,8 @@
-"""difftx plan: what a config costs on devices that are not here, from the compiled train step.
+"""Estimate the memory and time of a config on devices that are not attached, by compiling its train step.
 
 python -m difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--search]
 
-Nothing is allocated and no data is read. Exit code 2 if the step does not fit the devices' memory.
+The command allocates no arrays and reads no data. Its exit code is 2 if the step does not fit the devices' memory.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile and print what it costs; with --search, what fits."""
+    """Print the cost of the config; with --search, print the meshes and remat policies that fit."""
     parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     parser.add_argument(
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.hbm_gib is not None:
         chip = dataclasses.replace(chip, hbm_bytes=args.hbm_gib * GIB)
 
-    # Slow to import, so after the flags are known to be good.
+    # These modules are slow to import, so they are imported only after the flags are checked.
     from rich.console import Console
 
     from difftx.launch import estimate, search, tables
@@ -74,10 +74,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def with_slices(config: Config, topology: Topology) -> Config:
-    """Return the config with the topology's slices, where it does not ask for slices itself.
+    """Return the config with `mesh.slices` of the topology, if the config leaves `mesh.slices` at 1.
+
+    `mesh.data` becomes the number of slices, unless it is -1 or a multiple of that number.
 
     Raises:
-        UserError: it asks for another number.
+        UserError: The config sets another number of slices.
     """
     asked, there = config.mesh.slices, topology.slices
     if asked == there:
