@@ -1,6 +1,7 @@
 """Numbers that no field can have, and fields that the chosen architecture does not read."""
 
 import dataclasses
+import json
 import typing
 
 import pytest
@@ -65,7 +66,7 @@ def test_no_integer_is_beyond_64_bits_or_negative(field):
 
 
 def test_numbers_in_a_config_file_and_in_lists_are_checked_alike(tmp_path):
-    raw = dataclasses.asdict(load_config(QUICKSTART, {}))
+    raw = json.loads(load_config(QUICKSTART, {}).to_json())
     raw["eval"]["needle"]["depths"] = (0.5, float("nan"))
     with pytest.raises(UserError, match=r"eval\.needle\.depths\[1\]=nan: expected a finite number"):
         config_from_dict(raw)

@@ -10,14 +10,13 @@ from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
 
 
-def parse_overrides(arguments: Sequence[str], *flags: str, within: str = "") -> dict[str, str]:
+def parse_overrides(arguments: Sequence[str], *flags: str) -> dict[str, str]:
     """Parse overrides such as `--config.mesh.tensor=4` into `{"mesh.tensor": "4"}`.
 
     Args:
         arguments: Command-line arguments that no other flag of the command uses.
         flags: Names of the flags that set fields. "config" sets fields of the whole config; any other name sets fields
             of the group with this name.
-        within: Not used.
 
     Raises:
         UserError: An argument is not an override, or its value is missing.

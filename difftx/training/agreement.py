@@ -1,7 +1,6 @@
 """Comparison of code, config and data between all processes, before the first step and before any file is written."""
 
 import argparse
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 import difftx
 from difftx.config import Config
+from difftx.config.fields import values_of
 from difftx.parallel import multihost
 from difftx.training.manifest import package_versions
 from difftx.training.run import Run
@@ -75,7 +75,7 @@ def source_files() -> dict[str, str]:
 
 def config_fields(config: Config) -> dict[str, Any]:
     """Return the config fields that must be equal in all processes, keyed by full name."""
-    raw = dataclasses.asdict(config)
+    raw = values_of(config)
     for group in (raw["data"], *raw["data"]["sources"]):
         for name in OWN_DATA_FIELDS:
             group.pop(name, None)
