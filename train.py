@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
     parser.add_argument("--allow_config_change", action="store_true", help="resume although model or data changed")
     multihost.add_flags(parser)
-    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, rest = parser.parse_known_args()
     require_local_paths(args)
     config = load_config(args.config, parse_overrides(rest, "config"))

@@ -4,7 +4,7 @@ Paper:    arXiv 2410.05258; the architecture of §2, at a much smaller scale.
 Command:  make quickstart
           python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff
           python train.py --config=configs/quickstart.py:transformer --workdir=runs/quickstart/transformer
-          The variants of difftx/model/variants.py, by their names, have as many parameters (configs/architectures.py).
+          The variants of difftx/model/variants/, by their names, have as many parameters (configs/architectures.py).
 Hardware: 2 CPU cores, about 3 minutes per model. Result: README.md shows a real run.
 """
 

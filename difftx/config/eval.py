@@ -53,7 +53,7 @@ class NeedleConfig:
             require_positive("eval.needle", name, getattr(self, name))
         for name in ("cases", "depths"):
             if not getattr(self, name):
-                raise UserError(f"eval.needle.{name} is empty; give one at least, as configs/base.py does")
+                raise UserError(f"eval.needle.{name} is empty; give at least one")
         for name in ("cases", "lengths", "depths"):
             values = getattr(self, name)
             if len(set(values)) < len(values):

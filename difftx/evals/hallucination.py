@@ -69,7 +69,7 @@ def sets_of(run: Run) -> list[HallucinationSet]:
     """
     sets = run.config.eval.hallucination.sets
     if not sets:
-        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see configs/base.py")
+        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
     return [HallucinationSet(run, config) for config in sets]
 
 

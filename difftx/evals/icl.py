@@ -72,7 +72,7 @@ def tasks_of(run: Run) -> list[IclTask]:
         UserError: the config has no task, a file is invalid, or the context does not hold a prompt.
     """
     if not run.config.eval.icl.tasks:
-        raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see configs/base.py")
+        raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see docs/config.md")
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
 
 

@@ -72,7 +72,7 @@ def tasks_of(run: Run) -> list[MathTask]:
     """
     import_extra("math_verify", "eval")
     if not run.config.eval.math.tasks:
-        raise UserError("suite 'math': eval.math.tasks is empty; name files of problems, see configs/base.py")
+        raise UserError("suite 'math': eval.math.tasks is empty; name files of problems, see docs/config.md")
     return [MathTask(run, config) for config in run.config.eval.math.tasks]
 
 

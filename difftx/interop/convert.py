@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="compare logits with transformers; both models must fit in memory"
     )
-    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, rest = parser.parse_known_args(arguments)
     require_local_paths(options)
     config = _checked(options, rest)
@@ -73,7 +73,7 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
         if options.step is not None:
             raise UserError("--step is of a run that is read, with --from=difftx")
         if options.config is None:
-            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on: configs/base.py")
+            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on; docs/config.md lists the fields")
         return load_config(options.config, parse_overrides(rest, "config"))
     if options.config is not None or rest:
         raise UserError(f"{options.config or rest[0]}: --config is for --to=difftx; a run that is read has its own")

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
     parser.add_argument("--hbm_gib", type=float, help="memory of a device, GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="share of the bound's speed for the likely days")
-    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, rest = parser.parse_known_args(arguments)
     require_local_paths(args)
     topology = parse_topology(args.topology)
