@@ -73,7 +73,7 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
         if options.step is not None:
             raise UserError("--step is of a run that is read, with --from=difftx")
         if options.config is None:
-            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on; docs/config.md lists the fields")
+            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on (docs/config.md)")
         return load_config(options.config, parse_overrides(rest, "config"))
     if options.config is not None or rest:
         raise UserError(f"{options.config or rest[0]}: --config is for --to=difftx; a run that is read has its own")
