@@ -63,10 +63,7 @@ class Registry[T](Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
-            raise UserError(
-                f"{name!r}: no such {self.kind}.{did_you_mean(name, self._entries)} If a file of yours registers it, "
-                "name the file with --extension=FILE.py"
-            )
+            raise UserError(f"{self.kind} {name!r}: there is none of this name.{did_you_mean(name, self._entries)}")
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
@@ -117,7 +114,8 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
         if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file did not run: no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
-        raise UserError(f"{at}: {type(error).__name__}: {text[0] if text else ''}") from error
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{at}: {kind}{text[0] if text else ''}") from error
 
 
 def load_extensions(paths: Sequence[str]) -> None:
