@@ -1,6 +1,9 @@
-# make quickstart: train a differential and a plain transformer on this machine. make test: run the tests.
-# make reproduce: docs/results.md's table of arms from nothing, compared with it. make study: what its settings come from.
-# make chaos: kill, freeze and damage trainings (FAULTS=200; SEED=… repeats them, with RUN=… one run of them).
+# make quickstart: train a differential model and its matched Transformer on this machine.
+# make test:       run the tests.
+# make reproduce:  train all arms in the tables of docs/results.md from scratch and compare the results with that page.
+# make study:      run the sweeps that the settings of these arms come from.
+# make chaos:      kill, freeze and corrupt training runs, FAULTS=200 times. SEED=… repeats the faults of an earlier
+#                  call, and RUN=… only one of its runs.
 
 RUNS ?= runs/quickstart
 STEPS ?= 550
@@ -9,20 +12,21 @@ BOOKS ?= ../shared/data/books
 REPRODUCED ?= runs/reproduce
 STUDY ?= runs/study
 
-# The first Python of at least 3.12; the virtual environments are made with it.
+# The first Python found of at least version 3.12, for the virtual environments.
 PYTHON := $(shell for p in "$$(command -v pyenv >/dev/null && pyenv which python 2>/dev/null)" python3.13 python3.12 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v "$$p"; break; }; done)
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
-# The packages of an extra of pyproject.toml, without the project.
+# The packages of an extra in pyproject.toml, without difftx itself.
 extra = $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 FLAGS = --config.train.steps=$(STEPS) --config.optimizer.warmup_steps=$$(($(STEPS) / 2))
 
-# Of configs/toy.py.
+# Arms of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
-# Sweeps of configs/toy.py; two at a time, a core each: faster than one on two cores.
-# Runs of the same shape share what was compiled. env, not a shell's assignments: a shell would keep make's signals.
+# Command of a sweep of configs/toy.py. The targets run two sweeps at a time on one core each, which is faster than one
+# sweep on two cores. Runs of the same shape share compiled programs through JAX's cache. `env` sets the variables
+# because assignments need a shell, which would not forward make's signals.
 SWEEP = env JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
@@ -37,7 +41,7 @@ quickstart: .venv/.installed
 	$(BIN)/python eval.py --curves='$(RUNS)/*' --out=$(RUNS)
 	$(BIN)/python eval.py --report --workdir=$(RUNS)/diff,$(RUNS)/transformer --out=$(RUNS)/report.html
 
-# Both go on where they were stopped.
+# An interrupted reproduce or study resumes when it is called again.
 reproduce: .venv/.installed stores/books.bigrams
 	$(MAKE) --no-print-directory -j2 reproduce-books reproduce-recall
 	$(BIN)/python benchmarks/results.py compare $(REPRODUCED)/books $(REPRODUCED)/recall
@@ -45,7 +49,7 @@ reproduce: .venv/.installed stores/books.bigrams
 reproduce-%:
 	$(SWEEP) --grid task=$* arm=$(ARMS) seed=0,1,2 --out=$(REPRODUCED)/$*
 
-# What the settings in configs/toy.py come from, and what a larger model and longer training do: two hours.
+# Sweeps that the settings of configs/toy.py come from, and sweeps of a larger model and longer training. Two hours.
 study: .venv/.installed stores/books.bigrams
 	$(MAKE) --no-print-directory -j2 study-sizes study-rates study-settings study-init
 
@@ -56,7 +60,7 @@ study-rates:
 	$(SWEEP) --grid task=books arm=$(ARMS) optimizer.learning_rate=4e-3,8e-3,1.6e-2,3.2e-2 $(LOSS) --out=$(STUDY)/rates-books
 	$(SWEEP) --grid task=recall arm=$(ARMS) optimizer.learning_rate=1.25e-3,2.5e-3,5e-3,1e-2 --out=$(STUDY)/rates-recall
 
-# One setting at a time.
+# Vary one setting at a time.
 study-settings:
 	$(SWEEP) --grid task=books arm=transformer,diff $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-base
 	$(SWEEP) --grid task=books arm=transformer,diff optimizer.warmup_steps=5,25,100 $(TWO_RATES) $(LOSS) --out=$(STUDY)/set-warmup
@@ -83,12 +87,12 @@ stores/books/meta.json: | .venv/.installed
 stores/books.bigrams: stores/books/meta.json
 	$(BIN)/python -m difftx data bigrams stores/books --out=$@
 
-# Where a Chromium is installed, the page of eval.py --report is tested in it.
+# The page of eval.py --report is tested in a browser if Chromium is installed.
 test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
 
-# What takes long: runs of several processes and sweeps that are killed, frozen, damaged; every architecture trained; what
-# runs lm-eval. In tests/multihost one at a time: the processes have patience of seconds with each other.
+# Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
+# lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
 test-long: .venv/.installed .venv/.installed-eval
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
@@ -96,21 +100,22 @@ test-long: .venv/.installed .venv/.installed-eval
 chaos: .venv/.installed
 	FAULTS=$(FAULTS) SEED=$(SEED) RUN=$(RUN) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s -m "chaos and not exhaustive" tests/chaos
 
-# Compiles every kernel for TPUs and GPUs that are not here (libtpu and the CUDA plugin alone, without their heavy needs)
-# and runs them in Pallas's interpreters, whose warpgroups block on each other: NPROC gives XLA threads for them all.
+# Compile every kernel for TPUs and GPUs that are not attached, with libtpu and with the CUDA plugin (without its large
+# dependencies), and run the kernels in Pallas's interpreters. The interpreter's warpgroups block on each other, so
+# NPROC gives XLA a thread for each of them.
 test-compile: .venv-compile/.installed
 	JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m "not exhaustive" tests/compile
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m "interpreter and not exhaustive" tests/kernels
 
-# What CI leaves out, by the environment that compiles kernels too.
+# Tests that CI leaves out. They use the environment of test-compile.
 test-exhaustive: .venv-compile/.installed
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive
 
-# difftx convert against transformers itself. TIKTOKEN_CACHE_DIR, or a network, for cl100k_base.
+# Compare difftx convert with the package transformers. cl100k_base needs TIKTOKEN_CACHE_DIR or a network.
 parity: .venv-parity/.installed
 	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop
 
-# What pip-audit cannot look up, it names; without a network that is everything.
+# pip-audit lists the packages that it cannot look up; without a network these are all packages.
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -133,7 +138,7 @@ format: .venv/.installed-lint
 	$(BIN)/python $(PIP_INSTALL) $(call extra,lint)
 	touch $@
 
-# Half a gigabyte: where it cannot be had, its tests are skipped, and say so.
+# Half a gigabyte. If the extra cannot be installed, its tests are skipped and reported as such.
 .venv/.installed-eval: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,eval) && touch $@ || echo "the extra eval cannot be installed" >&2
 
@@ -141,7 +146,7 @@ format: .venv/.installed-lint
 	$(BIN)/python $(PIP_INSTALL) $(call extra,browser)
 	touch $@
 
-# An environment of its own: where an accelerator's plugin is merely installed, JAX tries it on every start.
+# A separate environment, because JAX tries to initialise every installed accelerator plugin at each start.
 .venv-compile/.installed: requirements.txt
 	@test -n "$(PYTHON)" || { echo "difftx needs Python 3.12 or newer" >&2; exit 1; }
 	rm -rf .venv-compile
@@ -150,7 +155,7 @@ format: .venv/.installed-lint
 	.venv-compile/bin/python $(PIP_INSTALL) --no-deps $$(.venv-compile/bin/python -c "import jaxlib; print(*(f'jax-cuda13-{part}=={jaxlib.__version__}' for part in ('plugin', 'pjrt')))")
 	touch $@
 
-# torch for CPUs where its index can be reached; else PyPI's, which brings CUDA's libraries, 4 GB.
+# Install torch for CPUs if its index can be reached, or else PyPI's torch with its CUDA libraries (4 GB).
 .venv-parity/.installed: requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "difftx needs Python 3.12 or newer" >&2; exit 1; }
 	rm -rf .venv-parity

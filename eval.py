@@ -8,9 +8,9 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
-    # Not at the top of the file: `run_command` explains what to do where packages are missing.
-    from difftx.config_reader import split_group_overrides
+    """Read the flags and evaluate, or draw figures. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    # Imported here, so that `run_command` can explain what to do if a package is missing.
+    from difftx.config.command_line import parse_overrides
     from difftx.files import require_local_paths, require_writable, require_writable_file
     from difftx.parallel import multihost
 
@@ -33,12 +33,12 @@ def main() -> int:
     )
     args, rest = parser.parse_known_args()
     require_local_paths(args)
-    overrides = split_group_overrides(rest, ("eval", "mesh", "model"))
+    overrides = parse_overrides(rest, "eval", "mesh", "model")
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 
-    # Slow to import, so after the flags are known to be good.
+    # These modules are slow to import, so the flags are checked first.
     from difftx.report import commands
 
     if args.list:

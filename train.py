@@ -9,10 +9,11 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 anything else."""
+    """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
-    # Not at the top of the file: `run_command` explains what to do where packages are missing.
-    from difftx.config_reader import load_config, split_overrides
+    # Imported here, so that `run_command` can explain what to do if a package is missing.
+    from difftx.config.command_line import parse_overrides
+    from difftx.config.recipes import load_config
     from difftx.files import require_local_paths, require_writable
     from difftx.parallel import multihost
 
@@ -23,10 +24,10 @@ def main() -> int:
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
     parser.add_argument("--allow_config_change", action="store_true", help="resume although model or data changed")
     multihost.add_flags(parser)
-    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, rest = parser.parse_known_args()
     require_local_paths(args)
-    config = load_config(args.config, split_overrides(rest, "config"))
+    config = load_config(args.config, parse_overrides(rest, "config"))
     if args.print_config:
         print(config.to_json(), end="")
         return 0
@@ -35,14 +36,14 @@ def main() -> int:
     if args.workdir is not None:
         require_writable(args.workdir)
 
-    # Slow to import, so after the flags are known to be good.
+    # These modules are slow to import, so the flags are checked first.
     from difftx import evals
     from difftx.report.cost import format_cost, format_data
     from difftx.training.agreement import agree_on_command, open_run
     from difftx.training.loop import train
     from difftx.training.run import fit_to_devices
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
     agree_on_command(config, args)

@@ -1,11 +1,15 @@
-"""What a checkpoint costs: its checksums, and how long the next step waits.
+"""Time of saving, verifying and restoring a checkpoint, and the time for which a save blocks training.
 
 python benchmarks/checkpoint.py [--gigabytes=1] [--rounds=5] [--folder=DIR]
 
-Saves a train state of random float32 arrays again and again, a third of it parameters. "save": until the checkpoint is
-on disk, as a synchronous save would wait; "blocked": until `save` returns, as training waits; "manifest": reading all
-files back and writing the manifest, which is part of "save"; "verify": the check before a restore; "restore": the
-restore itself. Medians over rounds in one process.
+Saves a train state of random float32 arrays repeatedly; a third of it is parameters. Prints medians over rounds in one
+process:
+
+save      until the checkpoint is on disk, as in a synchronous save
+blocked   until `save` returns, the time for which training waits
+manifest  reading all files back and writing the manifest; part of "save"
+verify    the check before a restore
+restore   the restore itself
 """
 
 import argparse
@@ -26,18 +30,18 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.training import checkpoint
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.manifest import damage
 from difftx.training.state import TrainState
 
-ARRAYS = 8  # Of parameters, and of each moment.
+ARRAYS = 8  # Number of parameter arrays, and of arrays of each moment.
 LOADER = {"examples": 0, "signature": {}}
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the times and print them as a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
@@ -67,7 +71,7 @@ def main() -> None:
     vars(checkpoint)["write_manifest"] = timed_manifest
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         writer = Checkpointer(Path(folder), config.checkpoint)
-        for step in range(1, args.rounds + 2):  # The first is not counted: it warms up.
+        for step in range(1, args.rounds + 2):  # The first step is a warm-up and not counted.
             state = TrainState(jnp.int32(step), trees[0], trees[1:])
             jax.block_until_ready(state)
             with timed("save"):

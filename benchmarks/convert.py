@@ -2,7 +2,7 @@
 
     python benchmarks/convert.py --out=/tmp/convert --layers=4,16 --d_model=1024
 
-What the peak grows by from one depth to the next is what a larger model would take.
+The growth of the peak from one depth to the next shows how much memory a larger model would need.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.interop.huggingface import config_json
 from difftx.interop.layouts import shape_of, sizes_of, weights_of
 from difftx.interop.safetensors import Written, write_folder
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
-    """Make, convert and convert back each model; print a line for each."""
+    """Write each model, convert it to difftx and back, and print a line per conversion."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to work in")
     parser.add_argument("--layers", default="4,16")
@@ -54,7 +54,7 @@ def _flags() -> list[str]:
 
 
 def _random_model(folder: Path, layers: int, d_model: int) -> int:
-    """Write the model and return its size in bytes."""
+    """Write a random DiffLlama model and return its size in bytes."""
     config = load_config(str(ROOT / "configs" / "base.py"), {"model.head_norm": "rms"})
     model = dataclasses.replace(
         config.model, d_model=d_model, num_layers=layers, mlp_dim=8 * d_model // 6 * 2, vocab_size=32_000
@@ -74,13 +74,13 @@ def _random_model(folder: Path, layers: int, d_model: int) -> int:
 
 
 def _measure(folder: Path, flags: list[str]) -> tuple[float, float]:
-    """Run `difftx convert` and return its peak resident memory in MiB, and seconds."""
+    """Run `difftx convert` and return its peak resident memory in MiB and its time in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     code = (
         "import sys; from difftx.interop.convert import main\n"
         "try: main(sys.argv[1:])\n"
-        "except SystemExit: import difftx.interop.runs\n"  # --help: what is imported is resident anyway.
-        # Not getrusage: a child begins with its parent's peak.
+        "except SystemExit: import difftx.interop.runs\n"  # --help measures the memory of the imports alone.
+        # VmHWM instead of getrusage, because a child process starts with its parent's ru_maxrss.
         "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])"
     )
     began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The data pipeline by itself.
+"""Throughput of the data pipeline without training.
 
 python benchmarks/data.py loader [--store=DIR --tokenizer=NAME] [--rows=64] [--sequence_length=4096] [--rounds=7]
 
-`loader`: tokens/s of batches of rows out of a memory-mapped store, on the host alone and placed on the device as
-training takes them; medians over interleaved rounds in one process. Without --store, 64 M tokens of random documents
-(lognormal lengths, median 400) are written to a temporary folder. Also the time to pack 10 M such documents.
+`loader` prints tokens/s of batches from a memory-mapped store, on the host and placed on the device as in training, as
+medians over interleaved rounds in one process. Without --store, it writes 64 M tokens of random documents (lognormal
+lengths, median 400) to a temporary folder. It also prints the time to pack 10 M such documents.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config import MeshConfig
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.loader import HostSlice, Loader, host_batches
 from difftx.data.packing import best_fit
 from difftx.data.sources import load_sources
@@ -35,7 +35,7 @@ from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 
 BASE = Path(__file__).resolve().parent.parent / "configs" / "base.py"
-BATCHES = 20  # Of a round.
+BATCHES = 20  # Batches per round.
 VOCABULARY = 100_277
 SHARD_TOKENS = 2**23
 SHARDS = {"train": 8, "valid": 1}
@@ -55,7 +55,7 @@ CONTESTANTS = {
 
 
 def measure_loader(args: argparse.Namespace) -> None:
-    """Print tokens/s of each kind of rows, then the time to pack."""
+    """Print tokens/s of each entry of `CONTESTANTS`, then the time to pack documents."""
     with tempfile.TemporaryDirectory() as folder:
         store = args.store
         if store is None:
@@ -88,7 +88,7 @@ def measure_loader(args: argparse.Namespace) -> None:
 
 
 def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace, folder: str) -> list[Callable]:
-    """Return two functions that make the next batch: on the host, and on the device."""
+    """Return two functions that produce the next batch: one on the host, one on the device."""
     config = load_config(
         str(BASE),
         {name: text.replace("STORE", str(store)) for name, text in changes.items()}
@@ -121,7 +121,7 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
 
 
 def timed(advance: Callable) -> float:
-    """Return the seconds of a round."""
+    """Return the seconds that a round of `BATCHES` batches takes."""
     start = time.perf_counter()
     for _ in range(BATCHES):
         advance()
@@ -129,7 +129,7 @@ def timed(advance: Callable) -> float:
 
 
 def write_store(folder: Path) -> None:
-    """Write a store of random tokens."""
+    """Write a token store of random documents."""
     rng = np.random.default_rng(0)
     splits = {}
     for split, count in SHARDS.items():
@@ -153,12 +153,12 @@ def write_store(folder: Path) -> None:
 
 
 def random_lengths(rng: np.random.Generator, documents: int) -> np.ndarray:
-    """Return lengths in tokens, long-tailed as those of web pages."""
+    """Return random document lengths in tokens, long-tailed like those of web pages."""
     return np.exp(rng.normal(6, 1.2, documents)).astype(np.int64) + 1
 
 
 def main() -> None:
-    """Read the flags and measure."""
+    """Parse the flags and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     loader = commands.add_parser("loader", help="tokens/s of the loader")

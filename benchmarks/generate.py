@@ -1,9 +1,10 @@
-"""Tokens/s of generation: with the cache against without, Diff against the Transformer, and by tokens before.
+"""Speed of generation: with and without the cache, diff and the Transformer, and by position in the text.
 
 python benchmarks/generate.py [--config=configs/quickstart.py] [--new_tokens=512] [--rounds=5] [--config.field=value …]
 
-Both architectures in one process, a block of each in turns, greedy, from random parameters; no text ends early.
-Without the cache: one pass over the whole window for each new token, all of them under one jit.
+Both architectures run in one process, one block of tokens each in turn. They decode greedily from random parameters,
+and no text ends early. Without the cache, each new token needs a pass over the whole window; one jitted program makes
+all tokens.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
 from difftx.inference import decode
@@ -40,7 +42,7 @@ PROMPT_TOKENS = 16
 
 
 def load(spec: str, overrides: dict[str, str], architecture: str) -> LanguageModel:
-    """Return a model with random parameters that never ends a text."""
+    """Return a model with random parameters that never generates the end-of-text token."""
     config = load_config(f"{spec}:{architecture}", overrides)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -52,15 +54,15 @@ def load(spec: str, overrides: dict[str, str], architecture: str) -> LanguageMod
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block of new tokens."""
+    """Time of one block of `decode.BLOCK_TOKENS` new tokens."""
 
-    made: int  # Tokens before it.
-    seconds: float
-    cpu_seconds: float  # Of all threads: what other programs take from the machine is not in it.
+    made: int  # Number of tokens generated before the block.
+    seconds: float  # Wall time.
+    cpu_seconds: float  # Processor time of all threads; other programs on the machine do not add to it.
 
 
 def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> dict[str, list[Block]]:
-    """Time every block of new tokens of each model, a block of one and a block of the other in turns."""
+    """Return the times of every block of new tokens of each model; the models take turns after each block."""
     prompts = Tokens.of([[1] * PROMPT_TOKENS] * rows, rows, decode.SMALLEST_CHUNK)
     states, blocks = {}, {name: [] for name in models}
     for name, lm in models.items():
@@ -80,7 +82,7 @@ def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> 
 
 @functools.cache
 def whole_window(lm_config) -> Callable:
-    """Return the program that makes tokens without a cache."""
+    """Return the jitted function that generates tokens without a cache."""
     graphdef = graph(lm_config)
 
     @jax.jit
@@ -97,7 +99,10 @@ def whole_window(lm_config) -> Callable:
 
 
 def without_cache(lm: LanguageModel, rows: int, new_tokens: int, tokens: int) -> float:
-    """Return seconds a token, over `tokens` of the last of `new_tokens`: each costs the same."""
+    """Return the seconds per token without a cache, measured on the last `tokens` of `new_tokens`.
+
+    Every token costs the same, because each pass covers the whole window.
+    """
     window = PROMPT_TOKENS + new_tokens
     tokens_BT = decode.put(lm.mesh, np.ones((rows, window), np.int32))
     run = whole_window(lm.config)
@@ -108,7 +113,7 @@ def without_cache(lm: LanguageModel, rows: int, new_tokens: int, tokens: int) ->
 
 
 def measure(models: dict[str, LanguageModel], *, rows: int, new_tokens: int, rounds: int) -> None:
-    """Run `rounds` times, after once to compile, and print the tables."""
+    """Measure `rounds` rounds, after one round that compiles, and print the tables."""
     fast: dict[str, list[list[Block]]] = {name: [] for name in models}
     slow: dict[str, list[float]] = {name: [] for name in models}
     load = os.getloadavg()[0]
@@ -168,14 +173,14 @@ def _spread(seconds: list[float]) -> str:
 
 
 def main() -> int:
-    """Read the flags and measure."""
+    """Parse the flags and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py", metavar="FILE.py", help="takes the architecture")
     parser.add_argument("--new_tokens", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     args, rest = parser.parse_known_args()
-    overrides = split_overrides(rest, "config")
+    overrides = parse_overrides(rest, "config")
     models = {name: load(args.config, overrides, name) for name in ARCHITECTURES}
     measure(models, rows=args.rows, new_tokens=args.new_tokens, rounds=args.rounds)
     return 0

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# One call on a machine with an NVIDIA GPU: correctness of the kernels, then their speed. Under 10 minutes; builds nothing.
+# Test the kernels, or measure speed, on a machine with an NVIDIA GPU. One call takes under 10 minutes and builds nothing.
 # Usage, from the project's root: benchmarks/gpu.sh [kernels|long|racecheck|throughput|small [NAME=VALUES …]]     (default: kernels)
-# It needs a Python with requirements.txt and a CUDA jaxlib. Commit what it prints as records/YYYY-MM-DD_<what>.md.
+# It needs a Python with the packages of requirements.txt and a CUDA jaxlib. Commit its output as
+# records/YYYY-MM-DD_<what>.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export JAX_PLATFORMS=cuda,cpu PYTHONPATH=.
@@ -11,7 +12,7 @@ git rev-parse --short HEAD 2>/dev/null
 
 case $what in
 kernels)
-  # On the device: wgmma operands in registers, FMA and true concurrency, none of which the interpreter has.
+  # The tests run on the device because the interpreter lacks wgmma operands in registers, FMA and real concurrency.
   timeout 240 python -m pytest -q tests/device || exit 1
   timeout 330 python benchmarks/kernels.py --widths=128,64 --lengths=4096,1024,16384
   ;;
@@ -20,10 +21,12 @@ racecheck)
   compute-sanitizer --tool racecheck --error-exitcode 9 \
     python -m pytest -q tests/device -k "smallest" -p no:cacheprovider
   ;;
-throughput)  # Table 9's widths and rows; a third of its layers, so that parameters, moments and activations fit one GPU.
+throughput)  # Table 9's widths and row length, with a third of its layers so that train state and activations fit one GPU.
   timeout 560 python benchmarks/throughput.py --config=configs/diff_3b.py:diff --rounds=7 --steps=10 --profile="${OUT:-/tmp}/trace" \
     --config.model.num_layers=9 --config.train.global_batch_tokens=16384 ;;
-small)  # A grid of configs/small.py, by default all of it; exit code 75: the same call goes on. RUNS and stores/ must stay.
+small)
+  # Train a grid of configs/small.py, by default all of it. After exit code 75, the same call resumes; it needs the folders
+  # RUNS and stores/ of the call before.
   shift
   grid=("$@")
   ((${#grid[@]})) || grid=(size=10m,20m,40m,80m,160m task=books,recall
@@ -31,11 +34,11 @@ small)  # A grid of configs/small.py, by default all of it; exit code 75: the sa
     seed=0,1,2)
   runs=${RUNS:-runs/small}
   books=${BOOKS:-../shared/data/books}
-  # A store that is there is kept.
+  # An existing store is kept.
   python -m difftx prepare --input="$books/train.jsonl.gz" --valid_input="$books/valid.jsonl.gz" --tokenizer=bytes \
     --out=stores/books || exit
   [[ -e stores/books.bigrams ]] || python -m difftx data bigrams stores/books --out=stores/books.bigrams || exit
-  # Half a minute for the run to save; the sweep passes the signal on.
+  # The sweep forwards SIGTERM to its run, which saves. SIGKILL follows after a minute.
   timeout --preserve-status --signal=TERM --kill-after=60 500 \
     python -m difftx sweep --config=configs/small.py --grid "${grid[@]}" --out="$runs"
   ;;

@@ -1,9 +1,9 @@
-"""Suite harness against a slow scoring of the same items: one choice at a time, by the training pass over its row.
+"""The suite harness compared with slow scoring of the same items, one choice at a time with the training forward pass.
 
 python benchmarks/harness.py --workdir=RUN [--eval.harness.data_path=FOLDER …]
 
-Prints accuracies of both, the largest difference of a log-likelihood, and seconds. What does not fit the context is cut
-at its left in both.
+Prints the accuracies and seconds of both, and the largest difference of a log-likelihood. Both truncate requests that
+are longer than the context from the left.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx import evals
-from difftx.config_reader import override, split_group_overrides
+from difftx.config.build import override
+from difftx.config.command_line import parse_overrides
 from difftx.data.progress import Work
 from difftx.errors import run_command
 from difftx.evals import harness, harness_model
@@ -36,7 +37,7 @@ from difftx.training.state import graph
 
 
 class SlowScorer:
-    """In place of `score_all`."""
+    """Slow replacement of `harness_model.score_all`, which scores one continuation at a time."""
 
     def __init__(self, evaluation: Evaluation):
         graphdef = graph(evaluation.run.config)
@@ -44,7 +45,7 @@ class SlowScorer:
         self.scores: dict[tuple[Tokens, Tokens], Score] = {}
 
     def __call__(self, evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
-        """Return the scores; what was asked before is known."""
+        """Return the score of each (context, continuation); repeated pairs are scored once."""
         for pair in evaluation.work.track(pairs, what, len(pairs)):
             if pair not in self.scores:
                 self.scores[pair] = self._score(evaluation.params, *pair)
@@ -52,7 +53,7 @@ class SlowScorer:
 
     def _score(self, params, context: Tokens, continuation: Tokens) -> Score:
         tokens = [*context, *continuation]
-        width = max(64, 2 ** (len(tokens) - 2).bit_length())  # Few programs are compiled.
+        width = max(64, 2 ** (len(tokens) - 2).bit_length())  # Powers of two, so that few programs are compiled.
         row = np.zeros((1, width), np.int32)
         row[0, : len(tokens) - 1] = tokens[:-1]
         logits_TV = np.asarray(self._logits(params, row))[0, len(context) - 1 : len(tokens) - 1].astype(np.float64)
@@ -63,11 +64,11 @@ class SlowScorer:
 
 
 def main() -> int:
-    """Read the flags and measure."""
+    """Parse the flags, run both scorings and compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True)
     args, rest = parser.parse_known_args()
-    changes = {"eval.harness.truncate": "true"} | split_group_overrides(rest, ("eval", "mesh"))
+    changes = {"eval.harness.truncate": "true"} | parse_overrides(rest, "eval", "mesh")
     checkpointer = Checkpointer(args.workdir)
     step = checkpointer.newest()
     assert step is not None, "no checkpoint"

@@ -1,10 +1,14 @@
-"""Differential attention kernels beside each other and beside the matched Transformer's, against the floor.
+"""Speed of the differential attention kernels, compared with the matched Transformer's attention and an ideal time.
 
 python benchmarks/kernels.py [--batch=4] [--heads=12] [--widths=128] [--lengths=4096] [--rounds=9]
 
-For each shape: the floor (matrix FLOPs at the device's peak, bytes at its bandwidth), then forward, backward and both,
-medians over interleaved rounds in one process, with executed TFLOP/s and the ratio to the floor and to the Transformer.
-A kernel that cannot run here is listed with its reason.
+For each shape, the table shows the ideal time ("floor": matrix FLOPs at the device's peak, bytes at its bandwidth) and
+the measured times of forward, backward and both, as medians over interleaved rounds in one process. It also shows the
+executed TFLOP/s and the ratios to the floor and to the Transformer. A kernel that cannot run on the device is listed
+with the reason.
+
+Shapes: B = batch rows, T = tokens per row, H = differential heads, G = 2 groups of queries and keys, D = their width,
+E = 2D, the width of values.
 """
 
 import argparse
@@ -24,14 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx import kernels
 
-# Dense bf16 FLOP/s reached by large products, and bytes/s of the memory, as measured on such a device.
+# Device kind → (FLOP/s of large dense bf16 matrix products, bytes/s of memory), measured on such a device.
 DEVICES = {"NVIDIA H200": (790e12, 4.3e12), "TPU v5": (459e12, 2.77e12), "TPU v6 lite": (918e12, 1.64e12)}
 
-# Matrix products of width D over T² / 2 pairs, for one differential head, 2 FLOPs each: forward, backward.
+# Number of matrix products of width D over T² / 2 pairs for one differential head, as (forward, backward), at 2 FLOPs
+# per multiply-add. The floor counts P1 V and P2 V separately, as kernels with an online softmax compute them.
 FLOOR_UNITS = (6, 10)
 EXECUTED_UNITS = {
     "pallas_tpu": (6, 10),
-    "pallas_gpu": (6, 14),  # The backward pass is split in two kernels.
+    "pallas_gpu": (6, 14),  # The backward pass consists of two kernels.
     "cudnn_wide": (6, 14),
     "cudnn": (8, 20),
     "xla": (4, 10),
@@ -41,7 +46,7 @@ EXECUTED_UNITS = {
 
 
 def four_calls(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
-    """FlashDiffAttn_2 of the official code: each map attends to each half of V."""
+    """Compute FlashDiffAttn_2 of the official code: each map attends to each half of V separately."""
     halves = jnp.split(v_BTHE, 2, axis=-1)
     one, two = (
         jnp.concatenate([kernels.attention(q_BTHGD[:, :, :, g], k_BTHGD[:, :, :, g], v) for v in halves], axis=-1)
@@ -51,7 +56,7 @@ def four_calls(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: j
 
 
 def softmax_twin(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
-    """The matched Transformer's attention: 2H heads of width D, the same numbers of everything."""
+    """Compute the matched Transformer's attention from the same arrays: 2H heads of width D."""
     del lam
     B, T, H, G, D = q_BTHGD.shape
     q, k, v = (x.reshape(B, T, G * H, D) for x in (q_BTHGD, k_BTHGD, v_BTHE))
@@ -59,24 +64,25 @@ def softmax_twin(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam:
 
 
 def contestants() -> dict[str, Callable[..., jax.Array]]:
-    """Return every way to compute it, by name; a way raises ValueError where it cannot."""
+    """Return name → function that computes the attention; it raises ValueError where it cannot run."""
     named = {
+        # Pallas kernels of other platforms are excluded: they would run in the interpreter.
         name: functools.partial(kernels.diff_attention, implementation=name)  # pyrefly: ignore[bad-argument-type]
         for name in (*kernels.FUSED_BACKENDS, "cudnn_wide", "cudnn")
-        if not name.startswith("pallas") or name.endswith(kernels.target.platform())  # Not the interpreter.
+        if not name.startswith("pallas") or name.endswith(kernels.target.platform())
     }
     return named | {"four calls": four_calls, "transformer": softmax_twin}
 
 
 def timed(call: Callable[..., object], *arguments: jax.Array) -> float:
-    """Return the seconds of one call."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     jax.block_until_ready(call(*arguments))
     return time.perf_counter() - start
 
 
 def compiled(way: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Callable[..., object]]:
-    """Return forward, and forward with backward, compiled."""
+    """Return the compiled programs "forward" and "both" (forward and backward)."""
 
     def with_gradient(*arguments: jax.Array):
         out, pull = jax.vjp(way, *arguments)
@@ -102,7 +108,7 @@ def measure(batch: int, heads: int, width: int, length: int, rounds: int, consol
         for name, calls in ways.items():
             for part, call in calls.items():
                 elapsed = timed(call, *arguments)
-                if round_:  # The first one warms up.
+                if round_:  # The first round is a warm-up.
                     seconds[name][part].append(elapsed)
     unit = 2 * batch * heads * width * length**2 / 2
     device = jax.devices()[0].device_kind
@@ -113,7 +119,7 @@ def measure(batch: int, heads: int, width: int, length: int, rounds: int, consol
     floor = None
     if device in DEVICES:
         peak, bandwidth = DEVICES[device]
-        tensor = batch * length * heads * 2 * width * 2  # Bytes of q, k, v or o.
+        tensor = batch * length * heads * 2 * width * 2  # Bytes of q, k, v or the output.
         parts = [max(n * unit / peak, b * tensor / bandwidth) for n, b in zip(FLOOR_UNITS, (5, 8), strict=True)]
         floor = sum(parts)
         table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*parts, floor)), "", "", "1.00", "")
@@ -138,7 +144,7 @@ def measure(batch: int, heads: int, width: int, length: int, rounds: int, consol
 
 
 def main() -> None:
-    """Read the flags and measure every shape."""
+    """Parse the flags and measure every shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4, help="rows, at the first length; longer rows take fewer")
     parser.add_argument("--heads", type=int, default=12, help="differential heads")

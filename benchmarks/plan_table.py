@@ -1,12 +1,13 @@
-"""Does it fit? The paper's models compiled for TPU slices that are not here, as tables in docs/operations.md.
+"""Tables of docs/operations.md: memory and time of the paper's models, compiled for TPU slices that are not attached.
 
     python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write] [--config.path.to.field=value …]
 
-Needs libtpu (pip install 'difftx[tpu]'). Each row is one `difftx plan` in a process of its own, whose greatest memory
-is measured; what --out already has is not compiled again. --write puts the tables between their markers in
-docs/operations.md, each as far as it is complete. All rows take more than an hour on two cores.
+Needs libtpu (pip install 'difftx[tpu]'). For each row, one `difftx plan` runs in its own process, whose peak memory is
+measured. Rows whose numbers exist in --out are not compiled again. --write replaces the tables between their markers in
+docs/operations.md; rows without numbers are left out. All rows take more than an hour on two cores.
 
---only=long: the 3B models in rows of up to 64K, a row for each group of `mesh.context` devices in a microbatch.
+--only=long compiles the 3B models with rows of up to 64K tokens. A microbatch then has one row of tokens per group of
+`mesh.context` devices.
 """
 
 import argparse
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "operations.md"
 
 PRESET = "--config.mesh.preset=auto"
-# Size → topologies. Mesh, remat policy and microbatches are those of difftx/parallel/presets.py.
+# Size → topologies. Mesh, remat policy and microbatches come from difftx/parallel/presets.py.
 TOPOLOGIES = {
     "830m": ["v5p:2x2x1", "v5e:4x4", "v5e:8x8"],
     "1.4b": ["v5p:2x2x1", "v5e:8x8"],
@@ -33,20 +34,20 @@ TOPOLOGIES = {
     "13.1b": ["v5p:4x4x4", "v5e:16x16"],
     "table9": ["v5p:4x4x4", "v5e:16x16"],
 }
-# Rows of these lengths, and the slice and mesh that they are compiled for: 16 groups of four devices.
+# Table of long rows: their lengths in tokens, and the slice and mesh they are compiled for, 16 groups of four devices.
 LONG = "long"
 LENGTHS = (8192, 16_384, 32_768, 65_536)
-UPDATE_TOKENS = 4_194_304  # Of configs/long_context.py.
+UPDATE_TOKENS = 4_194_304  # Tokens per update of configs/long_context.py.
 LONG_TOPOLOGY = "v5p:4x4x4"
 LONG_MESH = {"mesh.fsdp": 16, "mesh.context": 4, "mesh.context_method": "zigzag"}
-# And where rows of the greatest length still fit: a microbatch of one row on the whole slice.
+# The smallest slice on which rows of the greatest length fit. A microbatch is one row on the whole slice.
 SMALLEST_TOPOLOGY = "v5p:2x2x1"
 SMALLEST_MESH = {"mesh.fsdp": 1, "mesh.context": 4, "mesh.context_method": "zigzag"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call of `difftx plan`."""
+    """A row of a table: the arguments of one call of `difftx plan`."""
 
     config: str
     topology: str
@@ -54,7 +55,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """A file name for its numbers."""
+        """Name of the file with the row's numbers, without suffix."""
         flags = "".join(flag.replace("--config.", "_") for flag in self.flags if "preset=auto" not in flag)
         return "".join(
             c if c.isalnum() or c in ".-=" else "_" for c in f"{Path(self.config).name}_{self.topology}{flags}"
@@ -62,7 +63,7 @@ class Row:
 
 
 def main() -> None:
-    """Compile what is missing, print the tables, and write them where asked."""
+    """Compile the missing rows and print the tables; with --write, also write them to docs/operations.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", choices=[*TOPOLOGIES, LONG], help="one size, or long rows")
     parser.add_argument("--out", type=Path, default=Path("runs/plan_table"), help="where each row's numbers are kept")
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def compile_missing(wanted: Iterable[Row], out: Path) -> None:
-    """Compile the rows that have no numbers in `out`, and keep them there."""
+    """Compile the rows that have no numbers in `out`, and write their numbers there."""
     for row in wanted:
         path = out / f"{row.name}.json"
         if not path.exists():
@@ -101,7 +102,7 @@ def compile_missing(wanted: Iterable[Row], out: Path) -> None:
 
 
 def write(table: str, text: str) -> None:
-    """Put a table between its markers in docs/operations.md."""
+    """Write a table between its markers in docs/operations.md."""
     begin, end = f"<!-- benchmarks/plan_table.py writes {table} from here -->", "<!-- to here -->"
     before, _, rest = PAGE.read_text().partition(begin)
     _, _, after = rest.partition(end)
@@ -109,7 +110,7 @@ def write(table: str, text: str) -> None:
 
 
 def rows(size: str) -> Iterator[Row]:
-    """Yield the configs and topologies of a size, for both architectures."""
+    """Yield the rows of a size: each of its topologies with both architectures."""
     for topology in TOPOLOGIES[size]:
         for architecture in ("diff", "transformer"):
             file = f"diff_3b.py:{architecture}" if size == "table9" else f"scaling.py:{architecture}-{size}"
@@ -117,7 +118,7 @@ def rows(size: str) -> Iterator[Row]:
 
 
 def long_rows(overrides: Sequence[str]) -> Iterator[Row]:
-    """Yield configs/long_context.py at each length, and at the greatest by other ways over `context` and of remat."""
+    """Yield the rows of long_context.py: each length, and the greatest one with other context methods and settings."""
     longest = LENGTHS[-1]
     for length in LENGTHS:
         yield long_row("diff", LONG_TOPOLOGY, LONG_MESH, length, overrides)
@@ -129,7 +130,10 @@ def long_rows(overrides: Sequence[str]) -> Iterator[Row]:
 
 
 def long_row(architecture: str, topology: str, fields: dict[str, Any], length: int, overrides: Sequence[str]) -> Row:
-    """Return one of those rows: the same tokens an update, in microbatches of a row for each `mesh.context` devices."""
+    """Return one row of `long_rows`.
+
+    All have the same tokens per update, in microbatches of one row of tokens per group of `mesh.context` devices.
+    """
     config = f"configs/long_context.py:{architecture}"
     microbatches = UPDATE_TOKENS // (length * fields["mesh.fsdp"])
     fields = fields | {"data.sequence_length": length, "train.accumulation": microbatches}
@@ -137,7 +141,7 @@ def long_row(architecture: str, topology: str, fields: dict[str, Any], length: i
 
 
 def measure(row: Row, path: Path) -> dict[str, Any]:
-    """Run `difftx plan`; return its numbers, or its one line of error, with the process's memory and time."""
+    """Run `difftx plan`; return its numbers (if any) and line of error, and the process's time and peak memory."""
     command = [sys.executable, "-m", "difftx", "plan", f"--config={row.config}", f"--topology={row.topology}"]
     command += [f"--json={path}", *row.flags]
     start = time.perf_counter()
@@ -165,12 +169,12 @@ LONG_COLUMNS = ["config", "topology", "mesh", *ROWS, *MEMORY]
 
 
 def format_table(found: dict[Row, dict[str, Any]]) -> str:
-    """Return the rows of sizes in Markdown."""
+    """Return the table of sizes in Markdown."""
     return _markdown(COLUMNS, [cells(row, numbers) for row, numbers in found.items()])
 
 
 def format_long_table(found: dict[Row, dict[str, Any]]) -> str:
-    """Return the long rows in Markdown, each with how its temporaries have grown from those of half its length."""
+    """Return the table of long rows in Markdown, with the growth of temporaries from half of each length."""
     lines, temporaries = [], {}
     for row, numbers in found.items():
         fields = dict(flag.removeprefix("--config.").split("=") for flag in row.flags)
@@ -197,7 +201,7 @@ def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def cells(row: Row, numbers: dict[str, Any]) -> list[str]:
-    """Return one row's cells; a program that libtpu refused has only its line of error."""
+    """Return the cells of one row; if libtpu refused the program, the error replaces the numbers."""
     shown = [Path(row.config).name.replace(".py", ""), row.topology]
     tail = [f"{numbers['process_seconds']:.0f} s", f"{numbers['host_bytes'] / 2**30:.1f}"]
     if "mesh" not in numbers:

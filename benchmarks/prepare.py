@@ -1,10 +1,11 @@
-"""`difftx prepare` beside bare tiktoken on the same texts and cores, in turn.
+"""Speed of `difftx prepare` compared with bare tiktoken, in alternation on the same texts and cores.
 
 python benchmarks/prepare.py --input=train.jsonl.gz [--valid_input=FILE] [--tokenizer=cl100k_base] [--rounds=5]
 
-The command is timed from the start of its process, vocabulary, decompression and fsync included, until the store is
-finished; tiktoken's `encode_ordinary_batch` with the vocabulary and all texts in memory. Wall time, and the processor
-time of all processes and threads, which other users of the machine touch less. Tokens are compared in number.
+`difftx prepare` is timed from the start of its process until the store is finished, including the vocabulary,
+decompression and fsync. tiktoken's `encode_ordinary_batch` is timed with the vocabulary and all texts in memory. The
+tables show wall time and the processor time of all processes and threads, which other users of the machine affect less.
+The numbers of tokens are printed for comparison.
 """
 
 import argparse
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Print the time of both, and what is in the store."""
+    """Print the times of both, and the numbers of documents and tokens."""
     fields = Fields("text", None)
     texts = []
     for pattern in filter(None, (args.valid_input, args.input)):
@@ -76,20 +77,20 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def timed(call: Callable[[], None]) -> tuple[float, float]:
-    """Return wall seconds, and processor seconds of this process and its children."""
+    """Return the wall seconds of a call, and the processor seconds of this process and its children."""
     start, before = time.perf_counter(), processor_seconds()
     call()
     return time.perf_counter() - start, processor_seconds() - before
 
 
 def processor_seconds() -> float:
-    """Return processor seconds so far, of children that have ended too."""
+    """Return the processor seconds so far of this process and of its children that have ended."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main() -> None:
-    """Read the flags and measure."""
+    """Parse the flags and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True)
     parser.add_argument("--valid_input")

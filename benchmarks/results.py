@@ -1,16 +1,16 @@
-"""docs/results.md, every number of it from run directories.
+"""Generator of docs/results.md, which takes every number on the page from run directories.
 
 python benchmarks/results.py collect --study=arms runs/reproduce/books runs/reproduce/recall
-    reads what `difftx sweep` left in these folders into docs/results.json, in place of the study's runs there
+    reads the sweeps in these folders and replaces the study's runs in docs/results.json by them
 python benchmarks/results.py render
     writes docs/results.md and its figures from docs/results.json and benchmarks/results_template.md, and the part of
     README.md between the markers from benchmarks/results_summary.md
 python benchmarks/results.py compare runs/reproduce/books runs/reproduce/recall
-    compares new runs with docs/results.json: means with intervals, of recall the number of solved runs; exit code 1
-    if one does not agree
+    compares new runs with docs/results.json: on recall the number of solved runs, on other tasks means with intervals;
+    the exit code is 1 if a result does not agree
 
-In the template `{{WORD STUDY …}}` stands for a table or a value of that study, or of several, STUDY+STUDY: see PLACES
-in benchmarks/results_tables.py.
+In the template, `{{WORD STUDY …}}` stands for a table or a value of one study, or of several (STUDY+STUDY). PLACES in
+benchmarks/results_tables.py defines the words.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from difftx.configs import toy
+
 from benchmarks.results_tables import (
     COMPARED,
     Record,
@@ -36,10 +38,9 @@ from benchmarks.results_tables import (
     render,
     solved,
 )
-from configs import toy
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.report.runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,12 +51,12 @@ SUMMARY = ROOT / "benchmarks" / "results_summary.md"
 README = ROOT / "README.md"
 SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to here -->\n")
 IMAGES = ROOT / "docs" / "images"
-PLACES_OF_DATA = ("data.path", "eval.bigrams_path")  # Left out of commands: each machine's own.
-NO_CHANGES = ("train.seed", "data.", "eval.")  # What a run was told that changes nothing of its arm.
-# Suites whose numbers are kept, of the last step.
+PLACES_OF_DATA = ("data.path", "eval.bigrams_path")  # Fields left out of printed commands: paths differ by machine.
+NO_CHANGES = ("train.seed", "data.", "eval.")  # Overrides of these fields do not change a run's arm.
+# Suites whose numbers at the last step are collected.
 SUITES = ("loss", "recall", "exact_match", "attention", "outliers")
 SIGNIFICANT_DIGITS = 6
-# Added to an interval that means are compared with: seeds that agree to the digit leave one without width.
+# Added to the half width of an interval in comparisons: equal results of all seeds would give an interval of width 0.
 RESOLUTION = 0.005
 
 
@@ -63,10 +64,10 @@ RESOLUTION = 0.005
 
 
 def collect(folders: Sequence[Path]) -> list[Record]:
-    """Read the runs of sweeps.
+    """Return the records of all runs in the folders of sweeps.
 
     Raises:
-        UserError: a folder has no sweep, or one that is not finished.
+        UserError: A folder has no sweep, or the sweep is not finished.
     """
     return [record for folder in folders for record in _of_sweep(folder)]
 
@@ -119,7 +120,10 @@ def _flags(fields: Mapping[str, str]) -> list[str]:
 
 
 def _hardware(devices: Mapping[str, Any]) -> str:
-    """Return what trained; of a CPU the model that this machine has, as JAX names none."""
+    """Return the number and kind of devices, or for CPUs the processor model of this machine.
+
+    JAX does not name the model of a CPU.
+    """
     if devices["kind"] != "cpu":
         return f"{devices['count']} × {devices['kind']}"
     path = Path("/proc/cpuinfo")
@@ -131,7 +135,7 @@ def _hardware(devices: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collect, render or compare."""
+    """Run the subcommand `collect`, `render` or `compare`; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("collect", "compare"):
@@ -168,10 +172,10 @@ def with_summary(readme: str, collected: Mapping[str, Sequence[Record]]) -> str:
 
 
 def compare(records: Sequence[Record], committed: Sequence[Record]) -> int:
-    """Print which new results agree with the committed ones; return 0 if all do.
+    """Print which new results agree with the committed ones; return 0 if all agree, or else 1.
 
-    A mean agrees within the committed interval. On recall an arm agrees if all, or none, of its runs solve the task as
-    in docs/results.json; any number agrees where the committed seeds differ.
+    A mean agrees if it lies within the committed interval. On recall, an arm agrees if each of its new outcomes (solved
+    or not) also occurs among the committed runs.
     """
     rows = []
     for task, arm in dict.fromkeys((r["task"], r["arm"]) for r in committed):

@@ -1,7 +1,8 @@
-"""Records of runs, as benchmarks/results.py collects them, to the tables, values and figures of docs/results.md.
+"""Tables, values and figures of docs/results.md, made from the records that benchmarks/results.py collects.
 
-Intervals are Student's, 95 %, over seeds. Outcomes of the tasks in `BY_SEED` have two modes, solved or not: the tables
-give the value of each seed and the number of solved runs, because a mean over both modes would describe no run.
+Intervals are 95 % Student's t intervals over seeds. Results on the tasks in `BY_SEED` have two modes, solved or not.
+For these tasks the tables show the value of each seed and the number of solved runs, because a mean over both modes
+would describe no run.
 """
 
 import collections
@@ -24,10 +25,10 @@ type Record = dict[str, Any]
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, and half of its interval's width; None for one seed."""
+    """A mean over seeds and its interval."""
 
     mean: float
-    half: float | None
+    half: float | None  # Half of the interval's width; None for a single seed.
 
     def __str__(self) -> str:
         decimals = 3 if abs(self.mean) < 10 else max(0, 3 - int(math.log10(abs(self.mean))))
@@ -35,7 +36,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return mean and interval of a sample."""
+    """Return the mean and the interval of a sample."""
     count = len(values)
     if count < 2:
         return Estimate(values[0], None)
@@ -47,15 +48,15 @@ class Column(NamedTuple):
     """A column of a table of arms."""
 
     title: str
-    number: str
-    minus_reference: bool = False  # Of each seed what it has more than the Transformer's.
+    number: str  # Name of a number in `Record["numbers"]`.
+    minus_reference: bool = False  # Whether the Transformer's number for the same seed is subtracted.
 
 
 REFERENCE = "transformer"
 BY_SEED = {"recall"}
-# A run has solved recall if it answers at least this share of the questions after one key.
+# A run has solved recall if its accuracy on rows that ask for one key is at least this.
 SOLVED_NUMBER, SOLVED_FROM = "exact_match/retrieval", 0.9
-# Pairs of arms, and the difference between their models.
+# (arm, reference, difference between their models).
 CONTRASTS = (
     ("diff", "transformer", "all of it"),
     ("transformer-8x256-norm", "transformer-8x256", "head norm, in the Transformer with wide heads"),
@@ -98,7 +99,7 @@ INSIDE_COLUMNS = {
         Column("λ, layer 2", "lambda/2"),
     ),
 }
-# Means that `compare` compares; of the tasks in `BY_SEED` it compares the number of solved runs.
+# Task → numbers whose means the command `compare` checks. For tasks in `BY_SEED` it checks which runs are solved.
 COMPARED = {
     task: [column.number for column in columns if not column.minus_reference]
     for task, columns in TASK_COLUMNS.items()
@@ -107,10 +108,10 @@ COMPARED = {
 
 
 def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
-    """Return the page: the template with a table or a value in place of each `{{…}}`.
+    """Return the template with a table or a value for each placeholder `{{…}}`.
 
     Raises:
-        UserError: a place that nothing fills.
+        UserError: A placeholder names an unknown word or study.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -127,7 +128,7 @@ def render(collected: Mapping[str, Sequence[Record]], template: str) -> str:
 
 
 def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dict[int, float]:
-    """Return seed → a number."""
+    """Return seed → number, for the runs of one task and arm."""
     return {
         r["seed"]: r["numbers"][number]
         for r in records
@@ -136,23 +137,26 @@ def of_seeds(records: Iterable[Record], task: str, arm: str, number: str) -> dic
 
 
 def paired(records: Sequence[Record], task: str, arm: str, reference: str, number: str) -> list[float]:
-    """Return, for each seed that both arms have, hence for one data order, the arm's number minus the reference's."""
+    """Return the arm's number minus the reference's for each seed that both have.
+
+    Runs with the same seed see the data in the same order.
+    """
     own, other = (of_seeds(records, task, name, number) for name in (arm, reference))
     return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
 def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
-    """Return the mean over seeds of an arm's number minus the reference's, with its interval."""
+    """Return the mean over seeds of an arm's number minus the reference's, with sign and interval."""
     return signed(estimate(paired(records, task, arm, reference, number)))
 
 
 def signed(value: Estimate) -> str:
-    """Return an estimate of a difference, with its sign."""
+    """Return an estimate as text, with a plus sign if it is positive."""
     return f"{'+' if value.mean > 0 else ''}{value}"
 
 
 def contrasts_table(records: Sequence[Record], task: str, number: str) -> str:
-    """Return a row for each of `CONTRASTS`: the differences of all seeds, their mean and interval."""
+    """Return a table of `CONTRASTS`: the difference for each seed, their mean and interval."""
     rows = []
     for arm, reference, what in CONTRASTS:
         values = paired(records, task, arm, reference, number)
@@ -169,18 +173,18 @@ def is_solved(record: Record) -> bool:
 
 
 def outcomes(records: Sequence[Record], task: str, arm: str) -> list[bool]:
-    """Return of each of an arm's runs whether it has solved the task."""
+    """Return for each of an arm's runs whether it has solved the task."""
     return [is_solved(r) for r in records if (r["task"], r["arm"]) == (task, arm)]
 
 
 def solved(records: Sequence[Record], task: str, arm: str) -> str:
-    """Return how many of an arm's runs have solved the task, such as "2 of 3"."""
+    """Return the number of an arm's runs that have solved the task, such as "2 of 3"."""
     own = outcomes(records, task, arm)
     return f"{sum(own)} of {len(own)}"
 
 
 def modes(records: Sequence[Record], task: str, number: str) -> str:
-    """Return the range of a number that no run is in, between those that have solved the task and the others."""
+    """Return the gap in a number between the runs that have solved the task and those that have not, as text."""
     here = [r for r in records if r["task"] == task]
     unsolved = max(r["numbers"][number] for r in here if not is_solved(r))
     least = min(r["numbers"][number] for r in here if is_solved(r))
@@ -188,26 +192,26 @@ def modes(records: Sequence[Record], task: str, number: str) -> str:
 
 
 def seeds(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's number for each seed."""
+    """Return an arm's number for each seed, as text."""
     found = of_seeds(records, task, arm, number)
     return ", ".join(str(Estimate(found[seed], None)) for seed in sorted(found))
 
 
 def by_rate(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's number at each learning rate, of one seed."""
+    """Return an arm's number at each learning rate, as text; the records have one seed."""
     found = {r["learning_rate"]: r["numbers"][number] for r in records if (r["task"], r["arm"]) == (task, arm)}
     return ", ".join(f"{Estimate(found[rate], None)} at {rate:g}" for rate in sorted(found))
 
 
 def best_difference(records: Sequence[Record], task: str, number: str, row: str, reference: str) -> str:
-    """Return a row of `rates_table` minus another one, each at its best learning rate.
+    """Return the difference between two rows of `rates_table`, each at its best learning rate.
 
     Args:
-        records: of one seed.
-        task: of the rows.
-        number: to compare; the smallest one is best.
-        row: the arm and its changes, such as "diff,optimizer.warmup_steps=5".
-        reference: the other row.
+        records: Records of one seed.
+        task: Task of both rows.
+        number: Name of the number to compare; smaller is better.
+        row: Arm and changes of the first row, such as "diff,optimizer.warmup_steps=5".
+        reference: Arm and changes of the row that is subtracted.
     """
     best: dict[str, float] = {}
     for r in records:
@@ -218,7 +222,10 @@ def best_difference(records: Sequence[Record], task: str, number: str, row: str,
 
 
 def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], *, first: bool) -> str:
-    """Return a row for each arm: means over seeds, or each seed; the first table of the runs also describes them."""
+    """Return a table with a row for each arm: means over seeds, or the value of each seed for tasks in `BY_SEED`.
+
+    `first`: also show parameters, learning rate, solved runs and provenance, as in the first table of a study.
+    """
     records = [r for r in records if r["task"] == task]
     counted = first and task in BY_SEED
     rows = []
@@ -242,7 +249,7 @@ def arms_table(records: Sequence[Record], task: str, columns: Sequence[Column], 
 
 
 def rates_table(records: Sequence[Record], task: str, number: str) -> str:
-    """Return a row for each arm and change, a column for each learning rate, a row's best in bold."""
+    """Return a table with a row for each arm and change and a column for each learning rate; the best is in bold."""
     best = max if number.startswith("exact_match/") else min
     rows: dict[str, dict[float, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     chosen = [r for r in records if r["task"] == task]
@@ -258,7 +265,7 @@ def rates_table(records: Sequence[Record], task: str, number: str) -> str:
 
 
 def _row(record: Record) -> str:
-    """Return the arm, and its changes but for the learning rate."""
+    """Return the name of a record's row: the arm and its changes, except the learning rate."""
     changes = [
         f"{name.removeprefix('model.')}={value}"
         for name, value in record["changes"].items()
@@ -268,10 +275,16 @@ def _row(record: Record) -> str:
 
 
 def growth_table(records: Sequence[Record], task: str, number: str, *arms: str) -> str:
-    """Return a row for each size and length of training: the Transformer's number, and what other arms have more.
+    """Return a table with a row for each model size and length of training.
 
-    Sizes of a task have names that begin with it, such as books-0.8m. Each arm is at the learning rate that was best
-    for it there, by the lowest seed.
+    A row has the Transformer's number and the differences of other arms from it. Each arm uses its best learning rate,
+    chosen on the lowest seed.
+
+    Args:
+        records: Records of all sizes.
+        task: Beginning of the tasks' names; sizes of books are the tasks books and books-0.8m.
+        number: Name of the number; smaller is better.
+        arms: Arms besides the Transformer.
     """
     records = [r for r in records if r["arm"] in (REFERENCE, *arms) and r["task"].startswith(task)]
     rows = []
@@ -302,13 +315,13 @@ def _bold(value: Estimate, top: Estimate) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def provenance(records: Sequence[Record]) -> str:
-    """Return the line below a table: how much was run, where, from which commit."""
+    """Return the text below a table: commands, number of runs, tokens, seeds, time, hardware, commit and versions."""
     seeds = sorted({r["seed"] for r in records})
     commits = dict.fromkeys(r["commit"][:7] for r in records)
     hardware = dict.fromkeys(r["hardware"] for r in records)
@@ -323,11 +336,11 @@ def provenance(records: Sequence[Record]) -> str:
 
 
 def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
-    """Return an arm's mean over seeds."""
+    """Return an arm's mean over seeds, as text."""
     return str(estimate(list(of_seeds(records, task, arm, number).values())))
 
 
-# First word of a place in the template → what fills it, of a study's records and the other words.
+# First word of a placeholder in the template → function of the study's records and the other words.
 PLACES: dict[str, Callable[..., str]] = {
     "arms": lambda records, task: arms_table(records, task, TASK_COLUMNS[task], first=True),
     "inside": lambda records, task: arms_table(records, task, INSIDE_COLUMNS[task], first=False),
@@ -345,7 +358,7 @@ PLACES: dict[str, Callable[..., str]] = {
 
 
 def draw(records: Sequence[Record], folder: Path) -> None:
-    """Draw the headline: every arm's seeds on both tasks, with mean and interval where the outcomes have one mode."""
+    """Draw `results`, the main figure: every arm's seeds on both tasks, and mean and interval on books."""
     figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
     for axes, (task, columns) in zip(
         figure.subplots(1, len(TASK_COLUMNS), sharey=True), TASK_COLUMNS.items(), strict=True
@@ -362,13 +375,16 @@ def draw(records: Sequence[Record], folder: Path) -> None:
             axes.plot(values, [y] * len(values), "|", color=colour, alpha=0.6)
         axes.set_yticks(range(len(arms)), arms)
         if columns[0].number.startswith("exact_match/"):
-            axes.set_xlim(-0.03, 1.03)  # A share.
+            axes.set_xlim(-0.03, 1.03)  # An accuracy.
         label_axes(axes, {"title": task, "x_label": columns[0].title, "y_label": ""})
     save_figure(figure, folder / "results")
 
 
 def draw_warmup(records: Sequence[Record], own_steps: int, folder: Path) -> None:
-    """Draw the best loss of both models against the warm-up; `own_steps` is that of runs that were told none."""
+    """Draw `results_warmup`: the best loss of diff and the Transformer against the steps of warm-up.
+
+    `own_steps` is the warm-up of runs that do not override it.
+    """
     figure = matplotlib.figure.Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.subplots()
     for arm, colour in (("diff", COLOURS[0]), (REFERENCE, COLOURS[1])):

@@ -1,12 +1,12 @@
-"""Training throughput of both architectures, interleaved in one process (A B A B), on any mesh.
+"""Training throughput of a model and its counterpart, interleaved in one process (A B A B), on any mesh.
 
 python benchmarks/throughput.py --config=configs/scaling.py:diff-2.8b [--rounds=5] [--steps=10] [--profile=DIR]
     [--depths] [--config.field=value …]
 
-Prints tokens/s (median of the rounds), the ratio to the Transformer, percentiles of the step's time, the wait for data,
-model FLOP/s and MFU where the device's peak is known, and compile times; with --depths also of 2 and of 24 layers.
-Rows are random tokens unless data.path is set, and come through the loader in both cases. --profile writes a trace of
-one more round for `xprof` or Perfetto; its scopes are `attention`, `mlp`, `loss` and `optimizer`.
+Prints tokens/s (median of the rounds), the ratio to the Transformer, percentiles of the step time, the time spent
+waiting for data, model FLOP/s, compile times, and the MFU if the device's peak is known. --depths also compiles 2 and
+24 layers. Rows are random tokens unless data.path is set; both come through the loader. --profile writes a trace of one
+more round for `xprof` or Perfetto, with the scopes `attention`, `mlp`, `loss` and `optimizer`.
 """
 
 import argparse
@@ -26,12 +26,13 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config import Config
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
-from difftx.evals.throughput import ARCHITECTURES, median_ratio, pair, random_rows
+from difftx.evals.throughput import COMPARED, median_ratio, pair, random_rows
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
@@ -44,7 +45,7 @@ RANDOM_ROWS = 256
 
 @dataclasses.dataclass
 class Contestant:
-    """A compiled train step and what it runs on."""
+    """A compiled train step with its state, its data and the measured times."""
 
     config: Config
     mesh: jax.sharding.Mesh
@@ -52,12 +53,12 @@ class Contestant:
     state: TrainState
     batches: Iterator[Batch]
     compile_seconds: float
-    rates: list[float] = dataclasses.field(default_factory=list)  # tokens/s of each round
+    rates: list[float] = dataclasses.field(default_factory=list)  # Tokens/s of each round.
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     data_wait_seconds: list[float] = dataclasses.field(default_factory=list)
 
     def run(self, steps: int) -> None:
-        """Run `steps` updates as the training loop does: a step's metrics are awaited after the next was dispatched."""
+        """Run `steps` updates as the training loop does: dispatch a step, then wait for the previous step's metrics."""
         with jax.set_mesh(self.mesh):
             start = last = time.perf_counter()
             pending = None
@@ -73,7 +74,7 @@ class Contestant:
         self.rates.append(self.config.train.global_batch_tokens * steps / (time.perf_counter() - start))
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Discard the measured times."""
         self.rates.clear()
         self.step_seconds.clear()
         self.data_wait_seconds.clear()
@@ -86,7 +87,7 @@ class Contestant:
 
 
 def prepare(config: Config) -> Contestant:
-    """Compile the train step of a config for all devices here."""
+    """Compile the train step of a config for all attached devices."""
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     with jax.set_mesh(mesh):
@@ -98,7 +99,7 @@ def prepare(config: Config) -> Contestant:
 
 
 def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path | None) -> list[Contestant]:
-    """Compile both, then run `steps` of each in turn, `rounds` times; print the table."""
+    """Compile both models, run `steps` updates of each in turn for `rounds` rounds, and print the table."""
     contestants = [prepare(one) for one in pair(config).values()]
     for contestant in contestants:
         contestant.run(2)  # Warm-up.
@@ -114,12 +115,12 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
         for contestant in contestants:
             with jax.profiler.trace(str(profile / contestant.config.model.architecture)):
                 contestant.run(steps)
-        multihost.say(f"traces in {profile}/{{{','.join(ARCHITECTURES)}}}")
+        multihost.say(f"traces in {profile}/{{{','.join(COMPARED)}}}")
     return contestants
 
 
 def measure_depths(contestants: list[Contestant]) -> None:
-    """Print how compile time grows with depth: a scanned layer is compiled once."""
+    """Print the compile times of 2 and 24 layers, which are similar because a scanned layer is compiled once."""
     for contestant in contestants:
         model = contestant.config.model
         seconds = []
@@ -133,7 +134,7 @@ def measure_depths(contestants: list[Contestant]) -> None:
 
 
 def format_table(spec: str, contestants: list[Contestant], how: str) -> rich.table.Table:
-    """Return the rates side by side; the first contestant is the measure of the ratio."""
+    """Return a table of the measured times; ratios are relative to the first contestant."""
     device, mesh = jax.devices()[0].device_kind, contestants[0].mesh
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     table = rich.table.Table(title=f"{spec}, {mesh.size} × {device}{f' ({shape})' * bool(shape)}, {how}")
@@ -186,7 +187,7 @@ def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
 
 
 def main() -> int:
-    """Read the flags and measure."""
+    """Parse the flags and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
     parser.add_argument("--rounds", type=int, default=5)
@@ -195,7 +196,7 @@ def main() -> int:
     parser.add_argument("--depths", action="store_true", help="also compile 2 and 24 layers")
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
-    config = load_config(args.config, split_overrides(rest, "config"))
+    config = load_config(args.config, parse_overrides(rest, "config"))
     multihost.start(args, config.multihost)
     contestants = measure(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:

@@ -2,12 +2,13 @@
 
     JAX_PLATFORMS=cpu python benchmarks/tpu_schedule.py
 
-libtpu compiles the kernels for a TPU that is not there and dumps the final VLIW bundles: one bundle
-is one cycle of the core, memory stalls aside. Counted is one unmasked tile of queries x keys in
-bfloat16, together with what happens once a query (or key) tile, for our fused kernels and for two
-splash-attention calls with values of width 2D. Splash has two backward forms: split (dQ, dKV), and
-fused, which writes a partial dQ for every key tile to HBM and sums those outside (traffic and a sum
-that no bundle shows). Ours keeps dQ in VMEM where it fits, and splits where not.
+libtpu compiles the kernels for a TPU that is not attached and dumps the final VLIW bundles. One
+bundle is one cycle of the core, apart from memory stalls. The script counts the bundles of one
+unmasked tile of queries x keys in bfloat16, plus the work done once per query (or key) tile. It
+compares difftx's fused kernels with two splash-attention calls whose values have width 2D. Splash
+attention has two forms of the backward pass: split (dQ, dKV), and fused. The fused form writes a
+partial dQ for every key tile to HBM and sums these outside of the kernel; the bundles include
+neither that traffic nor the sum. difftx keeps dQ in VMEM where it fits, and splits otherwise.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import tempfile
 
 _DUMP = tempfile.TemporaryDirectory(prefix="tpu_schedule_")
-os.environ.update(  # libtpu reads these when it loads
+os.environ.update(  # libtpu reads these variables when it is loaded.
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
@@ -45,7 +46,7 @@ SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "VSTORE:SPILL")
 
 
 def ours(d, side, dq_mib):
-    """Returns (function, argument shapes) of the fused forward and backward pass."""
+    """Return (function, [(shape, dtype)]) of difftx's forward and backward pass."""
     t, h = TOKENS, HEADS
     tiles = pallas_tpu.Tiles(side, side, vmem_mib=56, dq_mib=dq_mib)
 
@@ -59,7 +60,7 @@ def ours(d, side, dq_mib):
 
 
 def theirs(d, side, *, fused_backward):
-    """Returns (function, argument shapes) of one splash call, forward and backward."""
+    """Return (function, [(shape, dtype)]) of the forward and backward pass of one splash-attention call."""
     mask = splash_mask.MultiHeadMask([splash_mask.FullMask((TOKENS, TOKENS))] * HEADS)
     dq_side = None if fused_backward else side
     sizes = splash.BlockSizes(
@@ -83,7 +84,7 @@ def theirs(d, side, *, fused_backward):
 
 
 def schedules(function, shapes, device):
-    """Compiles for `device`; returns {kernel: (bundles, {slot: share in use})}."""
+    """Compile a function for `device`; return {kernel: (bundles, {slot: share in use})}."""
     kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)
     placed = jax.sharding.SingleDeviceSharding(device)
@@ -113,14 +114,14 @@ def _print_kernel(chip, who, name, bundles, share):
 
 
 def main():
-    """Prints the bundles of each kernel, then the ratios."""
+    """Print the bundles of each kernel, then the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--d", type=int, default=128, help="sub-head width")
     parser.add_argument("--side", type=int, default=512, help="tile side in tokens")
     parser.add_argument("--chips", default="v5p,v6e")
     args = parser.parse_args()
 
-    # Without the flag no visit is masked, and the masked branch is not compiled into the kernel.
+    # Clear the flag MASKED of all visits, so that the masked branch is not compiled into the kernel.
     listed = pallas_tpu_kernels.list_visits
     pallas_tpu_kernels.list_visits = lambda *a, **k: listed(*a, **k) & ~pallas_tpu_kernels.MASKED
 

@@ -1,1 +1,1 @@
-"""Configs: each file is the record of an experiment. Start with `base.py`."""
+"""Recipes: each file is the record of one experiment. Start with `base.py`."""

@@ -3,43 +3,43 @@
 Command:  python train.py --config=configs/ablations.py:diff-no_norm --workdir=runs/ablations/diff-no_norm \
               --config.data.path=stores/corpus --config.eval.bigrams_path=bigrams
           python -m difftx sweep --config=configs/ablations.py --grid arm=transformer,diff --out=runs/ablations
-Protocol: that of configs/scaling.py: 24 layers of 2,048, 40,000 steps of 0.25M tokens.
-Expected: validation loss, and that of AR-Hit and of the others (suites loss and recall):
+Protocol: that of configs/scaling.py at 1.4B: 24 layers of width 2,048, 40,000 steps of 0.25M tokens.
+Expected: validation loss, loss on AR-Hit tokens and loss on other tokens (suites loss and recall):
 
     transformer             16 heads of 128                        3.087  0.898  3.272
     transformer-8x256       8 heads of 256                         3.088  0.899  3.273
-    transformer-8x256-norm  and head norm                          3.086  0.899  3.271
+    transformer-8x256-norm  8 heads of 256, with head norm         3.086  0.899  3.271
     diff                    8 heads of 2 × 128                     3.062  0.880  3.247
-    diff-no_norm            without head norm                      3.122  0.911  3.309
-    diff-lambda_0.8         λ_init = 0.8 in all layers             3.065  0.883  3.250
-    diff-lambda_0.5         λ_init = 0.5 in all layers             3.066  0.882  3.251
+    diff-no_norm            diff without head norm                 3.122  0.911  3.309
+    diff-lambda_0.8         diff with λ_init = 0.8 in all layers   3.065  0.883  3.250
+    diff-lambda_0.5         diff with λ_init = 0.5 in all layers   3.066  0.882  3.251
 
-          Not reproduced here yet. The paper does not say whether the factor 1 - λ_init went with the norm: here it
-          stays; --config.model.post_scale=1 takes it away.
-Compute:  1e20 FLOPs an arm.
+          Not reproduced here yet. The paper does not say whether its model without head norm keeps the factor
+          1 - λ_init. Here it keeps the factor; --config.model.post_scale=1 removes it.
+Compute:  1e20 FLOPs per arm.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from difftx.configs import scaling
 from ml_collections import ConfigDict
 
-from configs import scaling
 from difftx.errors import did_you_mean
 
-ARG = "{arm}"  # What `difftx sweep --grid` fills in.
+ARG = "{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
 
 class Arm(NamedTuple):
-    """A row of Table 6: what it has of the Transformer's or the differential model's config, and what it has not."""
+    """A row of Table 6: an architecture, and the changes to the config of its 1.4B model."""
 
     architecture: str
-    model: Mapping[str, Any] = MappingProxyType({})
-    wide_heads: bool = False  # Half as many, twice as wide.
+    model: Mapping[str, Any] = MappingProxyType({})  # Field of the group `model` → value.
+    wide_heads: bool = False  # Whether the model has half as many heads of twice the width.
 
     def change(self, c: ConfigDict) -> None:
-        """Make a config of the architecture into this row's."""
+        """Apply the row's changes to a config of its architecture, in place."""
         if self.wide_heads:
             c.model.num_heads //= 2
         c.model.update(self.model)
@@ -57,7 +57,7 @@ ARMS = {
 
 
 def get_config(arm: str = "diff") -> ConfigDict:
-    """Return the config of one row of Table 6."""
+    """Return the config of one row of Table 6, a key of `ARMS`."""
     if arm not in ARMS:
         raise ValueError(f"{arm!r} is no row of Table 6.{did_you_mean(arm, ARMS)}")
     c = scaling.get_config(f"{ARMS[arm].architecture}-1.4b")

@@ -1,21 +1,21 @@
-"""The paper's 3B model and its Transformer (arXiv 2410.05258, §3.1 and Appendix B, Table 9).
+"""The paper's 3B differential model and its matched Transformer (arXiv 2410.05258, §3.1 and Appendix B, Table 9).
 
 Command:  python train.py --config=configs/diff_3b.py:diff --config.data.path='corpus/*.txt' --workdir=runs/diff-3b
-          (diff or transformer, or another of configs/architectures.py, as large)
-Protocol: Table 9: 1T tokens (Table 1); Appendix B's comparison stops at 350B (--config.train.steps=83_447).
+          (diff, transformer, or another architecture of configs/architectures.py with as many parameters)
+Protocol: Table 9, with 1T tokens (Table 1). Appendix B's comparison stops at 350B (--config.train.steps=83_447).
 Expected: Tables 1, 2, 5 and 8. Not reproduced here yet.
-Note:     the paper calls it 2.8B; 28 layers of 3072 with one embedding of 100,288 count to 3.48B.
+Note:     the paper calls the model 2.8B. 28 layers of width 3072 and one embedding of 100,288 tokens have 3.48B
+          parameters.
 """
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from configs import architectures, base
-
-ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
+ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of one architecture: "diff", "transformer", or another of configs/architectures.py."""
+    """Return the config of an architecture: "diff", "transformer" or another one of configs/architectures.py."""
     c = base.get_config()
     c.model.d_model = 3072
     c.model.num_layers = 28
@@ -28,6 +28,6 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.optimizer.weight_decay = 0.1
     c.train.steps = 238_419  # 1e12 / 4,194,304, rounded up.
     c.train.global_batch_tokens = 4_194_304
-    c.checkpoint.keep_every_steps = 10_000  # The paper evaluates these (Figure 3b): 23 in the end, of 42 GB each.
+    c.checkpoint.keep_every_steps = 10_000  # Figure 3b evaluates these checkpoints: 23 in all, of 42 GB each.
     architectures.choose(c, architecture, heads=24)
     return c

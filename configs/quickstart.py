@@ -1,35 +1,34 @@
-"""Minutes on a laptop: a differential model and its matched Transformer, bytes of Python's own library.
+"""A differential model and its matched Transformer, trained in minutes on the source code of Python's library.
 
-Paper:    arXiv 2410.05258; the architecture of §2, nothing of its scale.
+Paper:    arXiv 2410.05258; the architecture of §2, at a much smaller scale.
 Command:  make quickstart
           python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff
           python train.py --config=configs/quickstart.py:transformer --workdir=runs/quickstart/transformer
-          The others of difftx/model/variants.py by their names, as large: configs/architectures.py.
-Hardware: 2 CPU cores, about 3 minutes each. Result: README.md shows a real run.
+          The variants of difftx/model/variants/, by their names, have as many parameters (configs/architectures.py).
+Hardware: 2 CPU cores, about 3 minutes per model. Result: README.md shows a real run.
 """
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from configs import architectures, base
-
-ARG = "{architecture}"  # What `difftx sweep --grid` fills in.
+ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of one architecture: "diff", "transformer", or another of configs/architectures.py."""
+    """Return the config of an architecture: "diff", "transformer" or another one of configs/architectures.py."""
     c = base.get_config()
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
     c.model.d_model = 128
     c.model.num_layers = 4
     c.model.mlp_dim = 340
-    c.model.zero_init_output = True  # Best at 0.1M parameters, see docs/results.md.
-    c.model.compute_dtype = "float32"  # bfloat16 is emulated, and slower, on most CPUs.
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters: docs/results.md.
+    c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"
     c.data.path = "stdlib"
     c.data.tokenizer = "bytes"
     c.data.sequence_length = 256
     c.optimizer.learning_rate = 4e-3
-    c.optimizer.warmup_steps = 275  # Half of the steps: a shorter warm-up costs diff more, see docs/results.md.
+    c.optimizer.warmup_steps = 275  # Half of the steps; a shorter warm-up hurts diff more: docs/results.md.
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
     c.train.steps = 550
@@ -38,6 +37,6 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.eval.every_steps = 100
     c.eval.loss_tokens = 65_536
     c.logging.every_steps = 1
-    # Few heads, so that a laptop is done in minutes: the official notes warn against fewer than 8.
+    # Few heads, so that training takes minutes on a laptop. The official code's notes advise at least 8 heads.
     architectures.choose(c, architecture, heads=4)
     return c

@@ -1,22 +1,23 @@
 """The paper's scaling sweep: five sizes of both architectures (arXiv 2410.05258, §3.2, Table 10, Figure 3a).
 
 Command:  python train.py --config=configs/scaling.py:diff-2.8b --workdir=runs/diff-2.8b --config.data.path='*.txt'
-          (architecture diff or transformer; size 830m, 1.4b, 2.8b, 6.8b or 13.1b; the paper has no others, but those
-          of configs/architectures.py are there at the same sizes)
-Sizes:    0.834, 1.410, 2.763, 6.837 and 13.084 billion parameters of the Transformer, as Table 10 prints them.
-Protocol: 40,000 steps of 0.25M tokens, 2,048 a row, AdamW (0.9, 0.98), linear warm-up of 375 steps and linear decay.
+          (architecture diff or transformer, or another one of configs/architectures.py, which the paper does not have;
+          size 830m, 1.4b, 2.8b, 6.8b or 13.1b)
+Sizes:    the Transformer has 0.834, 1.410, 2.763, 6.837 and 13.084 billion parameters, the sizes of Table 10.
+Protocol: 40,000 steps of 0.25M tokens, 2,048 tokens per row, AdamW (0.9, 0.98), linear warm-up of 375 steps and linear
+          decay.
 Expected: Figure 3a: diff reaches the Transformer's loss with about 62 % of the parameters. Not reproduced here yet.
-Compute:  6 N D FLOPs: 5e19 (830m) to 8e20 (13.1b) a run; `--dry_run` prints it for each config.
+Compute:  6 N D FLOPs per run: 5e19 (830m) to 8e20 (13.1b). `--dry_run` prints the number of a config.
 """
 
+from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from configs import architectures, base
 from difftx.errors import did_you_mean
 
-ARG = "{architecture}-{size}"  # What `difftx sweep --grid` fills in.
+ARG = "{architecture}-{size}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
-# size: (d_model, layers, diff heads, learning rate), Table 10. Head dimension 128, but 96 at 830m.
+# Size → (d_model, layers, differential heads, learning rate), from Table 10. Heads have d = 128; at 830m d = 96.
 SIZES = {
     "830m": (1536, 24, 8, 1.5e-4),
     "1.4b": (2048, 24, 8, 1.5e-4),
@@ -27,7 +28,7 @@ SIZES = {
 
 
 def get_config(arg: str = "diff-1.4b") -> ConfigDict:
-    """Return the config named `architecture-size`."""
+    """Return the config named `architecture-size`, where the size is a key of `SIZES`."""
     architecture, _, size = arg.partition("-")
     if size not in SIZES:
         raise ValueError(f"{arg!r} is no architecture-size such as 'diff-2.8b'.{did_you_mean(size, SIZES)}")
@@ -35,7 +36,7 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     c = base.get_config()
     c.model.d_model = d_model
     c.model.num_layers = num_layers
-    c.model.mlp_dim = 64 * (8 * d_model // (3 * 64))  # 8/3 d_model rounded down to a multiple of 64, see base.py.
+    c.model.mlp_dim = 64 * (8 * d_model // (3 * 64))  # 8/3 d_model, rounded down to a multiple of 64.
     c.optimizer.learning_rate = learning_rate
     architectures.choose(c, architecture, heads=2 * diff_heads)
     return c

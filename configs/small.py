@@ -1,32 +1,33 @@
-"""The paper's comparison at 10M to 160M parameters, on recall and on books: hours of one GPU.
+"""The paper's comparison at 10M to 160M parameters, on recall and on books, in hours on one GPU.
 
-Paper:    arXiv 2410.05258; §3.2's protocol (as many parameters and tokens, one data order, linear warm-up and decay)
-          and Table 6's arms, a tenth to a hundredth as large.
-Command:  benchmarks/gpu.sh small    # all tasks, sizes and arms, three seeds, in pieces of under 10 minutes
+Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, the same data order, linear warm-up and
+          decay) and the arms of Table 6, at a tenth to a hundredth of their size.
+Command:  benchmarks/gpu.sh small    # all tasks, sizes and arms, three seeds, in calls of under 10 minutes
           python -m difftx sweep --config=configs/small.py --grid size=10m task=books arm=diff,transformer \
               optimizer.learning_rate=5e-4,1e-3,2e-3,4e-3 model.num_heads=4,8,16 --out=runs/small-rates
-Protocol: books: the bytes of 160 novels, four times over. recall: one of 64 keys is asked for among 256 distractors
-          (difftx/data/synthetic.py), in half of the rows; the other half asks for all of its keys, as one answer a row
-          is little to learn from. Rates and head widths are not tuned yet: the second command is the grid for it.
+Protocol: books: four epochs of the bytes of 160 novels. recall: half of the rows ask for one of 64 keys among 256
+          distractors (difftx/data/synthetic.py); the other half ask for all of their keys, because one answer per row
+          is a weak training signal. Learning rates and head widths are not tuned yet; the second command is the grid
+          for that.
 Hardware: one H200. Result: none yet.
-Compute:  4e16 (10m) to 5e17 (160m) FLOPs a run on books, half of it on recall: 2 to 27 minutes at 300 TFLOP/s, 36 hours
-          for all 240 runs.
+Compute:  4e16 (10m) to 5e17 (160m) FLOPs per run on books, half of that on recall. At 300 TFLOP/s a run takes 2 to 27
+          minutes, and all 240 runs take 36 hours.
 """
 
+from difftx.configs import architectures, base, toy
 from ml_collections import ConfigDict
 
-from configs import architectures, base, toy
 from difftx.errors import did_you_mean
 
-ARG = "{task}-{size}-{arm}"  # What `difftx sweep --grid` fills in.
-HEADS = 16  # Of the Transformer, hence 8 differential ones: the official notes warn against fewer.
+ARG = "{task}-{size}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+HEADS = 16  # Heads of the Transformer; diff then has 8, the least that the official code's notes advise.
 
-# size: (d_model, layers). A head is 24, 32, 40, 48 or 64 wide.
+# Size → (d_model, layers). Heads are 24, 32, 40, 48 and 64 wide.
 SIZES = {"10m": (384, 6), "20m": (512, 6), "40m": (640, 8), "80m": (768, 12), "160m": (1024, 12)}
 
 
 def get_config(arg: str = "books-10m-diff") -> ConfigDict:
-    """Return the config named `task-size-arm`."""
+    """Return the config named `task-size-arm`; arms are those of configs/toy.py."""
     known = [f"{task}-{size}-{arm}" for task in TASKS for size in SIZES for arm in toy.ARMS]
     if arg not in known:
         raise ValueError(f"{arg!r} is no task-size-arm such as 'books-10m-diff'.{did_you_mean(arg, known)}")
@@ -35,15 +36,15 @@ def get_config(arg: str = "books-10m-diff") -> ConfigDict:
     c = base.get_config()
     c.model.d_model, c.model.num_layers = SIZES[size]
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
-    c.model.zero_init_output = True  # Best at 0.1M parameters, see docs/results.md.
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters: docs/results.md.
     c.data.tokenizer = "bytes"
     c.optimizer.learning_rate = 1e-3  # Not tuned.
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
     c.train.global_batch_tokens = 65_536
-    c.checkpoint.every_steps = 200  # A minute or so: a piece that is stopped loses no more.
+    c.checkpoint.every_steps = 200  # About a minute, the most that a stopped run loses.
     TASKS[task](c)
-    c.optimizer.warmup_steps = c.train.steps // 4  # Long, as configs/toy.py wants it; not tuned.
+    c.optimizer.warmup_steps = c.train.steps // 4  # Long, as in configs/toy.py; not tuned.
     c.eval.every_steps = c.train.steps // 10
     architectures.choose(c, arm.architecture, heads=HEADS)
     arm.change(c)
@@ -54,14 +55,14 @@ def _recall(c: ConfigDict) -> None:
     c.model.vocab_size = c.data.synthetic.vocab_size
     c.data.sources = toy.RECALL
     c.data.synthetic.train_examples = 1_000_000
-    c.data.sequence_length = 512  # 385 of them of an example of retrieval.
+    c.data.sequence_length = 512  # An example of retrieval has 385 tokens.
     c.train.steps = 4000
     c.eval.suites = ("loss", "exact_match", "attention")
 
 
 def _books(c: ConfigDict) -> None:
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
-    c.data.path = "stores/books"  # As make reproduce prepares them.
+    c.data.path = "stores/books"  # `make reproduce` prepares it.
     c.data.sequence_length = 1024
     c.train.steps = 7000
     c.eval.suites = ("loss", "recall", "needle", "attention", "outliers")

@@ -1,27 +1,27 @@
-"""Minutes a table on two CPU cores: the paper's comparison at 0.1M parameters, on recall and on books.
+"""The paper's comparison at 0.1M parameters, on recall and on books, in minutes per table on two CPU cores.
 
-Paper:    arXiv 2410.05258; §3.2's protocol (as many parameters and tokens, one data order, linear warm-up and decay)
-          and the arms of Table 6, a ten-thousandth as large.
+Paper:    arXiv 2410.05258; the protocol of §3.2 (equal parameters and tokens, the same data order, linear warm-up and
+          decay) and the arms of Table 6, at a ten-thousandth of their size.
 Command:  make reproduce    # all arms, both tasks, three seeds; compares with docs/results.md
-          make study        # what the rates below and the initialisation come from
+          make study        # the sweeps that the learning rates below and the initialisation come from
           python train.py --config=configs/toy.py:recall-diff --workdir=runs/toy
           python -m difftx sweep --config=configs/toy.py --grid task=books arm=diff,transformer seed=0,1 --out=runs/toy
-Protocol: books: half a million bytes, drawn from 160 novels; books-0.8m: the same by a larger model. recall: rows of 32
-          tokens with eight keys and their values, to be answered by the value of one, or of each in turn
-          (difftx/data/synthetic.py). All warm up for half of their steps: in single runs a shorter warm-up costs the
-          differential model more on books.
+Protocol: books: half a million bytes drawn from 160 novels. books-0.8m: the same data with a larger model. recall: rows
+          of 32 tokens with eight keys and their values; the answer is the value of one key, or of each key in turn
+          (difftx/data/synthetic.py). All runs warm up for half of their steps: in single runs on books, a shorter
+          warm-up hurts the differential model more.
 Hardware: 2 CPU cores. Result: docs/results.md.
 """
 
+from difftx.configs import ablations, architectures, base
 from ml_collections import ConfigDict
 
-from configs import ablations, architectures, base
 from difftx.errors import did_you_mean
 
-ARG = "{task}-{arm}"  # What `difftx sweep --grid` fills in.
+ARG = "{task}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
-# Rows of the one ask for one of the keys, among distractors; of the other for all of them, as one answer a row teaches
-# too little in so few tokens.
+# Rows of "retrieval" ask for one of the keys among distractors. Rows of "mqar" ask for all keys, because one answer per
+# row is too weak a training signal for so few tokens.
 RECALL = (
     {"name": "retrieval", "path": "synthetic:retrieval", "weight": 0.5},
     {"name": "mqar", "path": "synthetic:mqar", "weight": 0.5},
@@ -29,10 +29,10 @@ RECALL = (
 
 ARMS = {**ablations.ARMS, "diff_v2": ablations.Arm("diff_v2")}
 
-# task: (d_model, layers). Two layers are the least that recall takes: a token to the one before it, a key to its value.
+# Task → (d_model, layers). Recall needs two layers: one attends to the previous token, one from a key to its value.
 SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
 
-# Best for each arm among the rates of `make study`.
+# Task → arm → the best of the learning rates that `make study` tries.
 LEARNING_RATES = {
     "books": {
         "transformer": 8e-3,
@@ -59,7 +59,7 @@ LEARNING_RATES = {
 
 
 def get_config(arg: str = "books-diff") -> ConfigDict:
-    """Return the config named `task-arm`."""
+    """Return the config named `task-arm`, with a task and an arm of `LEARNING_RATES`."""
     known = {f"{task}-{name}": (task, name) for task, rates in LEARNING_RATES.items() for name in rates}
     if arg not in known:
         raise ValueError(f"{arg!r} is no task-arm such as 'books-diff'.{did_you_mean(arg, known)}")
@@ -69,8 +69,8 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
     c.model.d_model, c.model.num_layers = SIZES[task]
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
-    c.model.zero_init_output = True  # Best at 0.1M parameters, see docs/results.md.
-    c.model.compute_dtype = "float32"  # bfloat16 is emulated, and slower, on most CPUs.
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters: docs/results.md.
+    c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"
     c.data.tokenizer = "bytes"
     c.optimizer.b2 = 0.95
@@ -85,9 +85,9 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
 
 
 def _recall(c: ConfigDict) -> int:
-    """Set what is the task's; return the Transformer's heads."""
-    c.model.rope_theta = 100.0  # Rows are short: all angles turn in them.
-    c.model.embedding_std = 0.5  # Of as much size as what attention adds: which token it is matters from the start.
+    """Set the fields of the task recall; return the Transformer's number of heads."""
+    c.model.rope_theta = 100.0  # Small, so that all rotary angles change noticeably within the short rows.
+    c.model.embedding_std = 0.5  # As large as attention's output, so that the tokens matter from the start.
     c.data.sources = RECALL
     c.data.synthetic.vocab_size = 64
     c.data.synthetic.pairs = 8
@@ -98,12 +98,12 @@ def _recall(c: ConfigDict) -> int:
     c.train.steps = 2000
     c.optimizer.warmup_steps = 1000
     c.eval.suites = ("loss", "exact_match", "attention")
-    c.eval.needle.depths = (0.25, 0.5, 0.75)  # Of the attention's prompts, examples of retrieval.
+    c.eval.needle.depths = (0.25, 0.5, 0.75)  # For the prompts of suite attention, examples of retrieval.
     return 4
 
 
 def _books(c: ConfigDict) -> int:
-    """Set what is the task's; return the Transformer's heads."""
+    """Set the fields of the task books; return the Transformer's number of heads."""
     c.data.path = "stores/books"  # `make reproduce` prepares it.
     c.data.sequence_length = 128
     c.train.global_batch_tokens = 1024
@@ -112,7 +112,7 @@ def _books(c: ConfigDict) -> int:
     c.eval.suites = ("loss", "recall", "outliers")
     c.eval.loss_tokens = 131_072
     c.eval.bigrams_path = "stores/books.bigrams"
-    c.eval.recall_max_bigram_count = 280_000  # Of all 114M bytes: about 1,250 of those that are trained on.
+    c.eval.recall_max_bigram_count = 280_000  # Count in all 114M bytes; about 1,250 in the bytes of training.
     c.eval.outliers.tokens = 16_384
     return 8
 

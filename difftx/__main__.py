@@ -5,7 +5,7 @@ import sys
 
 from difftx.errors import UserError, did_you_mean, run_command
 
-# Name → module with `main(arguments) -> exit code`, imported when it is asked for, and what it does.
+# Name → module with `main(arguments) -> exit code`, imported only when its command runs, and description.
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("difftx.launch.plan", "what a config costs on devices that are not here"),
     "data": ("difftx.data.commands", "verify a token store, show a row of it, or count its bigrams"),
@@ -34,7 +34,7 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
-    sys.path.insert(0, "")  # As `python -m difftx` has it: config files import their neighbours from here.
+    sys.path.insert(0, "")  # As with `python -m difftx`: config files import other files of the current folder.
     run_command(main)
 
 

@@ -1,4 +1,4 @@
-"""A mistake of the user's, and how a command ends: the exit codes of docs/design.md §6."""
+"""Errors with a one-line message for the user, and the exit codes of commands (docs/design.md §6)."""
 
 import difflib
 import errno
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-EXIT_FAILED = 1  # What Python itself ends with after an exception.
+EXIT_FAILED = 1  # Python's own exit code after an exception.
 EXIT_BAD_INPUT = 2
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: a checkpoint was saved, run the same command again to continue
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: the run was stopped by a signal; the same command resumes it.
 LONGEST_MESSAGE = 1500
 # Control characters (C0 without tab and newline, DEL, C1), bidirectional controls, and surrogates, which cannot be
 # printed as UTF-8.
@@ -20,13 +20,13 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\
 
 
 def printable(text: str) -> str:
-    r"""Return a text that cannot steer a terminal: control characters as escapes such as \x1b; tab and newline stay."""
+    r"""Make a text harmless for a terminal: control characters except \t and \n become escapes such as \x1b."""
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 SOURCE = Path(__file__).parents[1]  # The source tree, unless difftx is installed without -e.
 
-# Errors of the operating system that the user can correct, and how; other errors may pass by themselves.
+# Errors of the operating system that the user can correct, with the fix. Other errors may be temporary.
 FIXES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "change its permissions, or use another path",
@@ -44,23 +44,23 @@ FIXES = {
     errno.EOPNOTSUPP: "use a path on another file system",
 }
 SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Errors that say enough even where the operating system does not name the file.
+# Errors that need no traceback even if the operating system does not name the file.
 PASSING = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 
 
 class UserError(ValueError):
-    """A wrong config, path or input file. The message is one line: field or file, value, fix."""
+    """A wrong config, path or input file. The message is one line: field or file, value, and fix."""
 
     def __init__(self, message: str):
-        """Make the message one printable line of bounded length; values in it may come from untrusted files."""
+        """Convert the message to one printable line of bounded length; its values may come from untrusted files."""
         super().__init__(_one_line(message))
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on through no mistake of the user's. The message is one line: what, how often, why."""
+    """A run that cannot continue, without a mistake by the user. The message is one line: event, count and cause."""
 
     def __init__(self, message: str):
-        """Make the message one printable line of bounded length, as `UserError` does."""
+        """Convert the message to one printable line of bounded length, as `UserError` does."""
         super().__init__(_one_line(message))
 
 
@@ -70,14 +70,15 @@ def _one_line(message: str) -> str:
 
 
 class UnreadableError(RunError):
-    """A file or folder cannot be read, although reads were retried; its content may be correct. Nothing was changed."""
+    """A file or folder that cannot be read, even after retries. Its contents may be correct. Nothing was changed."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean X?' for the closest known name, or the known names if none is close.
+    """Return ' Did you mean X?' for the closest known name, or a list of all known names if none is close.
 
-    The last component of a dotted name decides if exactly one name, or one of the same group, has it in full, by its
-    initials (`lr` for `learning_rate`) or without its last words (`warmup` for `warmup_steps`).
+    The last components of dotted names are compared first. A known name matches if its last component is the same, has
+    these initials (`lr` for `learning_rate`), or begins with these words (`warmup` for `warmup_steps`). Matches in the
+    same group take precedence. Unless exactly one name matches, the closest spelling of the whole name is used.
     """
     known = sorted(known)
     group, _, last = name.rpartition(".")
@@ -94,9 +95,9 @@ def _is_short_for(text: str, name: str) -> bool:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml into the Python that runs.
+    """Return the command that installs an extra of pyproject.toml into the running Python.
 
-    The command names the source tree and never the project: on a package index a stranger could own that name.
+    The command names the source tree, never the project: a stranger could own the project's name on a package index.
     """
     source = f"{SOURCE}[{extra}]" if (SOURCE / "pyproject.toml").is_file() else f".[{extra}]"
     where = "" if (SOURCE / "pyproject.toml").is_file() else " (in difftx's source tree)"
@@ -104,7 +105,7 @@ def install_hint(extra: str) -> str:
 
 
 def explained(error: BaseException) -> UserError | RunError | None:
-    """Return what to tell the user of an exception, in one line; None if only a traceback helps."""
+    """Return an error with a one-line message that explains an exception, or None if only a traceback helps."""
     if isinstance(error, UserError | RunError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("difftx"):
@@ -124,17 +125,20 @@ def explained(error: BaseException) -> UserError | RunError | None:
 
 
 def _shortened(path: object) -> str:
-    """Return a path as text; of one that may be too long for the system, the beginning."""
+    """Return a path as text, shortened if it may be too long for the operating system."""
     return text if len(text := str(path)) <= LONGEST_MESSAGE // 5 else f"{text[:100]} …"
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message has it: a SHA-256 by its first digits."""
+    """Return a value as text for a message; a SHA-256 is shortened to its first digits."""
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main`; an exception that `explained` knows becomes one line and exit code 2 or 1."""
+    """Run a command's `main` and exit with its result.
+
+    If `explained` can explain an exception, print one line and exit with code 2 or 1.
+    """
     try:
         sys.exit(main())
     except Exception as error:
@@ -144,6 +148,6 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {explanation}", file=sys.stderr, flush=True)
         if isinstance(error, UserError):
             sys.exit(EXIT_BAD_INPUT)
-        # End immediately: a save that is still under way would bury the line under its own errors.
+        # End immediately: errors of a save in progress would hide the message.
         sys.stdout.flush()
         os._exit(EXIT_BAD_INPUT if isinstance(explanation, UserError) else EXIT_FAILED)

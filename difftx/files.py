@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, reads that may fail, and JSON that may be broken."""
+"""Atomic writes, reads with retries, and checks of JSON files."""
 
 import argparse
 import contextlib
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 
-# Seconds between the attempts to read. A restarting file server usually answers again within them, and a process that
-# had too many open files has closed some.
+# Pauses between attempts to read. During these pauses, a restarting file server usually comes back, and a process with
+# too many open files closes some.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
-# What these errors say about a path does not change by waiting.
+# Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 NAMES = {int: "a count", str: "text", dict: "an object"}
 
@@ -30,8 +30,8 @@ def require_local(name: str, path: str | Path) -> None:
     """Raise `UserError` if a path is the address of an object store, such as gs://bucket/run.
 
     Args:
-        name: the flag or the config field that holds the path, for the message.
-        path: one path, or several with commas; a `Path` has lost one of the two slashes.
+        name: Flag or config field that holds the path, for the message.
+        path: One path, or several separated by commas. A `Path` has lost one of the two slashes.
     """
     slashes = "/" if isinstance(path, Path) else "//"
     if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
@@ -40,7 +40,7 @@ def require_local(name: str, path: str | Path) -> None:
 
 
 def require_local_paths(flags: argparse.Namespace) -> None:
-    """Raise `UserError` if a flag whose type is `Path` is the address of an object store."""
+    """Raise `UserError` if a flag of type `Path` is the address of an object store."""
     for name, value in vars(flags).items():
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path):
@@ -48,15 +48,15 @@ def require_local_paths(flags: argparse.Namespace) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Check that a folder can be written, or made with the parents that are missing; leave nothing behind.
+    """Check that a folder is writable or can be created, with its missing parents. Leave nothing behind.
 
     Raises:
-        OSError: of the system, with the path that is the problem.
+        OSError: the folder is not writable. The error names the path that causes the problem.
     """
     folder = folder.absolute()
     while not os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folder.lstat()  # Names that are too long, folders that cannot be searched.
+            folder.lstat()  # Raises if a name is too long or a folder cannot be searched.
         folder = folder.parent
     if not folder.exists():
         raise FileNotFoundError(errno.ENOENT, "Broken symbolic link", str(folder))
@@ -69,7 +69,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_writable_file(path: Path) -> None:
-    """Check that a file can be written, as `require_writable` does for the folder that holds it."""
+    """Check that a file can be written: it is not a folder, and its folder passes `require_writable`."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     require_writable(path.parent)
@@ -77,9 +77,10 @@ def require_writable_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing under a temporary name; it gets its own at the end of the block, once it is on disk.
+    """Open a file for writing under a temporary name; at the end of the block, sync it to disk and rename it to `path`.
 
-    After an exception there is no file, after a kill at most a temporary one, whose name begins with a dot.
+    After an exception, no new file remains. After a kill, at most a temporary file remains, whose name begins with a
+    dot.
 
     Raises:
         UserError: `path` is a folder.
@@ -100,10 +101,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name, to be filled; it gets its own at the end of the block.
+    """Create a folder under a temporary name, to be filled in the block; at the end of the block, rename it to `path`.
 
-    After an exception there is no folder, after a kill at most a temporary one, whose name begins with a dot. The next
-    call for the same path deletes it.
+    After an exception, no folder remains. After a kill, at most a temporary folder remains, whose name begins with a
+    dot. The next call for the same path deletes the temporary folder.
     """
     remove_temporaries(path.parent, path.name)
     temporary = _temporary(path)
@@ -117,7 +118,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part."""
+    """Write a file so that a crash leaves either the old or the new contents, never a part of them."""
     with new_file(path) as file:
         file.write(text.encode())
 
@@ -126,11 +127,11 @@ def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
     """Delete the temporary files and folders that killed processes of this host have left in a folder.
 
     Args:
-        folder: of the files; subfolders are not searched.
-        name: of the file or folder that was to be made; None: of any.
+        folder: Folder to search, without its subfolders.
+        name: Final name of the file or folder. None matches every name.
 
     Returns:
-        The names of what was deleted.
+        The names of the deleted files and folders.
     """
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
@@ -144,33 +145,36 @@ def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
 
 
 def _is_running(process: int) -> bool:
-    """Whether another process of this host has the number; a restarted container gets its old numbers again."""
+    """Return whether another process of this host has the id `process`.
+
+    This process's own id does not count, because a restarted container gets the same ids again.
+    """
     if process == os.getpid():
         return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # Another user's; not a process number.
+    except (PermissionError, OverflowError):  # Another user's process, or not a process id.
         return True
     return True
 
 
 def _temporary(path: Path) -> Path:
-    # With the host: containers that share a folder may share a process number too.
+    # The name includes the host, because containers that share a folder may use the same process id.
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
 
 
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
-    """Return `read()`, and retry after errors that may pass, such as EIO, ESTALE, EACCES or EMFILE.
+    """Return `read()`, and retry after errors that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
     Args:
-        path: file or folder that `read` reads, for the message.
-        read: opens `path` in every call, because a stale handle stays stale.
+        path: File or folder that `read` reads, for the message.
+        read: Function that opens `path` in every call, because a stale handle stays stale.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such file.
-        IsADirectoryError: it is a folder.
+        FileNotFoundError, NotADirectoryError: the file does not exist.
+        IsADirectoryError: `path` is a folder.
         UnreadableError: every attempt failed with another OSError.
     """
     for pause in (*RETRY_SECONDS, None):
@@ -187,11 +191,11 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return a file's content, or None if there is no such file.
+    """Return the contents of a file, or None if the file does not exist.
 
     Raises:
-        UserError: it is a folder.
-        UnreadableError: it exists and cannot be read.
+        UserError: `path` is a folder.
+        UnreadableError: the file exists but cannot be read.
     """
     try:
         return retry_read(path, path.read_bytes)
@@ -202,12 +206,12 @@ def read_file(path: Path) -> bytes | None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return a file's size in bytes, or None if there is no such file.
+    """Return the size of a file in bytes, or None if `path` is not an existing regular file.
 
-    `Path.is_file` is not used because it reads errors such as EACCES of a parent folder as "no".
+    `Path.is_file` would return False after errors such as EACCES for a parent folder.
 
     Raises:
-        UnreadableError: whether the file exists cannot be determined.
+        UnreadableError: after an error, it is unknown whether the file exists.
     """
     try:
         status = retry_read(path, path.stat)
@@ -217,11 +221,13 @@ def size_of(path: Path) -> int | None:
 
 
 def list_folder(path: Path) -> dict[str, bool]:
-    """Return the names in a folder, and whether each is a folder or a symbolic link; none if there is no such folder.
+    """Return a mapping from each name in a folder to True if it is a folder or a symbolic link, else to False.
+
+    A folder that does not exist has no names.
 
     Raises:
-        UserError: it is not a folder.
-        UnreadableError: it cannot be read, or is a link whose target does not exist.
+        UserError: `path` is not a folder.
+        UnreadableError: the folder cannot be read, or `path` is a link whose target does not exist.
     """
 
     def scan() -> dict[str, bool]:
@@ -238,17 +244,17 @@ def list_folder(path: Path) -> dict[str, bool]:
 
 
 def check_link(path: Path) -> None:
-    """Raise `UnreadableError` if `path` is a link to what does not exist: the disk may not be mounted yet."""
+    """Raise `UnreadableError` if `path` is a link whose target does not exist: its disk may not be mounted yet."""
     if path.is_symlink() and not path.exists():
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
-        UserError: there is no such file, or it is not JSON.
-        UnreadableError: it cannot be read.
+        UserError: the file does not exist, or is not JSON.
+        UnreadableError: the file cannot be read.
     """
     content = read_file(path)
     if content is None:
@@ -257,18 +263,18 @@ def read_json(path: Path) -> Any:
         return json.loads(content)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:  # Not UTF-8, a number of thousands of digits, brackets without end.
+    except (ValueError, RecursionError) as error:  # Invalid UTF-8, huge numbers, deep nesting.
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
 def misfit(value: Any, shape: Any, path: str = "") -> str | None:
-    """Return where a JSON value is not of a shape, such as "files.config: not an object"; None if it is of it.
+    """Return the first schema error of a JSON value, such as "files.config: not an object", or None if there is none.
 
     Args:
-        value: as `read_json` returns it.
-        shape: a type, with `int` for a count, 0 … 2**63 - 1; `{name: shape}` for an object with at least these names;
-            `{str: shape}` for one with any names; `[shape]` for a list.
-        path: of the value, in what holds it.
+        value: JSON value, as `read_json` returns it.
+        shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1; `{name: shape}` for an object
+            with at least these names; `{str: shape}` for an object with any names; `[shape]` for a list.
+        path: Path of `value` in the file, for the message.
     """
     at = path or "the text"
     if isinstance(shape, type):
@@ -289,12 +295,12 @@ def misfit(value: Any, shape: Any, path: str = "") -> str | None:
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object with its own SHA-256, atomically."""
+    """Atomically write a JSON object together with its SHA-256."""
     write_atomically(path, json.dumps(content | {"sha256": json_sha256(content)}))
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return what `write_record` wrote; None if the file holds anything else.
+    """Return the object that `write_record` wrote, or None if the file holds anything else.
 
     Raises:
         OSError: the file cannot be read.
@@ -309,5 +315,5 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def json_sha256(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON value, independent of the order of object keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

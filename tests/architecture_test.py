@@ -12,8 +12,8 @@ PACKAGE = ROOT / "difftx"
 ORDER = [
     "errors",
     "files",
+    "registry",
     "config",
-    "config_reader",
     "parallel",
     "kernels",
     "model",
@@ -28,7 +28,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 def imported_packages(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):  # What only a type checker imports is not imported when the program runs.
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "difftx":
             parts = node.module.split(".")
             names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}

@@ -29,7 +29,7 @@ import jax
 import pytest
 
 from difftx.config import Config, MeshConfig
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.parallel.mesh import make_mesh
 
 ROOT = Path(__file__).parent.parent

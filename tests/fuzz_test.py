@@ -12,7 +12,7 @@ from conftest import ROOT, TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.commands import verify
 from difftx.data.prepare import main as prepare
 from difftx.data.store import SPLITS, open_store, read_meta, store_tokenizer
@@ -203,7 +203,7 @@ def test_config_file(folder, tiny, mutate, field):
     path = folder / "broken.py"
     path.write_text(
         "import json, pathlib\n"
-        "from configs import quickstart\n\n\n"
+        "from difftx.configs import quickstart\n\n\n"
         "def get_config():\n"
         "    config = quickstart.get_config('diff')\n"
         f"    config.unlock()\n"

@@ -7,7 +7,9 @@ import pytest
 from conftest import ROOT
 
 from difftx.__main__ import COMMANDS
-from difftx.config_reader import load_config, override, split_group_overrides, split_overrides
+from difftx.config.build import override
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid
 from difftx.model.flops import flops_per_token
@@ -38,14 +40,14 @@ def options(flags, *groups):
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python train.py")])
 def test_training_commands(line):
     own, overrides = options(arguments(line)[2:], "config")
-    load_config(str(ROOT / own["--config"]), split_overrides(overrides, "config"))
+    load_config(str(ROOT / own["--config"]), parse_overrides(overrides, "config"))
     assert own.keys() <= {"--config", "--workdir", "--dry_run"}
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python eval.py")])
 def test_evaluation_commands(line):
     own, overrides = options(arguments(line)[2:], "eval")
-    override(load_config(str(ROOT / "configs" / "base.py"), {}), split_group_overrides(overrides, ("eval",)))
+    override(load_config(str(ROOT / "configs" / "base.py"), {}), parse_overrides(overrides, "eval"))
     assert set(own.get("--suite", "loss").split(",")) <= set(SUITES)
     assert own.keys() <= {"--workdir", "--suite", "--step", "--report", "--out", "--scaling", "--curves"}
 
@@ -58,7 +60,7 @@ def test_other_commands(line):
     if words[3] == "sweep":
         own, overrides = options([word for word in words if word.startswith("--") and word != "--grid"], "config")
         grid = parse_grid([word for word in words[4:] if not word.startswith("--")])
-        assert make_points(str(ROOT / own["--config"]), grid, split_overrides(overrides, "config"))
+        assert make_points(str(ROOT / own["--config"]), grid, parse_overrides(overrides, "config"))
 
 
 def test_every_table_and_figure_of_the_paper_and_experiment_of_the_review_is_there():

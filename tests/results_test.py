@@ -9,7 +9,7 @@ from conftest import ROOT
 from report.run_dirs import write_run
 
 from benchmarks import results, results_tables
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 
 COLLECTED = json.loads(results.COLLECTED.read_text())

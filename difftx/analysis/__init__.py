@@ -1,1 +1,1 @@
-"""Maths on what runs measured, without input or output."""
+"""Mathematical analysis of measurements from runs, without input or output."""

@@ -1,10 +1,11 @@
-"""Scaling laws L(x) = a·x^-b + c, x a number of parameters or tokens: fits, their uncertainty, equal losses.
+"""Scaling laws L(x) = a·x^-b + c, with x a number of parameters or tokens: fits, uncertainty, sizes of equal loss.
 
-Estimate: Huber's loss on the difference of logarithms, as Hoffmann et al. fit theirs (arXiv 2203.15556, approach 3),
-in the logarithms of the parameters, from several starts.
-Uncertainty: residuals are drawn anew, on two levels: how far a size lies from the law, and how far a seed lies from
-the others of its size. Both are scaled up to their unbiased variance and, since they are few, from the normal
-distribution's width to Student's.
+Estimate: the fit minimises Huber's loss on the difference of logarithms, as Hoffmann et al. do (arXiv 2203.15556,
+approach 3). It optimises the logarithms of a, b and c from several starting points.
+
+Uncertainty: a bootstrap resamples residuals on two levels: the distance of a size's mean from the law, and the distance
+of a seed from the mean of its size. Both are scaled to their unbiased variance. Because they are few, both are also
+widened from the normal distribution to Student's.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ import scipy.optimize
 import scipy.stats
 
 LAW_PARAMETERS = 3
-FEWEST_SIZES = LAW_PARAMETERS + 1  # Three leave nothing from which to tell how well the law fits.
-HUBER_WIDTH = 1e-3  # Of residuals in log loss that still count squared; Hoffmann et al.'s.
-LARGEST_EXTRAPOLATION = 2.0  # Times the data's largest x, or its smallest divided by it.
+FEWEST_SIZES = LAW_PARAMETERS + 1  # Three sizes would leave no residuals to judge the fit by.
+HUBER_WIDTH = 1e-3  # Largest residual in log loss that counts squared; Hoffmann et al.'s value.
+LARGEST_EXTRAPOLATION = 2.0  # Factor beyond the largest or the smallest x of the data.
 CONFIDENCE = 0.95
 EXPONENTS = (0.01, 5.0)
 STARTS = 3
@@ -25,7 +26,7 @@ STARTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-    """L(x) = a·x^-b + c; the fields are numbers, or arrays with one law an element."""
+    """The law L(x) = a·x^-b + c. The fields are numbers, or arrays with one law per element."""
 
     a: np.ndarray | float
     b: np.ndarray | float
@@ -36,7 +37,7 @@ class PowerLaw:
         return np.asarray(self.a * np.asarray(x, float) ** -np.asarray(self.b) + self.c)
 
     def inverse(self, loss: np.ndarray | float) -> np.ndarray:
-        """Return the x at which the law has a loss; infinite where it never comes down to it."""
+        """Return the x at which the law reaches a loss, or infinity if it never does."""
         above = np.asarray(loss, float) - self.c
         with np.errstate(divide="ignore", over="ignore"):
             return np.where(above > 0, (np.maximum(above, 0) / self.a) ** (-1 / np.asarray(self.b)), np.inf)
@@ -44,7 +45,7 @@ class PowerLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A law, the points it was fitted to, and the laws of the bootstrap's resamples."""
+    """A law, the points it was fitted to, and the laws fitted to bootstrap resamples."""
 
     x: np.ndarray
     loss: np.ndarray
@@ -53,12 +54,12 @@ class Fit:
 
     @classmethod
     def of(cls, x: np.ndarray, loss: np.ndarray, *, resamples: int, seed: int) -> Self:
-        """Fit a law to at least `FEWEST_SIZES` different x, with points of several seeds where they have the same x."""
+        """Fit a law to points with at least `FEWEST_SIZES` different x. Points with equal x are different seeds."""
         generator = np.random.default_rng(seed)
         order = np.argsort(x, kind="stable")
         x, loss = np.asarray(x, float)[order], np.asarray(loss, float)[order]
         assert len(np.unique(x)) >= FEWEST_SIZES
-        centre = float(np.exp(np.mean(np.log(x))))  # Makes a and b nearly independent.
+        centre = float(np.exp(np.mean(np.log(x))))  # Dividing x by `centre` makes a and b nearly independent.
         best = min((_solve(x / centre, loss, start) for start in _starts(x / centre, loss)), key=lambda r: r.cost)
         law = _law(best.x[None, :], centre)
         fitted = PowerLaw(*(float(np.ravel(v)[0]) for v in (law.a, law.b, law.c)))
@@ -78,36 +79,36 @@ class Fit:
         return low, high
 
     def extrapolates(self, x: float) -> bool:
-        """Whether x lies further from the data than the fit is worth."""
+        """Return whether x lies outside the range of the data by more than a factor of `LARGEST_EXTRAPOLATION`."""
         return not self.x.min() / LARGEST_EXTRAPOLATION <= x <= self.x.max() * LARGEST_EXTRAPOLATION
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Two sizes of one loss. `ratio` = x / reference_x: what the model needs of what the reference needs."""
+    """Two sizes of equal loss. `ratio` = x / reference_x is the model's size relative to the reference's."""
 
     x: float
     reference_x: float
     loss: float
     ratio: float
     interval: tuple[float, float]
-    extrapolated: bool  # One of the sizes lies further from its data than the fit is worth.
+    extrapolated: bool  # Whether `Fit.extrapolates` holds for one of the sizes.
 
 
 def match_at(fit: Fit, reference: Fit, x: float) -> Match | None:
-    """Return the size at which the reference has the loss of the model at x; None if it never has."""
+    """Match the model at size `x` with the reference of equal loss; return None if there is no such reference."""
     loss = float(fit.law(x))
     other = float(reference.law.inverse(loss))
     if not np.isfinite(other):
         return None
     with np.errstate(divide="ignore"):
-        ratios = x / reference.samples.inverse(fit.samples(x))  # 0 where a resample never meets.
+        ratios = x / reference.samples.inverse(fit.samples(x))  # 0 if the reference never reaches a sample's loss.
     far = fit.extrapolates(x) or reference.extrapolates(other)
     return Match(x, other, loss, x / other, _interval(ratios), far)
 
 
 def match_reference_at(fit: Fit, reference: Fit, reference_x: float) -> Match | None:
-    """Return the size at which the model has the loss of the reference at `reference_x`; None if it never has."""
+    """Match the reference at size `reference_x` with the model of equal loss; return None if there is no such model."""
     found = match_at(reference, fit, reference_x)
     if found is None:
         return None
@@ -118,7 +119,7 @@ def match_reference_at(fit: Fit, reference: Fit, reference_x: float) -> Match | 
 
 
 def _starts(u: np.ndarray, loss: np.ndarray) -> list[np.ndarray]:
-    """Return the most promising of a grid of floors and exponents, as (log a, log b, log c)."""
+    """Return the best `STARTS` points of a grid of floors and exponents, as (log a, log b, log c)."""
     grid = [
         np.array([np.mean(loss) - share * np.min(loss), b, share * np.min(loss)])
         for share in (0.1, 0.4, 0.7, 0.85, 0.95, 0.99)
@@ -128,7 +129,7 @@ def _starts(u: np.ndarray, loss: np.ndarray) -> list[np.ndarray]:
 
 
 def _solve(u: np.ndarray, loss: np.ndarray, start: np.ndarray, evaluations: int = 500) -> scipy.optimize.OptimizeResult:
-    """Fit (log a, log b, log c) of a·u^-b + c by Huber's loss on the difference of logarithms."""
+    """Fit (log a, log b, log c) of a·u^-b + c with Huber's loss on the difference of logarithms."""
     log_u, target = np.log(u), np.log(loss)
 
     def residuals(p: np.ndarray) -> np.ndarray:
@@ -149,20 +150,23 @@ def _solve(u: np.ndarray, loss: np.ndarray, start: np.ndarray, evaluations: int 
 
 
 def _law(p: np.ndarray, centre: float) -> PowerLaw:
-    """Return the laws of rows (log a, log b, log c) that were fitted in x / centre."""
+    """Return the laws in x whose parameters (log a, log b, log c), one law per row, were fitted in x / centre."""
     b = np.exp(p[:, 1])
     return PowerLaw(np.exp(p[:, 0] + b * np.log(centre)), b, np.exp(p[:, 2]))
 
 
 def _resampled(x: np.ndarray, residuals: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Return residuals drawn anew, `[resamples, points]`: a part that a size's seeds share, and each seed's own."""
+    """Return resampled residuals, `[resamples, points]`.
+
+    Each residual is the sum of a part that all seeds of a size share and a part of the seed's own.
+    """
     _, size_of, seeds = np.unique(x, return_inverse=True, return_counts=True)
     points, sizes = len(x), len(seeds)
     means = np.bincount(size_of, residuals) / seeds
     own = residuals - means[size_of]
     shared_freedom, own_freedom = sizes - LAW_PARAMETERS, points - sizes
     own_variance = float(np.sum(own**2)) / own_freedom if own_freedom else 0.0
-    # A size's mean spreads by its seeds alone already: only what is more than that is its own.
+    # Seeds alone already make the mean of a size vary. Only the variance beyond that is the size's own.
     shared_variance = (float(np.sum(seeds * means**2)) / shared_freedom - own_variance) / (points / sizes)
     drawn = np.zeros((resamples, points))
     if shared_variance > 0:
@@ -179,13 +183,13 @@ def _of_unit_variance(values: np.ndarray) -> np.ndarray:
 
 
 def _student(freedom: int) -> float:
-    """Return how much wider Student's interval is than the normal distribution's."""
+    """Return the width of Student's interval relative to the normal distribution's."""
     upper = 1 - (1 - CONFIDENCE) / 2
     return float(scipy.stats.t.ppf(upper, freedom) / scipy.stats.norm.ppf(upper))
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, _tails(), method="inverted_cdf")  # Infinite values are not interpolated.
+    low, high = np.quantile(values, _tails(), method="inverted_cdf")  # Does not interpolate infinite values.
     return float(low), float(high)
 
 

@@ -1,4 +1,4 @@
-"""Group `data` of a config."""
+"""Config group `data`."""
 
 import dataclasses
 from typing import Literal
@@ -13,32 +13,39 @@ from difftx.config.checks import (
 )
 from difftx.errors import UserError
 
-SYNTHETIC = "synthetic:"  # Of a data path: a task of difftx/data/synthetic.py.
+SYNTHETIC = "synthetic:"  # Prefix of data paths that name a task of difftx/data/synthetic.py.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """An entry of `data.sources`."""
+    """A data source, an entry of `data.sources`."""
 
     name: str
+    """Name of the source and of its validation set."""
     path: str
+    """Path of the data, written as for `data.path`."""
     weight: float
+    """Share of the rows, relative to the other sources. 0: the source is a validation set only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """An entry of `data.stages`."""
+    """A change of the source weights during training, an entry of `data.stages`."""
 
     from_tokens: int
+    """Number of training tokens after which these weights apply, rounded up to 256 rows."""
     weights: tuple[float, ...]
+    """One weight per entry of `data.sources`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpsamplingConfig:
-    """Group `data.upsampling`."""
+    """Up-sampling of long documents within each source (§3.3, arXiv 2402.10171)."""
 
-    longer_than_tokens: int | None
-    share: float
+    longer_than_tokens: int | None = None
+    """Length in tokens above which a document is long; None: no up-sampling."""
+    share: float = 0.7
+    """Share of a source's tokens that come from long documents. A source that has a larger share keeps it."""
 
     def __post_init__(self):
         if self.longer_than_tokens is not None:
@@ -49,15 +56,22 @@ class UpsamplingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """Group `data.synthetic`."""
+    """Synthetic tasks, selected by data paths that start with "synthetic:"."""
 
-    vocab_size: int
-    pairs: int
-    query_power: float
-    distractors: int
-    train_examples: int
-    valid_examples: int
-    seed: int
+    vocab_size: int = 8192
+    """Number of different tokens; at most `model.vocab_size`."""
+    pairs: int = 64
+    """Tasks mqar and retrieval: keys with values per example."""
+    query_power: float = 0.01
+    """Task mqar: a gap g before a query has probability proportional to g ** (`query_power` - 1)."""
+    distractors: int = 256
+    """Task retrieval: tokens placed among the pairs."""
+    train_examples: int = 100_000
+    """Examples per epoch."""
+    valid_examples: int = 1000
+    """Examples of the validation set."""
+    seed: int = 0
+    """Seed of the examples, below 2**32."""
 
     def __post_init__(self):
         for name in ("pairs", "query_power", "train_examples", "valid_examples"):
@@ -74,22 +88,40 @@ class SyntheticConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Group `data`."""
+    """Training data, and the packing of documents into rows."""
 
-    path: str | None
-    sources: tuple[SourceConfig, ...]
-    stages: tuple[StageConfig, ...]
+    path: str | None = None
+    """A store written by `difftx prepare`; text: "stdlib" (the running Python's library), a text file or a glob of text
+    files; or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy"."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several paths in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source
+    is also a validation set. On the command line: JSON, or one field, such as --config.data.sources.0.weight=0.5."""
+    stages: tuple[StageConfig, ...] = ()
+    """Later weights of the sources: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …)."""
     upsampling: UpsamplingConfig
+    """Up-sampling of long documents."""
     synthetic: SyntheticConfig
-    tokenizer: str
-    verify: bool
-    sequence_length: int
-    packing: Literal["concat", "best_fit"]
-    document_mask: bool
-    valid_fraction: float
-    seed: int
-    prefetch_batches: int
-    cache_path: str
+    """Settings of synthetic tasks."""
+    tokenizer: str = "cl100k_base"
+    """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file."""
+    verify: bool = False
+    """Whether to compare the SHA-256 of a store's files with its description before the first step."""
+    sequence_length: int = 2048
+    """Tokens per row."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """How documents fill rows. "concat": end to end, split every `sequence_length` tokens; "best_fit": whole where a
+    row can hold them, with some padding."""
+    document_mask: bool = False
+    """Whether attention stays within a document. Positions then restart in each document, and a document's first token
+    is not a target."""
+    valid_fraction: float = 0.05
+    """Share of a text's documents that are held out for validation, chosen by hash; a store has its own split."""
+    seed: int = 0
+    """Seed of the order of rows, below 2**32."""
+    prefetch_batches: int = 2
+    """Batches prepared ahead of the step."""
+    cache_path: str = "~/.cache/difftx"
+    """Folder of packing indices for "best_fit", named by content. Runs share it, and it may be deleted at any time."""
 
     def __post_init__(self):
         require_size("data", "sequence_length", self.sequence_length)

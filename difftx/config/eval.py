@@ -1,41 +1,59 @@
-"""Group `eval` of a config."""
+"""Config group `eval`."""
 
 import dataclasses
 import re
 import urllib.parse
-from typing import Literal
+from typing import Literal, get_args
 
 from difftx.config.architectures import Granularity
 from difftx.config.checks import require_distinct_names, require_positive, require_seed
+from difftx.config.fields import Extensible
 from difftx.errors import UserError
+
+Initialization = Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"]
+KINDS = "summarisation", "question_answering"
+MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedleCaseConfig:
-    """An entry of `eval.needle.cases`."""
+    """Numbers of hidden and queried needles, an entry of `eval.needle.cases`."""
 
     needles: int
+    """Needles hidden in a prompt."""
     queries: int
+    """Needles that the prompt asks for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedleConfig:
-    """Group `eval.needle`."""
+    """Suite needle: retrieval of magic numbers of cities that are hidden in a long text (§3.4)."""
 
-    cases: tuple[NeedleCaseConfig, ...]
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    samples: int
-    new_tokens: int
-    haystack: str | None
-    seed: int
+    cases: tuple[NeedleCaseConfig, ...] = tuple(
+        NeedleCaseConfig(needles=needles, queries=queries)
+        for needles, queries in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
+    )
+    """Numbers of hidden needles and of queries; the defaults are those of Table 2, and 8 and 1 of Figure 5."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of prompt and answer, such as (8192, 16384); (): `data.sequence_length`."""
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Positions of the queried needles, as shares of the haystack."""
+    samples: int = 50
+    """Prompts per case, length and depth."""
+    new_tokens: int = 32
+    """Largest number of tokens of an answer."""
+    haystack: str | None = None
+    """Text that hides the needles: a path written as for `data.path` (of a store, its validation split). None: the
+    run's first validation set of text."""
+    seed: int = 0
+    """Seed of cities, numbers, positions and haystacks, below 2**32."""
 
     def __post_init__(self):
         for name in ("samples", "new_tokens"):
             require_positive("eval.needle", name, getattr(self, name))
         for name in ("cases", "depths"):
             if not getattr(self, name):
-                raise UserError(f"eval.needle.{name} is empty; give one at least, as configs/base.py does")
+                raise UserError(f"eval.needle.{name} is empty; give at least one")
         for name in ("cases", "lengths", "depths"):
             values = getattr(self, name)
             if len(set(values)) < len(values):
@@ -55,27 +73,41 @@ class NeedleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IclTaskConfig:
-    """An entry of `eval.icl.tasks`."""
+    """A classification task, an entry of `eval.icl.tasks`: two files of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
+    """Name of the task in the results."""
     train: str
+    """Path of the demonstrations."""
     test: str
+    """Path of the questions."""
     text: str
+    """Field of the text."""
     label: str
+    """Field of the label."""
     text_word: str
+    """Word before the text in a prompt, such as "Question"."""
     label_word: str
+    """Word before the label in a prompt, such as "Type"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IclConfig:
-    """Group `eval.icl`."""
+    """Suite icl: classification from demonstrations in the prompt (§3.5)."""
 
-    tasks: tuple[IclTaskConfig, ...]
-    shots: tuple[int, ...]
-    questions: int
-    orders: tuple[Literal["random", "alternating"], ...]
-    permutations: int
-    seed: int
+    tasks: tuple[IclTaskConfig, ...] = ()
+    """The tasks: ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text", "label":
+    "coarse", "text_word": "Question", "label_word": "Type"}, …)."""
+    shots: tuple[int, ...] = ()
+    """Numbers of demonstrations; (): 1, 2, 4, … and as many as the context holds."""
+    questions: int = 250
+    """Largest number of questions per task."""
+    orders: tuple[Literal["random", "alternating"], ...] = ("random", "alternating")
+    """Orders of demonstrations: "random", or "alternating" with one of each class in turn."""
+    permutations: int = 10
+    """Different permutations of the same demonstrations, in each order; all of them where there are fewer."""
+    seed: int = 0
+    """Seed of demonstrations, questions and permutations, below 2**32."""
 
     def __post_init__(self):
         for name in ("questions", "permutations"):
@@ -88,34 +120,50 @@ class IclConfig:
         require_seed("eval.icl", self.seed)
 
 
-KINDS = "summarisation", "question_answering"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationSetConfig:
-    """An entry of `eval.hallucination.sets`."""
+    """A set of documents, an entry of `eval.hallucination.sets`: a file of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
+    """Name of the set in the results."""
     path: str
+    """Path of the file."""
     kind: Literal["summarisation", "question_answering"]
+    """Task of the set."""
     document: str
+    """Field of the document: a text, a list of texts, or HotpotQA's titles and sentences."""
     question: str | None
+    """Field of the question; null for summarisation."""
     answers: str
+    """Field of the reference answers: a text or a list of texts."""
     new_tokens: int
+    """Largest number of tokens of an answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationConfig:
-    """Group `eval.hallucination`."""
+    """Suite hallucination: answers about a document that the prompt contains (§3.6, Table 4)."""
 
-    sets: tuple[HallucinationSetConfig, ...]
-    samples: int
-    long_documents: Literal["cut_middle", "refuse"]
-    judge_model: str | None
-    judge_temperature: float | None
-    support_words: int
-    support_threshold: float
-    seed: int
+    sets: tuple[HallucinationSetConfig, ...] = ()
+    """The sets, with the names of their fields, here LongBench's: ({"name": "hotpotqa", "path": "hotpotqa.jsonl",
+    "kind": "question_answering", "document": "context", "question": "input", "answers": "answers", "new_tokens": 32},
+    …)."""
+    samples: int = 100
+    """Largest number of samples per set."""
+    long_documents: Literal["cut_middle", "refuse"] = "cut_middle"
+    """What happens to a document that the context cannot hold. "cut_middle": its first and last tokens are kept, as in
+    LongBench; "refuse": the suite ends with an error."""
+    judge_model: str | None = None
+    """Model at `eval.judge.base_url` that judges the answers, such as "gpt-4o-2024-08-06". None: the offline judge,
+    which compares words."""
+    judge_temperature: float | None = 0.0
+    """Sampling temperature of the judge; None: the endpoint's own, since some models accept no other."""
+    support_words: int = 2
+    """Offline judge: length in words of the runs that it looks for in the document and the references."""
+    support_threshold: float = 0.5
+    """Offline judge: share of a summary's runs that must be found for the summary to be right."""
+    seed: int = 0
+    """Seed of the samples, below 2**32."""
 
     def __post_init__(self):
         for name in ("samples", "support_words"):
@@ -142,18 +190,28 @@ class HallucinationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """Group `eval.judge`."""
+    """Access to `eval.hallucination.judge_model`; results do not depend on it."""
 
-    base_url: str
-    key_variable: str | None
-    concurrency: int
-    requests_per_minute: float | None
-    timeout_seconds: float
-    attempts: int
-    backoff_seconds: float
-    longest_wait_seconds: float
-    usd_per_million_tokens_in: float | None
-    usd_per_million_tokens_out: float | None
+    base_url: str = "https://api.openai.com/v1"
+    """Address of an endpoint for chat completions; with a key: https, or http to this machine."""
+    key_variable: str | None = "OPENAI_API_KEY"
+    """Environment variable that holds the key; its name ends in _KEY or _TOKEN. None: no key."""
+    concurrency: int = 4
+    """Requests in flight."""
+    requests_per_minute: float | None = None
+    """Largest rate over all requests; None: only the endpoint's own limit."""
+    timeout_seconds: float = 120.0
+    """Time for a whole request, until its response is complete."""
+    attempts: int = 8
+    """Attempts per verdict."""
+    backoff_seconds: float = 1.0
+    """Wait after the first failed attempt; it doubles after each further one."""
+    longest_wait_seconds: float = 120.0
+    """Longest wait; an endpoint that asks for a longer one ends the suite."""
+    usd_per_million_tokens_in: float | None = None
+    """Price of prompt tokens; None: no cost is printed."""
+    usd_per_million_tokens_out: float | None = None
+    """Price of generated tokens; None: no cost is printed."""
 
     def __post_init__(self):
         for name in ("concurrency", "timeout_seconds", "attempts", "backoff_seconds", "longest_wait_seconds"):
@@ -167,7 +225,7 @@ class JudgeConfig:
             raise UserError(
                 "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
             )
-        # Neither message repeats what may be a key that was written to the wrong place.
+        # The messages omit the values, which may be keys that the user wrote into the wrong field.
         if self.key_variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.key_variable):
             raise UserError(
                 "eval.judge.key_variable is not the name of an environment variable, such as OPENAI_API_KEY; the key "
@@ -182,15 +240,25 @@ class JudgeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Group `eval.attention`."""
+    """Suite attention: attention weights of the last token of needle prompts (Table 3, Figure 1).
 
-    needles: int
-    queries: int
-    length: int | None
-    samples: int
-    layers: tuple[int, ...]
-    l0_share: float
-    shown_queries: int
+    The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
+    """
+
+    needles: int = 2
+    """Needles hidden in a prompt."""
+    queries: int = 1
+    """Needles that the prompt asks for: the answer."""
+    length: int | None = None
+    """Tokens of prompt and answer; None: `data.sequence_length`."""
+    samples: int = 20
+    """Prompts per depth."""
+    layers: tuple[int, ...] = ()
+    """Layers, from 1, over which numbers, table and drawn maps are averaged; (): all."""
+    l0_share: float = 1e-3
+    """The pseudo-ℓ0 norm counts the entries above this share of their row's sum of |A|."""
+    shown_queries: int = 8
+    """Rows of the map that is drawn: the last tokens of one prompt."""
 
     def __post_init__(self):
         for name in ("samples", "shown_queries"):
@@ -207,10 +275,12 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutliersConfig:
-    """Group `eval.outliers`."""
+    """Suite outliers: magnitudes of attention logits and hidden states (Table 5)."""
 
-    tokens: int
-    ranks: tuple[int, ...]
+    tokens: int = 400_000
+    """Largest number of tokens of each validation set; the suite reads them twice."""
+    ranks: tuple[int, ...] = (1, 2, 3, 10, 100)
+    """Ranks among all magnitudes that are reported; 1 is the largest."""
 
     def __post_init__(self):
         require_positive("eval.outliers", "tokens", self.tokens)
@@ -222,11 +292,14 @@ class OutliersConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeConfig:
-    """Group `eval.quantize`."""
+    """Suite quantize: other suites with quantised attention logits (Figure 8)."""
 
-    bits: tuple[int, ...]
-    granularity: Granularity
-    suites: tuple[str, ...]
+    bits: tuple[int, ...] = (16, 8, 6, 4)
+    """Numbers of bits, 2 to 16; 16 is not quantised, as in the figure."""
+    granularity: Granularity = "query"
+    """Used in place of `model.attention_logit_granularity`."""
+    suites: tuple[str, ...] = ("loss",)
+    """Suites to run, with their own settings."""
 
     def __post_init__(self):
         for name in ("bits", "suites"):
@@ -240,10 +313,14 @@ class QuantizeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientsConfig:
-    """Group `eval.gradients`."""
+    """Suite gradients: gradient norms by matrix and layer (Appendix F)."""
 
-    tokens: int
-    at_initialization: tuple[Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"], ...]
+    tokens: int = 65_536
+    """Largest number of tokens of each validation set per gradient."""
+    at_initialization: tuple[Initialization, ...] = get_args(Initialization)
+    """Initial models of the same seed to measure too. "as_configured"; "no_scale": without the factor 1 - λ_init;
+    "no_norm": without the head norm; "no_scale_no_norm": without both; "counterpart": the Transformer that matches a
+    diff model, and vice versa. All have `model.zero_init_output` = False."""
 
     def __post_init__(self):
         require_positive("eval.gradients", "tokens", self.tokens)
@@ -253,15 +330,33 @@ class GradientsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HarnessConfig:
-    """Group `eval.harness`."""
+    """Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval")."""
 
-    tasks: tuple[str, ...]
-    num_fewshot: int | None
-    limit: int | None
-    data_path: str | None
-    include_path: str | None
-    truncate: bool
-    seed: int
+    tasks: tuple[str, ...] = (
+        "arc_challenge",
+        "arc_easy",
+        "boolq",
+        "hellaswag",
+        "openbookqa",
+        "piqa",
+        "winogrande",
+    )
+    """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them; the defaults are the paper's."""
+    num_fewshot: int | None = None
+    """Examples in a prompt; None: the task's own number, 0 for the default tasks."""
+    limit: int | None = None
+    """Number of questions per task, from the first; None: all."""
+    data_path: str | None = None
+    """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
+    openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
+    `difftx/evals/harness_data.py`). None: the Hugging Face hub."""
+    include_path: str | None = None
+    """Folder of lm-eval YAML files that define further tasks."""
+    truncate: bool = False
+    """Whether a request longer than the context loses its left end, as in lm-eval's own models, and is counted; False:
+    it is an error."""
+    seed: int = 1234
+    """Seed of the examples in prompts and of samples, below 2**32."""
 
     def __post_init__(self):
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
@@ -273,31 +368,41 @@ class HarnessConfig:
         require_seed("eval.harness", self.seed)
 
 
-MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathTaskConfig:
-    """An entry of `eval.math.tasks`."""
+    """A task, an entry of `eval.math.tasks`: files of JSON lines with the fields of a published format."""
 
     name: str
+    """Name of the task in the results."""
     format: MathFormat
+    """Format of the test file (`difftx/evals/math_formats.py`)."""
     test: str
+    """Path of the problems."""
     train: str | None
+    """Path of the demonstrations; null: none."""
     train_format: MathFormat | None
+    """Format of the demonstrations; null: `format`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MathConfig:
-    """Group `eval.math`."""
+    """Suite math: word problems with free-form answers (ICLR camera-ready, appendix C; extra "eval")."""
 
-    tasks: tuple[MathTaskConfig, ...]
-    shots: int
-    chain_of_thought: bool
-    questions: int | None
-    new_tokens: int
-    temperature: float
-    seed: int
+    tasks: tuple[MathTaskConfig, ...] = ()
+    """The tasks: ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train": "gsm8k_train.jsonl",
+    "train_format": None}, …)."""
+    shots: int = 4
+    """Demonstrations in a prompt, the same for all questions; 0: none."""
+    chain_of_thought: bool = True
+    """Whether demonstrations include their solutions, or, without demonstrations, the prompt asks for steps."""
+    questions: int | None = None
+    """Questions per task, drawn by the seed; None: all."""
+    new_tokens: int = 16_384
+    """Largest number of tokens of an answer, as far as the context holds them."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 takes the most likely token."""
+    seed: int = 0
+    """Seed of demonstrations, questions and samples, below 2**32."""
 
     def __post_init__(self):
         require_positive("eval.math", "new_tokens", self.new_tokens)
@@ -317,29 +422,51 @@ class MathConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Group `eval`."""
+class EvalConfig(Extensible):
+    """Evaluation during training, and the settings of every suite."""
 
-    every_steps: int
-    suites: tuple[str, ...]
-    loss_tokens: int
-    recall_max_bigram_count: int
-    bigrams_path: str | None
-    position_documents: int
-    throughput_rounds: int
-    throughput_steps: int
-    sample_tokens: int
-    sample_temperature: float
+    every_steps: int = 1000
+    """Steps between evaluations in the training loop; the last step is always evaluated."""
+    suites: tuple[str, ...] = ("loss",)
+    """Suites that the training loop runs; `python eval.py --list` prints them."""
+    loss_tokens: int = 1_048_576
+    """Suites loss and recall: largest number of tokens of each validation set."""
+    recall_max_bigram_count: int = 1250
+    """Suite recall: a bigram that occurs more often in the training data is memorised and is not an AR-Hit
+    (Zoology)."""
+    bigrams_path: str | None = None
+    """Suite recall: a file written by `difftx data bigrams`; None: bigrams are counted at start-up, if the run
+    tokenises its own text."""
+    position_documents: int = 256
+    """Suite position: largest number of long documents of each validation set."""
+    throughput_rounds: int = 5
+    """Suite throughput: turns of each model; the median counts."""
+    throughput_steps: int = 10
+    """Suite throughput: batches per turn."""
+    sample_tokens: int = 200
+    """Suite sample: new tokens per prompt."""
+    sample_temperature: float = 0.8
+    """Suite sample: sampling temperature; 0 takes the most likely token."""
     needle: NeedleConfig
+    """Suite needle."""
     icl: IclConfig
+    """Suite icl."""
     attention: AttentionConfig
+    """Suite attention."""
     outliers: OutliersConfig
+    """Suite outliers."""
     quantize: QuantizeConfig
+    """Suite quantize."""
     gradients: GradientsConfig
+    """Suite gradients."""
     hallucination: HallucinationConfig
+    """Suite hallucination."""
     judge: JudgeConfig
+    """Access to the judge of suite hallucination."""
     harness: HarnessConfig
+    """Suite harness."""
     math: MathConfig
+    """Suite math."""
 
     def __post_init__(self):
         for name in (
@@ -361,7 +488,7 @@ def _is_plain_url(text: str) -> bool:
     try:
         url = urllib.parse.urlsplit(text)
         port_fits = url.port is None or url.port > 0
-    except ValueError:  # A port that is no number, brackets that do not close.
+    except ValueError:  # For example, the port is not a number, or a bracket is not closed.
         return False
     plain = not (url.username or url.password or url.query or url.fragment)
     return url.scheme in ("http", "https") and bool(url.hostname) and port_fits and plain and text.isprintable()

@@ -1,1 +1,1 @@
-"""What the model reads."""
+"""Training and validation data: preparation, token stores, rows and batches."""

@@ -1,7 +1,7 @@
-"""`difftx prepare` on many machines: its functions as Apache Beam pipelines.
+"""Apache Beam pipelines that run `difftx prepare` on many machines.
 
-Every machine must see the input and --out under the same paths (NFS, or a mounted bucket) and have difftx installed.
-This process waits for the pipelines, and between them decides which document goes where.
+Every machine must have difftx installed and must see the input and --out under the same paths (NFS, or a mounted
+bucket). This process waits for the pipelines. Between them, it assigns documents to shards.
 """
 
 import re
@@ -17,10 +17,10 @@ from difftx.errors import UserError
 
 
 class BeamWorkers:
-    """Runs the work through Beam, as `difftx.data.workers.Workers` does in processes. A context manager."""
+    """A context manager with the interface of `difftx.data.workers.Workers` that runs the work on Beam."""
 
     def __init__(self, runner: str, options: str):
-        """Name the runner, such as "direct" or "dataflow", and its command-line options."""
+        """Select a runner, such as "direct" or "dataflow", with its command-line options."""
         self._beam = import_extra("apache_beam", "beam")
         name = runner if runner.lower().endswith("runner") else f"{runner}Runner"
         self._options = [f"--runner={name}", *shlex.split(options)]
@@ -36,7 +36,7 @@ class BeamWorkers:
         pass
 
     def encode_units(self, job: Job, sources: Sequence[Source]) -> None:
-        """Tokenise what is not tokenised yet: a reader a source, and its units over all machines."""
+        """Tokenise the units that have no file yet: one reader per source, and units spread over all machines."""
         beam = self._beam
         read = beam.FlatMap(lambda source: units_to_do(job, [source]))
         self._run(sources, read, beam.Reshuffle(), beam.Map(lambda unit: encode_unit(job, unit)))
@@ -54,7 +54,8 @@ class BeamWorkers:
                 for number, step in enumerate(steps):
                     values = values | f"Step {number}" >> step
         except Exception as error:
-            # Beam adds the step to a worker's exception; from another process it comes back as text within Beam's own.
+            # Beam appends the step's name to the message of a worker's exception. An exception of another process
+            # arrives as text within one of Beam's own exceptions.
             text = f"UserError: {error}" if isinstance(error, UserError) else str(error)
             if reason := re.search(r"UserError: (.+?)(?: \[while running|$)", text, re.MULTILINE):
                 raise UserError(reason[1]) from error

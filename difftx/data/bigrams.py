@@ -1,7 +1,8 @@
-"""Counts of token bigrams inside documents: exact, for stores of any size, in bounded memory.
+"""Exact counts of token bigrams within documents, for stores of any size, in bounded memory.
 
-Chunks of tokens are counted one by one, each a sorted run on disk, and the runs are merged by ranges of bigrams. A file
-of counts is a line of JSON, then all bigrams, ascending, and all counts, little-endian uint64 both, for memory maps.
+Each chunk of tokens is counted into a sorted run on disk. The runs are then merged by ranges of bigrams. A file of
+counts consists of a line of JSON, all bigrams in ascending order, and all counts. Both arrays are little-endian uint64,
+so that the file can be memory-mapped.
 """
 
 import dataclasses
@@ -27,21 +28,21 @@ SHAPE = {
     "stores": [dict],
     "tokenizer": {"name": str, "vocabulary_sha256": str},
 }
-ALIGNMENT = 64  # Of the arrays in the file; the line before them is filled up with spaces.
-BYTES_PER_ITEM = 64  # Of memory, for a token that is counted or an entry that is merged, with all copies on the way.
+ALIGNMENT = 64  # Bytes. The header line is padded with spaces to align the arrays that follow.
+BYTES_PER_ITEM = 64  # Memory per counted token or merged entry, with all temporary copies.
 
 
 @dataclasses.dataclass(frozen=True)
 class BigramCounts:
-    """How often each bigram occurs; one that is not there does not occur, or less often than `min_count`."""
+    """The number of occurrences of each bigram. An absent bigram occurs less often than `min_count`, or never."""
 
-    bigrams: np.ndarray  # uint64, ascending: see `as_bigrams`.
+    bigrams: np.ndarray  # uint64, ascending, as encoded by `as_bigrams`.
     counts: np.ndarray  # uint64
     min_count: int
-    description: dict[str, Any]  # What was counted, as JSON.
+    description: dict[str, Any]  # Origin of the counts, as JSON.
 
     def of(self, bigrams: np.ndarray) -> np.ndarray:
-        """Return the count of each of these bigrams, 0 for one that is not there."""
+        """Return the count of each given bigram, 0 for an absent one."""
         if not len(self.bigrams):
             return np.zeros(len(bigrams), np.uint64)
         at = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
@@ -49,7 +50,7 @@ class BigramCounts:
 
 
 def as_bigrams(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return uint64 `first × 2**32 + second` of token ids."""
+    """Encode pairs of token ids as uint64: `first × 2**32 + second`."""
     return first.astype(np.uint64) << np.uint64(32) | second.astype(np.uint64)
 
 
@@ -70,18 +71,15 @@ def write_bigrams(
     description: dict[str, Any],
     work: Work,
 ) -> dict[str, Any]:
-    """Count the bigrams of stores and write the file, whole or not at all.
+    """Count the bigrams of stores, write a file of counts atomically, and return its header.
 
     Args:
-        stores: what to count, added up.
-        path: of the file. Beside it, while this runs, up to twice 16 bytes for each bigram of each chunk.
-        min_count: leave out the bigrams that occur less often.
-        memory_bytes: for counting and merging, beside the stores' offsets of documents.
-        description: of the stores, for the header.
-        work: shows how far it is.
-
-    Returns:
-        The header.
+        stores: Stores whose counts are added.
+        path: File to write. Temporary files next to it take up to 2 × 16 bytes per distinct bigram of each chunk.
+        min_count: Bigrams that occur less often are left out.
+        memory_bytes: Memory for counting and merging, not including the document offsets of the stores.
+        description: Header fields that describe the stores.
+        work: Display of the progress.
     """
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
@@ -118,12 +116,12 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     """Map a file of counts into memory.
 
     Args:
-        path: of the file.
-        vocabulary_sha256: the fingerprint of the tokenizer whose ids are going to be looked up.
-        field: what the user set, for messages.
+        path: File that `write_bigrams` wrote.
+        vocabulary_sha256: Fingerprint of the tokenizer whose ids will be looked up.
+        field: Flag or config field that names the file, for messages.
 
     Raises:
-        UserError: not such a file, not whole, or counted with another vocabulary.
+        UserError: If the file does not hold bigrams, is incomplete, or was counted with another vocabulary.
     """
     where = f"{field}={str(path)!r}"
     try:
@@ -133,7 +131,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
     try:
         header = json.loads(line)
-    except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
+    except (ValueError, RecursionError):  # The header is not JSON, or not UTF-8.
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
@@ -156,20 +154,20 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
 
 
 def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
-    """Return the bigrams whose first token is one of start … stop - 1 and whose second is of the same document."""
+    """Return the bigrams whose first token is one of start … stop - 1 and whose second is in the same document."""
     tokens = store.slice(start, min(stop + 1, len(store)))
     bigrams = as_bigrams(tokens[:-1], tokens[1:])
     offsets = store.offsets.view(np.int64)
     first, last = np.searchsorted(offsets, [start + 1, start + len(tokens)])
     inside = np.ones(len(bigrams), bool)
-    inside[offsets[first:last] - start - 1] = False  # The second token begins a document.
+    inside[offsets[first:last] - start - 1] = False  # The second tokens of these begin a document.
     return bigrams[inside]
 
 
 def _write_runs(
     stores: Sequence[TokenStore], bigrams_path: Path, counts_path: Path, items: int, work: Work
 ) -> np.ndarray:
-    """Count chunks of `items` tokens; return where each one's sorted run starts in both files, and the end."""
+    """Count chunks of `items` tokens into sorted runs; return the start of each run in both files, and the end."""
     lengths = [0]
     counting = work.task("counting", sum(len(store) for store in stores))
     with bigrams_path.open("wb") as bigrams_file, counts_path.open("wb") as counts_file, counting as advance:
@@ -187,10 +185,10 @@ def _write_runs(
 def _merged(
     bigrams: np.ndarray, counts: np.ndarray, bounds: np.ndarray, items: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the number of entries read, and bigrams, ascending over all yields, with the sums of their counts.
+    """Merge sorted runs; yield the number of entries read, bigrams, and the sums of their counts.
 
-    Each time every run is read up to the same bigram, the least at which one of them has given its share of `items`:
-    so no bigram is left behind in a run.
+    Bigrams ascend over all yields. In each step, every run has an equal share of `items`. The step reads each run up to
+    the smallest bigram that ends a share, so that no run still holds a bigram that has been yielded.
     """
     at, ends = bounds[:-1].copy(), bounds[1:]
     share = max(1, items // max(1, len(ends)))
@@ -215,6 +213,6 @@ def _header_line(header: dict[str, Any]) -> bytes:
 
 
 def _mapped(path: Path, offset: int = 0) -> np.ndarray:
-    if path.stat().st_size == offset:  # Nothing cannot be mapped.
+    if path.stat().st_size == offset:  # An empty array cannot be memory-mapped.
         return np.zeros(0, np.uint64)
     return np.memmap(path, "<u8", mode="r", offset=offset).view(np.ndarray)

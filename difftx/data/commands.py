@@ -1,4 +1,4 @@
-"""Looking into token stores: python -m difftx data verify DIR, data show DIR --row N, data bigrams DIR --out=FILE."""
+"""Commands for token stores: python -m difftx data verify DIR, data show DIR --row N, data bigrams DIR --out=FILE."""
 
 import argparse
 import itertools
@@ -18,7 +18,7 @@ from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import require_local_paths, require_writable_file
 
-DOCUMENT_STYLES = ("cyan", "yellow")  # In turn, so that neighbours differ.
+DOCUMENT_STYLES = ("cyan", "yellow")  # Alternate, so that neighbouring documents differ.
 BOUNDARY_STYLE = "bold reverse"
 
 
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def verify(folder: Path) -> int:
-    """Read a store and print what it holds.
+    """Check every file of a store and print its counts.
 
     Raises:
-        UserError: files are missing or damaged, or hold what cannot be; each problem is printed first.
+        UserError: If files are missing or corrupt, or hold invalid values. Each problem is printed first.
     """
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
@@ -68,7 +68,7 @@ def verify(folder: Path) -> int:
 
 
 def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> int:
-    """Print a row's text; documents alternate in colour, and a line names each."""
+    """Print the text of a row. Documents alternate in colour, and a line above each names the document."""
     store = open_store(folder, split)
     meta = read_meta(folder)
     rows = -(-len(store) // max(1, sequence_length))
@@ -96,7 +96,7 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
 
 
 def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib: int) -> int:
-    """Count the bigrams of the training documents of stores, together, into one file."""
+    """Count the bigrams in the training documents of all given stores, and write one file of counts."""
     for flag, value in (("--min_count", min_count), ("--max_memory_mib", memory_mib)):
         if value < 1:
             raise UserError(f"{flag}={value}: at least 1")
@@ -152,7 +152,7 @@ def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
 
 
 def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) -> str | None:
-    """Return a document's id, where the store has them."""
+    """Return a document's id, or None if the store has no ids."""
     for index, shard in enumerate(meta["splits"][split]["shards"]):
         if document < shard["documents"]:
             if "ids" not in shard["sha256"]:

@@ -1,4 +1,4 @@
-"""Corpora of training and validation documents: prepared token stores, or text that is tokenised at once."""
+"""Corpora of training and validation documents: prepared token stores, or text tokenised in memory."""
 
 import dataclasses
 import glob
@@ -19,7 +19,7 @@ from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 
 STDLIB = "stdlib"
-# Not prose nor programs: tests, installed packages, character tables and generated text.
+# Folders of the standard library that the corpus excludes: tests, installed packages, character tables, generated text.
 STDLIB_WITHOUT = {
     "test",
     "tests",
@@ -30,16 +30,16 @@ STDLIB_WITHOUT = {
     "pydoc_data",
 }
 
-# Read by `difftx prepare` alone. A .json file may be text.
+# Suffixes that only `difftx prepare` reads. `.json` is not among them, because such a file may be plain text.
 NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet")
 
-# Longer texts are cut at line ends, so that one large file can be split into training and validation too.
+# Longer texts are split at line ends, so that even a single file yields both training and validation documents.
 DOCUMENT_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A training set and validation sets by name."""
+    """A training set, and validation sets by name."""
 
     train: TokenStore
     valid: dict[str, TokenStore]
@@ -49,8 +49,8 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
     """Open the store at `config.path`, or read, split and tokenise the text there.
 
     Raises:
-        UserError: no path, no file, text that is not UTF-8, too little of it, a store that is unfinished, damaged
-            (`config.verify`) or made with another tokenizer.
+        UserError: If the path is missing, if the text is too short or not UTF-8, or if the store is unfinished, corrupt
+            or made with another tokenizer. Without `config.verify`, only file sizes are checked for corruption.
     """
     if config.path is not None and Path(config.path).is_dir():
         train, valid = (open_split(config, config.path, split, encoding) for split in SPLITS)
@@ -68,10 +68,11 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
 def open_split(
     config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
 ) -> TokenStore:
-    """Open a split of the store at `path`, the value of a field of the config.
+    """Open a split of the store at `path`, the value of the config field `field`.
 
     Raises:
-        UserError: it is no store, made with another tokenizer, or damaged (`config.verify`).
+        UserError: If `path` is not a store, or if the store is corrupt or made with another tokenizer. Without
+            `config.verify`, only file sizes are checked for corruption.
     """
     name, vocabulary = store_tokenizer(Path(path))
     if vocabulary != fingerprint(encoding):
@@ -83,8 +84,8 @@ def open_split(
 
 
 def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
-    """Return training and validation documents. The same text gives the same ones in any order of files."""
-    documents = {}  # By hash: exact duplicates count once, and the order is that of the hashes.
+    """Return training and validation documents. The order of the input files does not affect the split."""
+    documents = {}  # Keyed by hash, which removes exact duplicates and defines the order.
     for text in read_texts(config.path):
         documents[hashlib.sha256(text.encode()).digest()] = text
     held_out = math.ceil(config.valid_fraction * len(documents))
@@ -99,13 +100,13 @@ def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[Tok
 
 
 def text_files(path: str | None, field: str = "data.path") -> list[Path]:
-    """Return the files that a field of the config names: the running Python's library, a file, or a glob."""
+    """Return the files of a path: the running Python's library for "stdlib", else a file or the matches of a glob."""
     if path is None:
         raise UserError(f"{field} is not set; give a store, a text file or a glob, --config.{field}='corpus/*.txt'")
     if path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
-        # Build settings of one machine.
+        # `_sysconfigdata` files hold the build settings of one machine.
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
     files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
     files = [f for f in files if f.is_file()]
@@ -115,10 +116,10 @@ def text_files(path: str | None, field: str = "data.path") -> list[Path]:
 
 
 def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
-    """Yield the texts of the files that a field of the config names, in pieces of about `DOCUMENT_BYTES`.
+    """Yield the texts of the files of a path, split into documents of about `DOCUMENT_BYTES`.
 
     Raises:
-        UserError: no such file, or one that is not UTF-8.
+        UserError: If there is no such file, or if a file cannot be read or is not plain text in UTF-8.
     """
     for file in text_files(path, field):
         if file.suffix in NOT_PLAIN_TEXT:
@@ -136,7 +137,7 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut at line ends into pieces of about `DOCUMENT_BYTES`; a longer line stays whole."""
+    """Split a text at line ends into parts of at most `DOCUMENT_BYTES`. A longer line stays whole."""
     piece: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -155,7 +156,7 @@ def _tokenise(texts: list[str], encoding: tiktoken.Encoding, name: str) -> Token
     end = np.array([encoding.eot_token], dtype)
     parts = []
     for text in texts:
-        # Text that spells a special token is text.
+        # Encode text that looks like a special token as ordinary text.
         parts += [encoding.encode_to_numpy(text, disallowed_special=()).astype(dtype), end]
     lengths = [len(tokens) + 1 for tokens in parts[::2]]
     return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64), name=name)

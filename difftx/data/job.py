@@ -1,4 +1,4 @@
-"""What one call of `difftx prepare` does, and the journal by which the next one knows whether it may go on."""
+"""The options of one `difftx prepare` call, and the journal that determines whether the next call may resume."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,8 @@ from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.files import read_record, write_record
 
-# What a description has under "source" that decides only on which document goes where, or is compared by source.
+# Fields of a description's "source" that do not affect how a unit is tokenised. They assign documents to splits and
+# shards, or describe input files, which the journal compares per source.
 DECIDES_NO_UNIT = (
     "valid_input",
     "files",
@@ -36,18 +37,18 @@ DECIDES_NO_UNIT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options, as the workers need them."""
+    """The options of a call that the workers need."""
 
     out: Path
     tokenizer: str
     fields: Fields
-    valid_fraction: float  # Share of the documents held out, by the hash of their text.
-    shard_tokens: int  # A shard has the documents that start within so many tokens.
-    skip: bool  # Leave out what cannot be read, rather than stop.
+    valid_fraction: float  # Share of the documents held out, chosen by the hash of their text.
+    shard_tokens: int  # A shard holds the documents that start within this many tokens.
+    skip: bool  # Whether to leave out unreadable documents instead of stopping.
 
     @property
     def work(self) -> Path:
-        """Folder of what is not the store yet."""
+        """Folder of intermediate files, deleted when the store is finished."""
         return self.out / ".prepare"
 
     @property
@@ -57,17 +58,17 @@ class Job:
 
     @property
     def records(self) -> Path:
-        """Folder of what meta.json will say of each finished shard."""
+        """Folder of the finished shards' entries for meta.json."""
         return self.work / "shards"
 
     @property
     def encoding(self) -> tiktoken.Encoding:
-        """The tokenizer, loaded once a process."""
+        """The tokenizer, loaded once per process."""
         return _load(self.tokenizer)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tokens."""
+        """Dtype of the stored tokens."""
         return np.dtype("<u2" if self.encoding.n_vocab <= 2**16 else "<u4")
 
 
@@ -77,7 +78,7 @@ def _load(name: str) -> tiktoken.Encoding:
 
 
 def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source]) -> dict[str, Any]:
-    """Return the fields of meta.json that are known before the work: equal ones mean an equal store."""
+    """Return the fields of meta.json that are known before the work. Stores with equal fields are equal."""
     files = input_states(sources)
     return {
         "format": FORMAT,
@@ -104,7 +105,7 @@ def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source])
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
-    """Return size and time of each input file, by which a change is noticed."""
+    """Return the size and modification time of each file, or the fingerprint of a data set, to detect changes."""
     states: dict[str, list[Any]] = {}
     for source in sources:
         for file in source.files:
@@ -118,10 +119,11 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[bool]:
-    """Hold the journal, for one process; yield whether there is anything to do.
+    """Lock the journal for this process; yield whether there is work to do.
 
     Raises:
-        UserError: `out` holds something else, or another process works there.
+        UserError: If `out` holds another store, another unfinished run or other files, or if another process works
+            there.
     """
     if is_store(job.out):
         meta = read_meta(job.out)
@@ -145,10 +147,12 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
 
 
 def _continue_or_begin(job: Job, journal: dict[str, Any]) -> None:
-    """Keep of an earlier run what this one would do alike: units by their source, shards only if all is alike.
+    """Delete the outdated files of an earlier run, write the journal, and create the folders.
+
+    Units stay if their source is unchanged. Shards stay only if the whole journal is unchanged.
 
     Raises:
-        UserError: the earlier run is of another input or tokenizer, or of other fields.
+        UserError: If the earlier run had another input or tokenizer, or other fields.
     """
     path = job.work / "job.json"
     if path.exists():
@@ -171,19 +175,19 @@ def _continue_or_begin(job: Job, journal: dict[str, Any]) -> None:
         if before != journal:
             for folder in (job.records, *(job.out / split for split in SPLITS)):
                 shutil.rmtree(folder, ignore_errors=True)
-    write_record(path, journal)  # First: without it, the folders would be taken for somebody else's.
+    write_record(path, journal)  # Written first: `open_job` rejects the folders if there is no journal.
     for folder in (job.units, job.records, *(job.out / split for split in SPLITS)):
         folder.mkdir(exist_ok=True)
 
 
 def _of_units(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that decides on what a unit's file holds."""
+    """Return the part of a description that affects the content of a unit's file."""
     source = {name: value for name, value in description["source"].items() if name not in DECIDES_NO_UNIT}
     return description | {"source": source}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the first field that differs with both values, or ""."""
+    """Return the name and both values of the first field that differs, or ""."""
     for name, value in new.items():
         before = old.get(name)
         if isinstance(value, dict) and isinstance(before, dict):

@@ -1,7 +1,7 @@
-"""Global batches out of an endless sequence of examples, whose order one integer continues.
+"""Global batches from an endless sequence of examples, resumable from one integer.
 
-Update n reads examples nB … nB + B - 1 and each process the rows of them that its devices hold, so the order depends
-neither on the number of processes nor on the mesh. grain does the shuffling (`sources.py`) and the prefetching.
+With batches of B rows, update n reads examples nB … nB + B - 1. Each process reads only the rows that its devices hold.
+The order depends neither on the number of processes nor on the mesh. grain shuffles (`sources.py`) and prefetches.
 """
 
 import dataclasses
@@ -20,31 +20,31 @@ from difftx.errors import UserError, shown
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows to learn from or to score, `[B, T]` each: numpy on a host, or sharded jax arrays."""
+    """Rows to train on or to score, as `[B, T]` arrays: numpy on a host, or sharded jax arrays."""
 
     tokens_BT: Any  # int32
-    targets_BT: Any  # int32: the token after each.
-    loss_mask_BT: Any  # float32: 1 where the target counts.
-    segment_ids_BT: Any = None  # int32: piece of a document, 0 for padding; None: attention over the whole row.
-    positions_BT: Any = None  # int32: place in the document's piece in the row; None: in the row.
+    targets_BT: Any  # int32; the next tokens, or the answers of a synthetic task.
+    loss_mask_BT: Any  # float32; 1 where the target counts, else 0.
+    segment_ids_BT: Any = None  # int32; number of the document in the row, 0 for padding. None: one segment.
+    positions_BT: Any = None  # int32; position in the document's part of the row. None: position in the row.
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSlice:
-    """The examples of `rows_here` out of batches of `rows`: what one process loads."""
+    """The examples that one process loads: the rows `rows_here` of every batch."""
 
     examples: Any  # Random access: a grain.MapDataset or a Mixture.
-    rows: int
-    rows_here: np.ndarray  # Ascending.
+    rows: int  # Rows per batch.
+    rows_here: np.ndarray  # Indices of this process's rows in a batch, ascending.
 
     def __len__(self) -> int:
-        # Without end is sys.maxsize, and grain adds to it: a half does where a batch is one row.
+        # An endless dataset has the length sys.maxsize. grain adds to the length, so return at most half of that.
         return min(len(self.examples) // self.rows * len(self.rows_here), sys.maxsize // 2)
 
     def __getitem__(self, index: int) -> Row:
         batch, row = divmod(index, len(self.rows_here))
         example = self.examples[batch * self.rows + int(self.rows_here[row])]
-        assert example is not None  # grain drops elements only where a filter says so.
+        assert example is not None  # grain returns None only for filtered elements, and there is no filter.
         return example
 
 
@@ -65,13 +65,13 @@ class Loader:
         """Start at the first example.
 
         Args:
-            examples: rows by number, without end: `Sources.examples`.
-            rows: rows of a batch, over all processes.
-            prefetch_batches: batches prepared ahead, in a thread.
-            sharding: of a `[rows, T]` array.
-            signature: what the meaning of the state depends on, as JSON; compared on `restore`.
-            vocab_size: of the model; every id of every batch is compared with it.
-            where: returns where an example comes from, for messages: `Sources.where`.
+            examples: Endless random-access rows, from `Sources.examples`.
+            rows: Rows per batch, over all processes.
+            prefetch_batches: Number of batches that a thread prepares ahead.
+            sharding: Sharding of a `[rows, T]` array.
+            signature: Settings that determine the order and content of examples, as JSON; `restore` compares them.
+            vocab_size: Vocabulary size of the model; the ids of every batch are checked against it.
+            where: Function that describes the origin of an example, for messages: `Sources.where`.
         """
         self._rows_here = rows_here(sharding, rows)
         self._iterator = host_batches(HostSlice(examples, rows, self._rows_here), prefetch_batches)
@@ -90,14 +90,15 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON."""
+        """Return the state to pass to `restore`, as JSON."""
         return {"examples": self._examples, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue after the examples of `state`.
 
         Raises:
-            UserError: the state was made from other data, or rows, or in another order; names each difference.
+            UserError: If the state comes from other data or another order of examples (the message names each
+                difference), or if its number of examples is not a multiple of the batch size.
         """
         if changes := signature_changes(state["signature"], self._signature):
             raise UserError(
@@ -124,29 +125,33 @@ def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
-    """Return one process's rows of each batch, stacked, made ahead in a thread; its state is {"next_index": batch}."""
+    """Return an iterator of one process's rows of each batch, stacked and prefetched in a thread.
+
+    The state of the iterator is {"next_index": batch}.
+    """
     batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
-    """Return which of a batch's `rows` the devices of this process hold, ascending.
+    """Return the indices of a batch's `rows` that the devices of this process hold, ascending.
 
-    They need be neither contiguous nor this process's alone: a mesh follows the wires of a pod, not its hosts.
+    The indices may have gaps, and other processes may hold the same rows: a mesh follows the interconnect of a pod, not
+    the boundaries of its hosts.
     """
     indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
     return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
 
 
 def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Raise `UserError` for a token or target, of `[rows, T]` each, that is not one of the model's ids.
+    """Raise `UserError` for a token or target that is not one of the model's ids.
 
-    The model itself would not notice: lookups on a device clamp an index, or return zeros.
+    The model itself would not fail: lookups on a device clamp an invalid index, or return zeros.
 
     Args:
-        rows: of this process.
-        vocab_size: of the model; its ids are 0 … vocab_size - 1.
-        where: returns where a row, by its index here, comes from.
+        rows: Rows of this process, as `[rows, T]` arrays.
+        vocab_size: Vocabulary size of the model, whose ids are 0 … vocab_size - 1.
+        where: Function that describes the origin of a row, given its index in `rows`.
     """
     for name in ("tokens", "targets"):
         ids = rows[name]
@@ -165,12 +170,12 @@ def make_batch(
 ) -> Batch:
     """Turn the `[rows_here, T]` arrays of this process into a global batch of `rows` rows.
 
-    `counted[i]` = False masks row i of those here: filler.
+    `counted[i]` = 0 marks row i of this process as padding and clears its loss mask.
     """
     here = rows_here(sharding, rows)
 
     def placed(x_here: np.ndarray) -> jax.Array:
-        def on_device(index: Any) -> np.ndarray:  # Slices of rows and of tokens.
+        def on_device(index: Any) -> np.ndarray:  # Slices along rows and tokens.
             return x_here[np.searchsorted(here, np.arange(rows)[index[0]]), index[1]]
 
         return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, on_device)
@@ -188,10 +193,10 @@ def ordered_batches(
     sharding: jax.sharding.NamedSharding,
     vocab_size: int,
 ) -> Iterator[Batch]:
-    """Yield a source's first rows in order, once; the last batch is filled up with masked rows.
+    """Yield the first rows of a source once, in order; the last batch is padded with masked rows.
 
     Raises:
-        UserError: an id of a row is not below `vocab_size`, the model's.
+        UserError: If a row has an id outside of the model's vocabulary.
     """
     wanted = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
@@ -204,5 +209,5 @@ def ordered_batches(
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:
-    """Return how many rows `ordered_batches` counts."""
+    """Return the number of rows that `ordered_batches` yields, not counting masked rows."""
     return min(len(source), max(1, limit_tokens // source.sequence_length))

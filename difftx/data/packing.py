@@ -1,8 +1,8 @@
-"""Rows out of documents: cut from the documents end to end, or packed so that documents stay whole.
+"""Rows made from a store's documents, either split every T tokens or packed so that documents stay whole.
 
-Everything a row needs follows from its number, so that shuffling, mixing and resuming never read a row they skip.
+The content of a row follows from its number alone, so shuffling, mixing and resuming never read the rows they skip.
 """
-#   T = tokens of a row
+#   T = tokens per row
 
 import dataclasses
 import hashlib
@@ -17,40 +17,40 @@ from difftx.data.store import TokenStore
 from difftx.errors import RunError, UserError
 from difftx.files import new_file
 
-BEST_FIT_VERSION = 1  # A change to what `best_fit` returns needs another.
-CHECKSUM_BYTES = 16  # XXH3-128, in front of a pack index.
-GROUP_DOCUMENTS = 2**17  # Packed together: a bound on memory, and on how far apart a row's documents lie.
+BEST_FIT_VERSION = 1  # Increase this when the result of `best_fit` changes.
+CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a pack index file.
+GROUP_DOCUMENTS = 2**17  # Documents packed together; bounds memory and the distance between documents of a row.
 
-# Arrays of T elements: "tokens" and "targets", the token after each, int32; "loss_mask", float32, 1 where the target
-# counts; with data.document_mask "segment_ids", int32, 1, 2, … and 0 for padding, and "positions", int32, from 0 in
-# each piece of a document.
+# Arrays of T elements. Every row has "tokens" and "targets" (int32; a target is the next token) and "loss_mask"
+# (float32; 1 where the target counts, else 0). With data.document_mask, a row also has "segment_ids" (int32; 1, 2, …
+# for pieces of documents, 0 for padding) and "positions" (int32; from 0 in each piece).
 Row = dict[str, np.ndarray]
 
 
 class RowSource(Protocol):
-    """Rows by number."""
+    """Rows with random access."""
 
-    name: str  # Where the rows come from, for messages.
+    name: str  # Origin of the rows, for messages.
     sequence_length: int  # T
-    tokens: int  # Of an epoch, without padding.
-    fingerprint: str  # With the loader's settings it says what the rows are.
+    tokens: int  # Tokens per epoch, without padding.
+    fingerprint: str  # Identifies the content of the rows, together with the loader's settings.
 
     def __len__(self) -> int:
-        """Return the number of rows of an epoch."""
+        """Return the number of rows per epoch."""
         ...
 
     def __getitem__(self, index: int) -> Row:
-        """Return a row."""
+        """Return the row at an index."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """Which pieces of a store each row holds: row i has pieces `first[i]` … `first[i + 1] - 1`, in that order."""
+    """The pieces of documents in each row. Row i has pieces `first[i]` … `first[i + 1] - 1`, in that order."""
 
-    first: np.ndarray  # int64 [rows + 1]
-    starts: np.ndarray  # int64 [pieces]: of a piece's tokens in the store.
-    lengths: np.ndarray  # int64 [pieces]: at most T.
+    first: np.ndarray  # int64 [rows + 1].
+    starts: np.ndarray  # int64 [pieces]; position of each piece's first token in the store.
+    lengths: np.ndarray  # int64 [pieces]; tokens of each piece, at most T.
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -59,19 +59,19 @@ class PackIndex:
 class PackedRows:
     """Rows of a token store, for grain.
 
-    "concat" cuts the documents, end to end, every T tokens. The last, incomplete row is left out; with
-    `document_mask`, which tells padding apart, it is filled up. "best_fit" keeps documents whole where T allows.
+    "concat" splits the concatenated documents every T tokens. With `document_mask`, which marks padding, the last,
+    incomplete row is padded; otherwise it is left out. "best_fit" keeps documents of at most T tokens whole.
 
-    A target counts where the model has been given its document: always within a piece; across two documents only under
-    "concat" without `document_mask`, where attention crosses too. A token of a prompt is never a target that counts.
+    A target counts if it belongs to the same document as the token before it. Under "concat" without `document_mask`,
+    attention crosses documents, and the first token of a document counts too. Prompt tokens never count as targets.
     """
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
-        """Find or build the pack index; `cache_path` is the folder of such indices."""
+        """Read the pack index of "best_fit" from the folder `cache_path`, or build it there."""
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
-        self._offsets = store.offsets.view(np.int64)  # Signed: uint64 and Python's integers meet as floats.
-        # Where each document's prompt ends.
+        self._offsets = store.offsets.view(np.int64)  # Signed: numpy turns a mix of uint64 and int64 into floats.
+        # Position in the store at which each document's prompt ends.
         self._responses = None if store.prompts is None else self._offsets[:-1] + store.prompts.view(np.int64)
         self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
 
@@ -80,7 +80,7 @@ class PackedRows:
             return len(self._index)
         if self._document_mask:
             return -(-len(self.store) // self.sequence_length)
-        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token as a target.
+        return (len(self.store) - 1) // self.sequence_length  # The last row needs one more token, as its last target.
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
@@ -106,11 +106,11 @@ class PackedRows:
         first, last = np.searchsorted(self._offsets, [start + 1, stop])
         row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
-        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # The next token is another document's.
+        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets begin another document.
         return row
 
     def _empty_row(self, lengths: np.ndarray) -> Row:
-        """Return a row of padding, with the segments and positions of pieces of these lengths."""
+        """Return a row of padding, with segment ids and positions for pieces of the given lengths."""
         row = {
             "tokens": np.zeros(self.sequence_length, np.int32),
             "targets": np.zeros(self.sequence_length, np.int32),
@@ -121,14 +121,14 @@ class PackedRows:
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int, goes_on: bool) -> None:
-        """Put the store's tokens start … stop - 1 at place `at`; the last target counts if its document goes on."""
+        """Copy tokens start … stop - 1 of the store to position `at`. The last target counts only if `goes_on`."""
         tokens = self.store.slice(start, stop + goes_on)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
         row["loss_mask"][at : at + len(tokens) - 1] = self._counted(start + 1, start + len(tokens))
 
     def _counted(self, start: int, stop: int) -> np.ndarray:
-        """Return 1 for each of the store's tokens start … stop - 1 that is no part of a prompt, 0 for the others."""
+        """Return a float32 mask of tokens start … stop - 1 of the store: 0 for prompt tokens, 1 for all others."""
         if self._responses is None:
             return np.ones(stop - start, np.float32)
         places = np.arange(start, stop)
@@ -136,7 +136,7 @@ class PackedRows:
 
 
 def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment ids and positions, int32 [T] each, of pieces of these lengths and padding behind them."""
+    """Return segment ids and positions, int32 [T] each, for pieces of the given lengths followed by padding."""
     ids, positions = np.zeros(row_tokens, np.int32), np.zeros(row_tokens, np.int32)
     filled = int(np.sum(lengths))
     ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
@@ -145,13 +145,14 @@ def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarr
 
 
 def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return `best_fit`, read from `folder`, after building and keeping it there if need be.
+    """Return the result of `best_fit`, cached as a file in `folder`.
 
-    A file that does not verify is built again. Any number of processes may do so: each writes a file of its own, and
-    renames it.
+    A file with a wrong checksum is built again. Several processes may build it at the same time: each writes a file of
+    its own, then renames it.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: If the file cannot be written or read.
+        RunError: If a newly written file fails its checksum.
     """
     content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
     content.update(np.ascontiguousarray(offsets))
@@ -173,13 +174,13 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
 
 
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
-    """Pack documents into rows, best-fit decreasing in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
+    """Pack documents into rows by best-fit decreasing, in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
 
-    A longer document is first cut into rows of its own and a rest. Rows, and the pieces in a row, are in the order of
-    the documents, not of their lengths, so that the first rows are as good a sample as any.
+    A document longer than a row is first split into full rows and a remainder. Rows, and the pieces in a row, follow
+    the order of the documents, not of their lengths, so that the first rows are not biased towards long documents.
 
     Args:
-        offsets: int64 [documents + 1]: where each document starts, and the end.
+        offsets: int64 [documents + 1]; start of each document, and the end.
         row_tokens: T.
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
@@ -188,7 +189,7 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
         _, seen, bin_of_piece = np.unique(
             _best_fit_decreasing(piece_lengths, row_tokens), return_index=True, return_inverse=True
         )
-        row_of_piece = np.argsort(np.argsort(seen))[bin_of_piece]  # Rows by their first piece.
+        row_of_piece = np.argsort(np.argsort(seen))[bin_of_piece]  # Number the rows by their first piece.
         order = np.argsort(row_of_piece, kind="stable")
         counts.append(np.bincount(row_of_piece))
         starts.append(piece_starts[order])
@@ -197,7 +198,7 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
 
 
 def _pieces(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length of the pieces, at most T each, of the documents between the bounds."""
+    """Split the documents between the bounds into pieces of at most T tokens; return starts and lengths."""
     count = -(-np.diff(bounds) // row_tokens)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(bounds[:-1], count) + nth * row_tokens
@@ -205,14 +206,15 @@ def _pieces(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Return each item's bin: the longest first, each into the fullest bin of `room` that it still fits into.
+    """Assign items to bins of capacity `room` by best-fit decreasing; return the bin of each item.
 
-    All items of one length go at once: the fullest bin takes as many as it can, then the next one. The work beside the
-    sort grows with the number of different lengths, not of items.
+    Items are placed longest first, each into the fullest bin that still has space for it. All items of one length are
+    placed together: the fullest bin takes as many as fit, then the next bin follows. Apart from the sort, the work
+    grows with the number of distinct lengths, not of items.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
-    open_bins: dict[int, list[np.ndarray]] = {}  # By the room that is left.
-    rooms = 0  # Bit r: a bin with room r is open. The lowest bit from `length` on is the best fit.
+    open_bins: dict[int, list[np.ndarray]] = {}  # Keyed by remaining capacity.
+    rooms = 0  # Bit r is set if a bin with remaining capacity r is open. The lowest set bit ≥ `length` is the best fit.
     by_length = np.argsort(-lengths, kind="stable")
     edges = np.flatnonzero(np.diff(lengths[by_length])) + 1
     for items in np.split(by_length, edges) if len(lengths) else []:
@@ -239,7 +241,7 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _write(path: Path, index: PackIndex) -> None:
-    """Write the XXH3-128 of one int64 array and the array, number of rows first."""
+    """Write the XXH3-128 of an int64 array, then the array: the number of rows, followed by the pack index."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = np.concatenate([[len(index)], index.first, index.starts, index.lengths]).astype("<i8", copy=False)
     with new_file(path) as file:
@@ -248,7 +250,7 @@ def _write(path: Path, index: PackIndex) -> None:
 
 
 def _read(path: Path) -> PackIndex | None:
-    """Return an index that `_write` wrote; None if the file is anything else."""
+    """Return the index that `_write` wrote, or None if the checksum does not match."""
     raw = np.fromfile(path, np.uint8)
     if xxhash.xxh3_128_digest(raw[CHECKSUM_BYTES:]) != raw[:CHECKSUM_BYTES].tobytes():
         return None

@@ -1,8 +1,8 @@
-"""Text to a token store: python -m difftx prepare --input=… --tokenizer=… --out=DIR.
+"""Preparation of a token store from text: python -m difftx prepare --input=… --tokenizer=… --out=DIR.
 
-The input is cut into units, workers tokenise each into a file, and then put the shards together. What is finished is
-kept when the command is stopped or killed, and the same command goes on from there; the bytes of the store depend on
-the input and the options alone.
+The input is split into units. Workers tokenise each unit into a file, and then assemble the shards from these files. If
+the command is stopped or killed, running it again resumes from the finished files. The bytes of the store depend on the
+input and the options alone.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LOCAL = "local"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prepare a store and print what is in it."""
+    """Prepare a store and print a summary of its contents."""
     options = _parse(arguments)
     job = Job(
         out=options.out,
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str]) -> int:
     except MemoryError as error:
         raise RunError("out of memory; run the same command with fewer --workers, or split long documents") from error
     except OSError as error:
-        if error.errno is not None:  # Writing does not say where.
+        if error.errno is not None:  # Errors of write calls do not name a file.
             error.filename = error.filename or str(job.out)
         raise
     return 0
 
 
 def _split_in_two(source: Source, held_out: float) -> list[Source]:
-    """Return the validation text and the training text of a source that is one text file."""
+    """Split a source that is one text file into a validation source and a training source."""
     valid_size = round(held_out * source.size)
     sizes = {True: valid_size, False: source.size - valid_size}
     return [
@@ -80,7 +80,7 @@ def _split_in_two(source: Source, held_out: float) -> list[Source]:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # From Python 3.13 on, those it may use.
+    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Python ≥ 3.13 counts only available CPUs.
     parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
     parser.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
     parser.add_argument("--tokenizer", required=True, help="bytes, a tiktoken encoding, or a .tiktoken file")
@@ -142,7 +142,7 @@ def _print_summary(job: Job) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Stop once; a second signal ends the process at once."""
+    """Raise KeyboardInterrupt; a second signal then ends the process immediately."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar in a terminal, a line every ten seconds elsewhere."""
+"""Progress displays for long commands: a bar in a terminal, and a line every ten seconds elsewhere."""
 
 import contextlib
 import datetime
@@ -17,10 +17,10 @@ Item = TypeVar("Item")
 
 
 class Work:
-    """Shows tasks, one within the other, each with the share that is done and the time left. A context manager."""
+    """A context manager that displays nested tasks, each with the share done and the time left."""
 
     def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None):
-        """Start a display; one that is not `enabled` shows nothing. `on_advance` is called whenever a part is done."""
+        """Create a display, which shows nothing unless `enabled`. `on_advance` is called at every advance of a task."""
         self._on_advance = on_advance
         self._console = rich.console.Console(stderr=True)
         self._plain = enabled and not self._console.is_terminal
@@ -43,7 +43,7 @@ class Work:
 
     @contextlib.contextmanager
     def task(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a task of `total` parts; the block calls `advance(n)` when it has done n more."""
+        """Show a task of `total` parts; yield a function `advance(n)` for the block to call after n more parts."""
         bar, done = self._bars.add_task(what, total=total), 0
         start = printed = time.monotonic()
 
@@ -64,7 +64,7 @@ class Work:
             self._bars.remove_task(bar)
 
     def track(self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
-        """Yield `items`, of which there are `total`, as a task."""
+        """Yield `items`, of which there are `total`, and show their progress as a task."""
         with self.task(what, total) as advance:
             for item in items:
                 yield item
@@ -72,14 +72,14 @@ class Work:
 
 
 class Progress:
-    """Shows the share of the input that is done, MB/s of text, tokens/s and the time left. A context manager."""
+    """A context manager that displays the share of the input done, MB/s of text, tokens/s and the time left."""
 
     def __init__(self, total_bytes: int, done_bytes: int):
-        """Start a display.
+        """Create the display.
 
         Args:
-            total_bytes: of the input, as stored.
-            done_bytes: of it, by an earlier run.
+            total_bytes: Size of the input as stored.
+            done_bytes: Bytes of the input that an earlier run has finished.
         """
         self._console = rich.console.Console(stderr=True)
         self._bar = rich.progress.Progress(
@@ -104,7 +104,7 @@ class Progress:
         self._bar.stop()
 
     def advance(self, *, input_bytes: int, text_bytes: int, tokens: int) -> None:
-        """Count a finished piece."""
+        """Count a finished unit."""
         self._input += input_bytes
         self._text += text_bytes
         self._tokens += tokens
@@ -119,5 +119,5 @@ class Progress:
             self.say(f"{done / self._total:.0%} of {self._total / 1e6:,.1f} MB, {rate}, {left:,.0f} s left")
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar."""
+        """Print a line above the bar."""
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,7 @@
-"""Input files as units of work: about `UNIT_BYTES` of text each, cut at places that depend on the input alone.
+"""Readers that split input files into units of work of about `UNIT_BYTES` of text.
 
-A unit is read, and decompressed, in one process and taken apart into documents in another: `Unit.documents`.
+The boundaries of the units depend on the input alone. One process reads and decompresses a unit, and another parses it
+into documents: `Unit.content.documents`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ else:
     from backports import zstd
 
 UNIT_BYTES = 4 * 2**20
-LONGEST_DOCUMENT = 2**30  # Bytes of a line or of a text file, decompressed; a gigabyte of text is tokenised in one go.
+LONGEST_DOCUMENT = 2**30  # Largest line or text file in bytes, decompressed, because a document is tokenised whole.
 HUGGING_FACE = "hf:"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
@@ -35,38 +36,38 @@ BROKEN_STREAM = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Which fields of a record are read."""
+    """Names of the record fields to read."""
 
     text: str
     id: str | None
-    prompt: str | None = None  # What stands in front of the text, and is not learned.
+    prompt: str | None = None  # Field whose text precedes the document's text, and is not learned.
 
     @property
     def names(self) -> list[str]:
-        """Those that are read."""
+        """The names that are set."""
         return [name for name in (self.text, self.id, self.prompt) if name is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text, it and its prompt as UTF-8, what names it, where ids are asked for, and the prompt in front of it."""
+    """A document of the input."""
 
-    text: str
-    utf8: bytes
+    text: str  # Without the prompt.
+    utf8: bytes  # Prompt and text.
     id: str | None
     prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Whole lines of JSON from byte `start` of a file, decompressed."""
+    """Whole lines of JSON, from byte `start` of a decompressed file."""
 
     file: Path
     start: int
     data: bytes
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield a document, or what is wrong with it, for each line that is not blank."""
+        """Yield a document or an error for each line that is not blank."""
         position = self.start
         for index, line in enumerate(self.data.split(b"\n")):
             if line.strip():
@@ -80,7 +81,7 @@ class Lines:
             return UserError(f"{self._at(index)}: byte {position + error.start} of the file is not UTF-8")
         except json.JSONDecodeError as error:
             return UserError(f"{self._at(index)}: broken JSON ({error.msg}, column {error.colno})")
-        except (ValueError, RecursionError) as error:  # Numbers of too many digits, brackets too deep.
+        except (ValueError, RecursionError) as error:  # Numbers with too many digits, or brackets nested too deeply.
             return UserError(f"{self._at(index)}: broken JSON ({error})")
         if not isinstance(record, dict):
             return UserError(f"{self._at(index)}: not a JSON object")
@@ -90,7 +91,7 @@ class Lines:
         return f"{self.file}: line {self.number(index)}"
 
     def number(self, index: int) -> int:
-        """Return a line's number in the file; the lines before this unit are counted only now that one is needed."""
+        """Return a line's number in the file. This reads the file again to count the lines before this unit."""
         before = 0
         if self.start:
             with open_stream(self.file) as stream:
@@ -103,13 +104,13 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Whole files, a document each."""
+    """Text files, one document per file."""
 
-    files: tuple[tuple[Path, bytes | UserError], ...]  # Content, or why there is none.
-    start: int = 0  # Of the content in its file: not 0 in the second part of a file that is split.
+    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or the error from reading it.
+    start: int = 0  # Byte at which the content starts in its file; not 0 for the second part of a split file.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield a document, or what is wrong with it, for each file; its id is its path."""
+        """Yield a document or an error for each file. The id of a document is its path."""
         for file, data in self.files:
             if isinstance(data, UserError):
                 yield data
@@ -125,14 +126,14 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a table from `start`, with the fields that are read."""
+    """Rows of a table from row `start` on, with the fields to read."""
 
     table: str
     start: int
     rows: tuple[dict[str, Any], ...]
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield a document, or what is wrong with it, for each row."""
+        """Yield a document or an error for each row."""
         for index, row in enumerate(self.rows, start=self.start):
             yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
 
@@ -144,57 +145,57 @@ class Unreadable:
     reason: str
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield why."""
+        """Yield the reason as an error."""
         yield UserError(self.reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A piece of a source."""
+    """A part of a source."""
 
-    source: int
-    index: int  # Within the source.
+    source: int  # Index of the source.
+    index: int  # Index of the unit within the source.
     content: Lines | Texts | Rows | Unreadable
-    end: int  # Where the source goes on: decompressed bytes of lines, rows of a table.
-    input_bytes: int  # As stored: what of the source's size it is.
-    last: bool = False  # Of its source.
+    end: int  # Position at which the next unit starts: a decompressed byte for lines, a row for tables.
+    input_bytes: int  # The unit's share of the source's size as stored.
+    last: bool = False  # Whether this is the last unit of the source.
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Files that are read one after the other, by one reader."""
+    """Files that one reader reads in order."""
 
     index: int
     kind: Literal["lines", "texts", "parquet", "hf"]
-    files: tuple[Path, ...]  # For "hf": NAME[:SPLIT[:CONFIG]].
+    files: tuple[Path, ...]  # For "hf", the name NAME[:SPLIT[:CONFIG]].
     size: int  # Bytes as stored.
-    valid: bool  # Given as validation text.
-    held_out: float | None = None  # Of a text file that is split: the share, at its end, that is validation text.
+    valid: bool  # Whether the source is validation text.
+    held_out: float | None = None  # Share of a split text file, at its end, that is validation text.
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
-        """Read from `position`, where unit `index` begins."""
+        """Read and yield the units from `position` on, where unit `index` starts."""
         read = {"lines": _read_lines, "texts": _read_texts, "parquet": _read_parquet, "hf": _read_hugging_face}
         pieces = _stop_at_breaks(read[self.kind](self, fields, position), self.files[0])
         numbered = (Unit(self.index, i, *piece) for i, piece in enumerate(pieces, start=index))
-        # One unit is read ahead, to know the last.
+        # Read one unit ahead to identify the last unit.
         for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
             assert unit is not None
             yield dataclasses.replace(unit, last=following is None)
 
 
-type Piece = tuple[Lines | Texts | Rows | Unreadable, int, int]  # content, end, input_bytes
+type Piece = tuple[Lines | Texts | Rows | Unreadable, int, int]  # The fields content, end and input_bytes of a Unit.
 
 
 def open_stream(file: Path) -> BinaryIO:
-    """Open a file, decompressed by its suffix: .gz, .zst, .xz, or plain."""
+    """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
     return cast(BinaryIO, OPENERS.get(file.suffix, open)(file, "rb"))
 
 
 def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
-    """List what a path, folder, glob or `hf:` name holds, in the order of the paths.
+    """List the sources of a file, folder, glob or `hf:` name, in the order of the paths.
 
     Raises:
-        UserError: nothing there.
+        UserError: If there are no files, or the `hf:` name cannot be loaded.
     """
     flag = "--valid_input" if valid else "--input"
     if pattern.startswith(HUGGING_FACE):
@@ -217,19 +218,19 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
 
 
 def validation_start(text: bytes, share: float) -> int:
-    """Return the byte at which the held-out end of a text begins: at a line, or else at a character.
+    """Return the byte at which the held-out end of a text starts: the start of a line, or else of a character.
 
-    The end is at least `share` of the text, and at most twice that where it begins at a line.
+    The end is at least `share` of the text. If it starts at a line, it is at most twice that.
     """
     start = min(round((1 - share) * len(text)), len(text) - 1)
     start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
-    while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a character of several bytes.
+    while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a multi-byte character.
         start -= 1
     return start
 
 
 def input_files(pattern: str, flag: str) -> list[Path]:
-    """Return the files of a path, folder or glob, sorted; what begins with a dot is left out of a folder."""
+    """Return the sorted files of a path, folder or glob. Within a folder, names that begin with a dot are left out."""
     path = Path(pattern)
     if path.is_dir():
         found = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
@@ -251,7 +252,7 @@ def load_hugging_face(name: str) -> Any:
     dataset, split, config, *_ = [*name.split(":"), "", ""]
     try:
         return datasets.load_dataset(dataset, config or None, split=split or "train")
-    except Exception as error:  # Whatever the library raises for a wrong name, no network or a broken file.
+    except Exception as error:  # It raises many types, for wrong names, network errors or corrupt files.
         reason = next(iter(str(error).splitlines()), "")
         raise UserError(f"--input={HUGGING_FACE}{name}: {type(error).__name__}: {reason}") from error
 
@@ -269,7 +270,7 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Piece
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
-            last = data.rfind(b"\n") + 1  # Where the last line begins.
+            last = data.rfind(b"\n") + 1  # Start of the last line.
             data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
             if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
                 line = (whole := Lines(file, position, data[:last])).number(data.count(b"\n", 0, last))
@@ -336,7 +337,7 @@ def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterato
 def _read_rows(
     source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
 ) -> Iterator[Piece]:
-    """Cut rows into units of about `UNIT_BYTES` of text."""
+    """Group rows into units of about `UNIT_BYTES` of text."""
     batch: list[dict[str, Any]] = []
     size = 0
     name = str(source.files[0])
@@ -354,7 +355,7 @@ def _read_rows(
 
 
 def _stop_at_breaks(pieces: Iterator[Piece], file: Path) -> Iterator[Piece]:
-    """Pass pieces on; where a file breaks off, the last says so."""
+    """Yield the pieces of a file; if the stream breaks, end with an `Unreadable` that gives the reason."""
     try:
         yield from pieces
     except BROKEN_STREAM as error:
@@ -362,7 +363,7 @@ def _stop_at_breaks(pieces: Iterator[Piece], file: Path) -> Iterator[Piece]:
 
 
 def why_broken(file: Path, error: BaseException) -> str:
-    """Return the line that names a file and what one of `BROKEN_STREAM` says is wrong with it."""
+    """Return a message that names a file and the problem that an exception of `BROKEN_STREAM` reports."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file}: cannot be read ({error.strerror})"
     how = "truncated" if isinstance(error, EOFError) else "damaged"
@@ -393,7 +394,7 @@ def _document_of(record: dict[str, Any], fields: Fields, at: Callable[[], str]) 
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """Import a library that only some inputs or runners need."""
+    """Import an optional library, or raise `UserError` with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

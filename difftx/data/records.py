@@ -1,4 +1,4 @@
-"""JSON lines of a file, plain or compressed, checked line by line."""
+"""JSON lines from a plain or compressed file, checked line by line."""
 
 import dataclasses
 import json
@@ -12,26 +12,26 @@ from difftx.errors import UserError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """An object of a line."""
+    """The JSON object of one line."""
 
-    name: str  # Where it stands, for messages.
+    name: str  # File and line number, for messages.
     values: dict[str, Any]
 
     def field(self, name: str) -> Any:
         """Return a field's value.
 
         Raises:
-            UserError: there is no such field; says which line.
+            UserError: If the record has no such field. The message names the line.
         """
         if name not in self.values:
             raise UserError(f"{self.name} has no field {name!r}.{did_you_mean(name, self.values)}")
         return self.values[name]
 
     def text(self, name: str) -> str:
-        """Return a field that must be text, and not empty.
+        """Return a field that must be non-empty text.
 
         Raises:
-            UserError: it is not, or there is no such field; says which line.
+            UserError: If the field is missing, empty or not text. The message names the line.
         """
         value = self.field(name)
         if not isinstance(value, str) or not value:
@@ -40,15 +40,15 @@ class Record:
 
 
 def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
-    """Yield the JSON object of each line that is not blank; files may end in .gz, .zst or .xz.
+    """Yield the JSON object of each line that is not blank.
 
     Args:
-        path: of the file.
-        field: what the user set, such as a flag, for messages.
-        what: the lines are, for messages: "prompts".
+        path: File to read, decompressed if its name ends in .gz, .zst or .xz.
+        field: Flag or config field that names the file, for messages.
+        what: Plural noun for the objects, such as "prompts", for messages.
 
     Raises:
-        UserError: the file cannot be read or holds nothing, or a line is too long or not an object; says which.
+        UserError: If the file cannot be read or has no objects, or if a line is too long or not a JSON object.
     """
     empty = True
     for number, line in enumerate(_lines(path, field), start=1):
@@ -62,7 +62,7 @@ def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
 
 
 def _lines(path: Path, field: str) -> Iterator[bytes]:
-    """Yield lines; of one that is too long no more than shows it."""
+    """Yield the lines of a file, each read only up to one byte beyond `LONGEST_DOCUMENT`."""
     try:
         with open_stream(path) as stream:
             while line := stream.readline(LONGEST_DOCUMENT + 1):
@@ -74,7 +74,7 @@ def _lines(path: Path, field: str) -> Iterator[bytes]:
 def _record(name: str, line: bytes) -> Record:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # Not UTF-8 too.
+    except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
         raise UserError(f"{name} is not JSON ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f'{name} is not a JSON object, such as {{"text": "Once"}}')

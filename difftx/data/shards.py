@@ -1,4 +1,4 @@
-"""From tokenised units to the shards of a store: which document goes where, writing a shard, finishing the store."""
+"""Assembly of tokenised units into a store: assign documents to shards, write the shards, finish the store."""
 
 import contextlib
 import dataclasses
@@ -22,32 +22,33 @@ SKIPPED = "skipped.txt"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A shard to write: of which units, which documents (a mask)."""
+    """A shard to write, and the documents that it takes from each unit."""
 
     split: str
     index: int
-    picks: tuple[tuple[int, int, np.ndarray], ...]  # source, unit, bool [documents of the unit]
+    picks: tuple[tuple[int, int, np.ndarray], ...]  # Source, unit, and mask: bool [documents of the unit].
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where every document goes."""
+    """The assignment of documents to shards, and counts of the documents left out."""
 
     shards: list[Shard]
-    duplicates: dict[str, int]  # By split.
+    duplicates: dict[str, int]  # Number of duplicates per split.
     empty: int
-    problems: list[str]
+    problems: list[str]  # One message per unreadable document.
 
 
 def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
-    """Decide on every document, in the order of the input; validation inputs come first, and so win duplicates.
+    """Assign every document to a split and a shard, or leave it out as a duplicate.
 
-    About 100 bytes of memory a document are needed.
+    The first of several equal documents stays. Validation inputs come first, so the validation split keeps a document
+    that is also in the training input. The plan takes about 100 bytes of memory per document.
 
     Raises:
-        UserError: no documents, or none to train on.
+        UserError: If there are no documents, or none to train on, or if unreadable documents are not to be skipped.
     """
-    units: list[tuple[int, int, bool]] = []  # source, unit, given as validation text.
+    units: list[tuple[int, int, bool]] = []  # Source, unit, and whether the source is validation text.
     counts, lengths, hashes = [], [], []
     problems: list[str] = []
     empty = 0
@@ -61,7 +62,7 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
             units.append((source.index, index, source.valid))
             problems += state["done"]["problems"]
             empty += state["empty"]
-    if problems and not job.skip:  # Left out by an earlier call, with another --on_error.
+    if problems and not job.skip:  # An earlier call with --on_error=skip left them out.
         raise UserError(f"{problems[0]}; repair it, or leave such out with --on_error=skip")
     length, hash_ = np.concatenate(lengths), np.concatenate(hashes)
     if not len(length):
@@ -89,7 +90,7 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
 
 
 def discard_damaged_shards(job: Job) -> Iterator[str]:
-    """Delete the records of an earlier run's shards that are not as they were written, and yield a line for each."""
+    """Delete the records of an earlier run's corrupt shards, and yield a message for each."""
     for file in sorted(job.records.glob("*.json")):
         split, _, index = file.stem.partition("-")
         record = read_record(file)
@@ -103,7 +104,7 @@ def discard_damaged_shards(job: Job) -> Iterator[str]:
 
 
 def write_shard(job: Job, shard: Shard) -> None:
-    """Put a shard together from its units, and keep its entry of meta.json as the record that it is finished."""
+    """Assemble a shard from its units, then save its entry for meta.json, which marks the shard as finished."""
     if _record_file(job, shard).exists():
         return
     fields = {"ids": job.fields.id, "prompts": job.fields.prompt}
@@ -139,11 +140,11 @@ def write_shard(job: Job, shard: Shard) -> None:
 
 
 def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
-    """Write `meta.json`, which makes the folder a store, and remove what does not belong to it."""
+    """Write `meta.json`, which makes the folder a store, and remove temporary files."""
     meta = dict(description) | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
         own = [_entry(job, shard) for shard in plan.shards if shard.split == split]
-        for leftover in (job.out / split).glob(".*"):  # Of a run that was killed.
+        for leftover in (job.out / split).glob(".*"):  # Temporary files of a killed run.
             leftover.unlink()
         meta["splits"][split] = {
             **{name: sum(record[name] for record in own) for name in ("documents", "tokens", "bytes")},
@@ -169,8 +170,8 @@ def _record_file(job: Job, shard: Shard) -> Path:
 
 
 def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
-    """Return which rows of `[documents, 2]` appear for the first time."""
-    order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # Stable: equal ones stay in the order of the input.
+    """Return a mask of the rows of `hash_`, `[documents, 2]`, that appear for the first time."""
+    order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # Stable, so equal hashes stay in the order of the input.
     repeated = (hash_[order[1:]] == hash_[order[:-1]]).all(axis=1)
     first = np.ones(len(hash_), bool)
     first[order[1:][repeated]] = False
@@ -178,10 +179,10 @@ def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
 
 
 def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
-    """Return which documents are for validation: those whose hash lies below the fraction of all hashes.
+    """Return a mask of the validation documents: those whose hash lies in the lowest `fraction` of the hash range.
 
-    A document's side does not depend on the others, so it keeps it when the corpus grows; only where none lies below
-    the fraction, the one with the lowest hash is taken.
+    The split of a document does not depend on other documents, so it stays the same when the corpus grows. If no hash
+    is low enough, the document with the lowest hash is taken instead.
     """
     valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     return valid if valid.any() else hash_ == hash_.min()
@@ -190,7 +191,7 @@ def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
 def _picks(
     units: Sequence[tuple[int, int, bool]], counts: Sequence[int], shard_of: np.ndarray
 ) -> Iterator[tuple[tuple[int, int, np.ndarray], ...]]:
-    """Yield each shard's documents by unit."""
+    """Yield the picks of each shard: source, unit, and mask of documents."""
     picks: dict[int, list[tuple[int, int, np.ndarray]]] = {}
     start = 0
     for (source, unit, _), count in zip(units, counts, strict=True):

@@ -1,4 +1,4 @@
-"""What the config's group `data` names: training rows, one source or a mixture, and validation sets."""
+"""Training rows, from one source or a mixture, and validation sets, as the config's group `data` defines them."""
 
 import dataclasses
 import functools
@@ -15,28 +15,28 @@ from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import fingerprint
 from difftx.data.upsampling import UpsampledStore
 
-GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: keeps the seeds of sources, to which grain adds epochs, apart.
-ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of what data.path gives.
+GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. Spreads the seeds of sources, because grain adds the epoch to a seed.
+ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the source and the validation set from data.path.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Rows to train on, by source, and to validate on, by set; several sources give a set each."""
+    """Training rows by source, and validation rows by set. With several sources, each has its own validation set."""
 
     config: DataConfig
     train: dict[str, RowSource]
     valid: dict[str, RowSource]
-    signature: dict[str, Any]  # Of the order and the meaning of the examples, as JSON.
-    notes: tuple[str, ...]  # What up-sampling and packing did, for the user.
+    signature: dict[str, Any]  # Settings that determine the order and content of the examples, as JSON.
+    notes: tuple[str, ...]  # Messages for the user about up-sampling and packing.
 
     @functools.cached_property
     def examples(self) -> Any:
-        """Training rows by number, without end: each source shuffled anew in each of its epochs, then mixed."""
+        """Endless random-access training rows: each source is reshuffled in every epoch, then mixed."""
         shuffled = [self._shuffled(grain.MapDataset.source(rows), i) for i, rows in enumerate(self.train.values())]
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
 
     def where(self, example: int) -> str:
-        """Return which row of which source a training example is, for messages."""
+        """Return the source and the row of a training example, for messages."""
         source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)
         rows = list(self.train.values())[source]
         return f"{rows.name}: row {self._shuffled(grain.MapDataset.range(len(rows)), source)[number]}"
@@ -45,7 +45,10 @@ class Sources:
         return rows.shuffle(seed=(self.config.seed + source * GOLDEN) % 2**32).repeat()
 
     def epochs(self, examples: int) -> dict[str, float]:
-        """Return how often each source has been read after so many examples; of a mixture, in whole blocks."""
+        """Return the number of passes over each source after `examples` examples.
+
+        In a mixture, examples count in whole blocks, rounded up.
+        """
         if len(self.train) == 1:
             return {name: examples / len(rows) for name, rows in self.train.items()}
         used = self.examples.used(-(-examples // BLOCK_ROWS))
@@ -58,10 +61,10 @@ class Sources:
 
 
 def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
-    """Read, tokenise or open every source, up-sample and pack it.
+    """Read, tokenise or open every source, then up-sample and pack it.
 
     Raises:
-        UserError: a source cannot be read, or gives no row.
+        UserError: If a source cannot be read, or is too short for a row.
     """
     train, valid, notes = {}, {}, []
     if not config.sources:
@@ -84,7 +87,7 @@ def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
 
 
 def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[RowSource, RowSource, list[str]]:
-    """Return a path's training and validation rows, and notes."""
+    """Return the training rows, the validation rows and the notes for a path."""
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
     corpus = load_corpus(dataclasses.replace(config, path=path, sources=(), stages=()), encoding)

@@ -1,8 +1,9 @@
-"""Token stores: tokenised documents end to end, in memory or in the shards of `difftx prepare`.
+"""Token stores: concatenated tokenised documents, in memory or in shards that `difftx prepare` writes.
 
-A shard is `NNNNN.tokens` (little-endian uint16 or uint32), `NNNNN.offsets` (uint64: where each document starts in the
-shard, and the end) and, where the input has them, `NNNNN.ids` (a JSON string a line) and `NNNNN.prompts` (uint64: how
-many tokens of each document are its prompt). `meta.json` is written last: a folder without it is not a store.
+A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64; start of each document
+in the shard, and the end). If the input has ids or prompts, a shard also has `NNNNN.ids` (one JSON string per line) and
+`NNNNN.prompts` (uint64; number of prompt tokens of each document). `meta.json` is written last, so a folder without it
+is not a store.
 """
 
 import bisect
@@ -36,7 +37,7 @@ SHAPE = {
 
 
 class TokenStore:
-    """Documents end to end, each followed by the end-of-text token."""
+    """Tokenised documents, concatenated, each followed by the end-of-text token."""
 
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
@@ -45,13 +46,13 @@ class TokenStore:
 
         Args:
             tokens: uint16 or uint32.
-            offsets: uint64 `[documents + 1]`, where each document starts, and the end.
-            prompts: uint64 `[documents]`, how many tokens of each are its prompt, which no loss counts; None: none.
-            name: where the tokens come from, for messages.
+            offsets: uint64 `[documents + 1]`; start of each document, and the end.
+            prompts: uint64 `[documents]`; number of prompt tokens of each document, which no loss counts.
+            name: Origin of the tokens, for messages.
         """
         self.name, self.dtype = name, tokens.dtype
-        self.fingerprint = hashlib.sha256(tokens).hexdigest()  # Of what the tokens are.
-        self._starts = [0, len(tokens)]  # Where each piece starts among all tokens, and the end.
+        self.fingerprint = hashlib.sha256(tokens).hexdigest()
+        self._starts = [0, len(tokens)]  # Start of each shard (here, one) among all tokens, and the end.
         self._tokens, self._offsets, self._prompts = tokens, offsets, prompts
 
     def __len__(self) -> int:
@@ -59,12 +60,12 @@ class TokenStore:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each document starts among all tokens, and the end: uint64 `[documents + 1]`."""
+        """Start of each document among all tokens, and the end: uint64 `[documents + 1]`."""
         return self._offsets
 
     @property
     def prompts(self) -> np.ndarray | None:
-        """How many tokens of each document are its prompt, which no loss counts: uint64 `[documents]`; None: none."""
+        """Number of prompt tokens of each document: uint64 `[documents]`; None if there are no prompts."""
         return self._prompts
 
     def slice(self, start: int, stop: int) -> np.ndarray:
@@ -85,14 +86,14 @@ class TokenStore:
 
 
 class ShardedStore(TokenStore):
-    """One split of a store on disk. Holds names, not open files, so that it can be pickled.
+    """One split of a store on disk, which can be pickled because it holds file names instead of open files.
 
-    Tokens are read, not mapped: a file that somebody truncates or a disk that fails is an error with a name, where an
-    access to a map would end the process by SIGBUS.
+    Tokens are read, not memory-mapped. If a file is truncated or a disk fails, a read raises an error that names the
+    file, whereas access to mapped memory would end the process by SIGBUS.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any], split: str):
-        """Hold the shards that `meta` lists; nothing is read yet."""
+        """Hold the shards that `meta` lists, without reading them."""
         shards = meta["splits"][split]["shards"]
         self.name, self.dtype = str(Path(folder) / split), np.dtype(meta["dtype"])
         kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
@@ -105,10 +106,10 @@ class ShardedStore(TokenStore):
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each document starts among all tokens, and the end; read and checked when first asked for.
+        """Start of each document among all tokens, and the end, read and checked at the first access.
 
         Raises:
-            UserError: the offsets of a shard do not rise from 0 to its number of tokens.
+            UserError: If the offsets of a shard do not rise from 0 to its number of tokens.
         """
         if "_offsets" not in self.__dict__:
             parts = []
@@ -122,10 +123,10 @@ class ShardedStore(TokenStore):
 
     @property
     def prompts(self) -> np.ndarray | None:
-        """How many tokens of each document are its prompt; read and checked when first asked for.
+        """Number of prompt tokens of each document, read and checked at the first access.
 
         Raises:
-            UserError: a prompt is longer than its document.
+            UserError: If a prompt is longer than its document, or documents and prompts differ in number.
         """
         if self._has_prompts and "_prompts" not in self.__dict__:
             prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
@@ -156,12 +157,12 @@ def open_store(folder: Path, split: str, *, verify: bool = False) -> TokenStore:
     """Open a split of a prepared store.
 
     Args:
-        folder: what `difftx prepare --out` named.
+        folder: Folder that was given to `difftx prepare --out`.
         split: "train" or "valid".
-        verify: read everything and compare the SHA-256 of each file.
+        verify: Read every file and compare its SHA-256. File sizes are always compared.
 
     Raises:
-        UserError: not a finished store, no such split in it, or a shard that is missing or damaged.
+        UserError: If the folder is not a finished store, the split is empty, or a shard is missing or corrupt.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -185,10 +186,10 @@ def is_store(path: str | Path) -> bool:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return `meta.json`.
+    """Return the content of `meta.json`, without its SHA-256.
 
     Raises:
-        UserError: there is none, or it is not of this version.
+        UserError: If the file is missing, corrupt or of another format version.
     """
     path = Path(folder) / META
     if not path.exists():
@@ -211,7 +212,7 @@ def _strange_value(meta: dict[str, Any]) -> str | None:
         return f"dtype: {meta['dtype']!r}"
     for split in SPLITS:
         for shard in meta["splits"][split]["shards"]:
-            # A kind becomes part of a file's name.
+            # Reject unknown kinds, because a kind becomes part of a file name.
             if not shard["documents"] or not shard["sha256"].keys() <= {"tokens", "offsets", "ids", "prompts"}:
                 return f"splits.{split}: a shard without documents, or with other files than a shard has"
             if ("prompts" in shard["sha256"]) != ("prompts" in meta["splits"][split]["shards"][0]["sha256"]):
@@ -220,18 +221,18 @@ def _strange_value(meta: dict[str, Any]) -> str | None:
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write `meta.json`, which makes the folder a store; its last field is the SHA-256 of the others."""
+    """Write `meta.json`, which makes the folder a store. The last field is the SHA-256 of all other fields."""
     text = json.dumps(meta | {"sha256": json_sha256(meta)}, indent=1, ensure_ascii=False)
     write_atomically(folder / META, text + "\n")
 
 
 def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
-    """Return the path of a shard's "tokens", "offsets", "ids" or "prompts"."""
+    """Return the path of one of a shard's files; `kind` is "tokens", "offsets", "ids" or "prompts"."""
     return Path(folder) / split / f"{index:05d}.{kind}"
 
 
 def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
-    """Yield what is wrong with a split's files: their sizes, and with `content` their SHA-256."""
+    """Check the sizes of a split's files and, with `content`, their SHA-256; yield a message for each problem."""
     itemsize = np.dtype(meta["dtype"]).itemsize
     for index, shard in enumerate(meta["splits"][split]["shards"]):
         documents = shard["documents"]
@@ -247,7 +248,7 @@ def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> 
 
 
 def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
-    """Return what is wrong with a shard's uint64 offsets `[documents + 1]`; None: nothing."""
+    """Return the problem with a shard's uint64 offsets `[documents + 1]`, or None if they are valid."""
     rise = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == tokens and (offsets[1:] > offsets[:-1]).all()
     return None if rise else f"the offsets do not rise from 0 to {tokens}"
 
@@ -258,8 +259,8 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# A process may often have 1,024 file descriptors: the shards that were used last stay open, the others are closed.
+# Processes are often limited to 1,024 file descriptors, so only the most recently used shards stay open.
 @functools.lru_cache(maxsize=256)
 def _open(file: Path, sha256: str) -> BinaryIO:
-    """Open a shard; its hash is part of the key, so that a store prepared again is not mistaken for the old one."""
+    """Open a shard. The hash is part of the cache key, so that a store prepared again does not use old files."""
     return file.open("rb", buffering=0)

@@ -1,7 +1,7 @@
-"""Tasks that only recall solves, made as they are read: example i is a function of seed, split and i alone.
+"""Synthetic recall tasks, generated on demand: example i depends on the seed, the split and i alone.
 
-`data.path` names one as "synthetic:TASK"; the parameters are the group `data.synthetic`. Only answers count in the
-loss. Token 0 fills and separates; of the others keys are the lower half and values the upper half.
+`data.path` selects a task as "synthetic:TASK", and the group `data.synthetic` holds its parameters. Only answers count
+in the loss. Token 0 is filler and separator. Of the other tokens, the lower half are keys and the upper half values.
 """
 
 import dataclasses
@@ -14,18 +14,19 @@ from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
 from difftx.data.packing import Row, segments
 from difftx.errors import UserError, did_you_mean
 
-FILLER = 0  # Behind an example that is shorter than its row, and between the prefix and its copy.
+FILLER = 0  # Pads an example that is shorter than its row, and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
-# The tokens of an example, at which of them an answer counts, and the answers.
+# The tokens of an example, the positions whose targets are answers, and the answers.
 Example = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Multi-query associative recall: pairs first, then each key once more, to be answered by its value.
+    """Return an example of multi-query associative recall: key-value pairs, then each key again as a query.
 
-    As Zoology defines it (arXiv 2312.04927): a query comes after a gap, in steps of two tokens, drawn from a power law
-    over the rest of the row; all that is no query is random, also behind a query, where its value would stand.
+    The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), a query's distance from the pairs is an
+    even number of tokens, drawn from a power law over the rest of the row. All other tokens after the pairs are random.
+    This includes the token after a query, where its value would be.
     """
     keys, values = _keys_and_values(config, rng)
     context = 2 * config.pairs
@@ -39,9 +40,9 @@ def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> 
 
 
 def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Noisy key-value retrieval: pairs among distractors, in any order, and one of the keys as the last token.
+    """Return an example of noisy key-value retrieval: shuffled pairs and distractors, then one of the keys as a query.
 
-    A distractor may look like a key or a value, but is none of the keys.
+    A distractor may be any token except the example's keys.
     """
     tokens, places, asked = retrieval_with_places(config, row_tokens, rng)
     return tokens, np.array([len(tokens) - 1]), tokens[places[[asked]] + 1]
@@ -50,7 +51,7 @@ def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 def retrieval_with_places(
     config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the tokens of `retrieval`, where each key stands before its value, and which of these is asked for."""
+    """Return the tokens of `retrieval`, the position of each pair (its key), and the index of the queried pair."""
     keys, values = _keys_and_values(config, rng)
     others = np.setdiff1d(np.arange(1, config.vocab_size), keys)
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
@@ -65,7 +66,7 @@ def retrieval_with_places(
 
 
 def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Copying: random tokens as many as half a row, a separator, and the same again, which is the answer."""
+    """Return a copying example: half a row of random tokens, a separator, and the same tokens again as the answer."""
     prefix = rng.integers(1, config.vocab_size, row_tokens // 2)
     tokens = np.concatenate([prefix, [FILLER], prefix[:-1]])
     return tokens, np.arange(len(prefix), len(tokens)), prefix
@@ -77,7 +78,7 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """How to make an example, and the tokens that it needs."""
+    """A function that makes an example, and one that returns the number of tokens an example needs."""
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
     tokens: Callable[[SyntheticConfig, int], int]
@@ -91,13 +92,13 @@ TASKS = {
 
 
 class SyntheticRows:
-    """Rows of a task, an example each."""
+    """Rows of a synthetic task, one example per row."""
 
     def __init__(self, path: str, config: DataConfig, split: str):
-        """Check the parameters; `split` is "train" or "valid", which share no random numbers.
+        """Check the parameters. The splits, "train" and "valid", use different streams of random numbers.
 
         Raises:
-            UserError: no such task, or an example does not fit into a row.
+            UserError: If there is no such task, or an example does not fit into a row.
         """
         name = path.removeprefix(SYNTHETIC)
         if name not in TASKS:
@@ -114,7 +115,7 @@ class SyntheticRows:
         self._key = np.array([self._config.seed, SPLITS[split]], np.uint64)
         self._length = self._config.train_examples if split == "train" else self._config.valid_examples
         self.tokens = self._length * self.sequence_length
-        # Without the number of the other split's examples.
+        # The other split's number of examples does not affect this split.
         parameters = {k: v for k, v in dataclasses.asdict(self._config).items() if not k.endswith("_examples")}
         self.fingerprint = json.dumps([path, split, self._length, parameters])
 
@@ -122,10 +123,10 @@ class SyntheticRows:
         return self._length
 
     def random(self, index: int) -> np.random.Generator:
-        """Return the generator that makes an example."""
+        """Return the random number generator of an example."""
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
-        # A counter-based generator: every example has a stretch of numbers of its own, and starting one is cheap.
+        # Philox is counter-based: every example has its own range of counters, and creating a generator is cheap.
         return np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
 
     def __getitem__(self, index: int) -> Row:

@@ -1,4 +1,4 @@
-"""Tokenizers: tiktoken encodings, by name, by file or bytes."""
+"""Tokenizers: tiktoken encodings by name or from a file, and plain bytes."""
 
 import base64
 import functools
@@ -10,10 +10,10 @@ import tiktoken
 from difftx.errors import UserError, did_you_mean
 
 BYTES = "bytes"
-LARGEST_ID = 2**24 - 1  # Of a .tiktoken file: an embedding has a row for each id up to the largest.
+LARGEST_ID = 2**24 - 1  # Limit for .tiktoken files, because an embedding has a row for each id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 
-# How cl100k_base cuts text before it merges bytes (tiktoken's openai_public.py).
+# cl100k_base splits text by this pattern before it merges bytes (tiktoken's openai_public.py).
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -21,17 +21,20 @@ CL100K_PATTERN = (
 
 
 def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Encoding:
-    """Return the encoding `name`: "bytes" (no download), one of tiktoken's, such as "cl100k_base", or a .tiktoken file.
+    """Return a tiktoken encoding by name or from a .tiktoken file.
 
-    tiktoken downloads a vocabulary once and keeps it in `TIKTOKEN_CACHE_DIR`. A file holds a token in base64 and its id
-    a line, and nothing else: text is cut by cl100k_base's pattern, and <|endoftext|> gets the id after the last.
+    tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file holds a
+    token in base64 and its id. The file has neither a pattern nor special tokens: text is split by cl100k_base's
+    pattern, and <|endoftext|> gets the id after the largest.
 
     Args:
-        name: the encoding.
-        field: what the user set, for messages.
+        name: "bytes" (needs no download), one of tiktoken's encodings, such as "cl100k_base", or a path that ends in
+            .tiktoken.
+        field: Flag or config field that names the encoding, for messages.
 
     Raises:
-        UserError: no such encoding, or its vocabulary can be had neither from the cache nor from the network.
+        UserError: If there is no such encoding, if its file is invalid, or if its vocabulary is not in the cache and
+            cannot be downloaded.
     """
     if name == BYTES:
         return _byte_encoding()
@@ -44,7 +47,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
         )
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # Of the cache, or of requests, whose errors are OSErrors.
+    except OSError as error:  # From the cache, or from requests, whose exceptions are OSErrors.
         raise UserError(
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
@@ -52,7 +55,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
 
 
 def token_bytes(encoding: tiktoken.Encoding) -> list[bytes | None]:
-    """Return each token's bytes: b"" for special tokens, None for ids that do not exist."""
+    """Return the bytes of each token id: b"" for special tokens, None for unused ids."""
     values: list[bytes | None] = [None] * encoding.n_vocab
     for value in encoding.token_byte_values():
         values[encoding.encode_single_token(value)] = value
@@ -62,7 +65,7 @@ def token_bytes(encoding: tiktoken.Encoding) -> list[bytes | None]:
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Return a SHA-256 of the vocabulary: ids mean the same text if and only if it is equal."""
+    """Return a SHA-256 of the vocabulary, equal if and only if every token id stands for the same text."""
     digest = hashlib.sha256()
     for value in token_bytes(encoding):
         digest.update(b"-" if value is None else len(value).to_bytes(4, "little") + value)
@@ -70,7 +73,7 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
-    # The files of tiktoken's other encodings belong to other patterns; only the name brings the right one.
+    # tiktoken's other encodings use other patterns, which only loading by name provides.
     if path.stem in tiktoken.list_encoding_names() and path.stem != "cl100k_base":
         raise UserError(f"{field}={str(path)!r}: this vocabulary has a pattern of its own; use {field}={path.stem!r}")
     try:
@@ -78,7 +81,7 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
     except OSError as error:
         raise UserError(f"{field}={str(path)!r}: cannot be read ({error.strerror})") from error
     ranks: dict[bytes, int] = {}
-    # Not tiktoken's loader: it keeps a copy under the path's name, and would miss that the file has changed.
+    # tiktoken's own loader caches a copy by path, and would miss later changes of the file.
     for number, line in enumerate(lines, start=1):
         try:
             token, rank = line.split()
@@ -101,7 +104,7 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
 def _byte_encoding() -> tiktoken.Encoding:
     return tiktoken.Encoding(
         BYTES,
-        # Pieces of up to 64 characters are merged by nothing, so they come out as bytes; single ones are 2.6× slower.
+        # There are no merges, so any split yields single bytes. Splits of one character are 2.6× slower.
         pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={END_OF_TEXT: 256},

@@ -1,4 +1,4 @@
-"""Tokenising a unit of input into a file of its own, from which the shards are put together."""
+"""Tokenisation of units of input, each into its own file, from which the shards are assembled."""
 
 import dataclasses
 import hashlib
@@ -17,36 +17,37 @@ from difftx.data.readers import Document, Source, Unit
 from difftx.errors import UserError
 from difftx.files import new_file
 
-PARTS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "state")  # Of a unit's file.
+PARTS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "state")  # Arrays in a unit's file.
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a unit came to."""
+    """Counts and problems of a tokenised unit."""
 
-    input_bytes: int  # As stored.
+    input_bytes: int  # Size as stored, before decompression.
     text_bytes: int
     tokens: int
-    problems: tuple[str, ...]  # What was left out, and why.
+    problems: tuple[str, ...]  # One message per document that was left out.
 
 
 def unit_file(job: Job, source: int, index: int) -> Path:
-    """Return the path of a tokenised unit."""
+    """Return the path of a tokenised unit's file."""
     return job.units / f"{source:05d}-{index:06d}.npz"
 
 
 def encode_unit(job: Job, unit: Unit) -> Done:
-    """Tokenise a unit and write its file: a function of the unit's bytes alone.
+    """Tokenise a unit and write its file, which depends only on the job's options and the unit's bytes.
 
-    The file is a numpy archive (its parts carry CRCs): the tokens, with one end-of-text token after each document; of
-    each document the number of tokens, how many of them are the prompt, the bytes and the first 128 bits of the
-    SHA-256; and where the source goes on.
+    The file is a numpy archive, whose arrays carry CRCs. It holds all tokens, with an end-of-text token after each
+    document. Per document it holds the number of tokens, the number of prompt tokens, the size of prompt and text in
+    bytes, and the first 128 bits of their SHA-256. With an id field, it also holds the ids. Its state includes the
+    position at which the source continues.
 
     Raises:
-        UserError: a document that cannot be read, unless they are to be skipped.
+        UserError: If a document cannot be read and `job.skip` is not set.
     """
     end = np.array([job.encoding.eot_token], np.uint32)
-    parts: list[np.ndarray] = []  # Of each document three: prompt, text, end.
+    parts: list[np.ndarray] = []  # Three arrays per document: prompt, text, end-of-text token.
     documents: list[Document] = []
     problems: list[str] = []
     empty = 0
@@ -58,7 +59,8 @@ def encode_unit(job: Job, unit: Unit) -> Done:
         elif not document.text:
             empty += 1
         else:
-            # Text that spells a special token is text. No token spans prompt and text: generation too begins after one.
+            # Encode text that looks like a special token as ordinary text. Encode prompt and text separately, so that
+            # no token spans both: generation, too, starts after the last token of a prompt.
             texts = (document.prompt, document.text)
             parts += [*(job.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts), end]
             documents.append(document)
@@ -82,7 +84,7 @@ def encode_unit(job: Job, unit: Unit) -> Done:
 
 
 def discard_damaged_units(job: Job) -> Iterator[str]:
-    """Delete the units of an earlier run that are not as they were written, and yield a line for each."""
+    """Delete the corrupt unit files of an earlier run, and yield a message for each."""
     for file in sorted(job.units.glob("*.npz")):
         if not _is_whole(file.read_bytes()):
             file.unlink()
@@ -90,23 +92,23 @@ def discard_damaged_units(job: Job) -> Iterator[str]:
 
 
 def _is_whole(data: bytes) -> bool:
-    """Return whether a unit's file has every part, each with its CRC."""
+    """Return whether a unit's file has every array, each with a matching CRC."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = sorted(archive.namelist())
             return names == sorted(f"{part}.npy" for part in PARTS) and archive.testzip() is None
-    except Exception:  # zipfile raises nearly anything for bytes that are no archive.
+    except Exception:  # zipfile raises many types of exceptions for corrupt archives.
         return False
 
 
 def read_state(file: Path) -> dict[str, Any]:
-    """Return where a tokenised unit ends and what it came to."""
+    """Return the state of a tokenised unit: its end position in the source, and its counts."""
     with np.load(file) as archive:
         return json.loads(archive["state"].tobytes())
 
 
 def finished_units(job: Job, source: Source) -> tuple[int, int, list[dict[str, Any]]]:
-    """Return where to read on in a source, the index of that unit (-1: none is left), and the states before it."""
+    """Return a source's next position, the next unit's index (-1 if none is left), and the states of finished units."""
     position, states = 0, []
     for index in itertools.count():
         file = unit_file(job, source.index, index)
@@ -120,7 +122,7 @@ def finished_units(job: Job, source: Source) -> tuple[int, int, list[dict[str, A
 
 
 def units_to_do(job: Job, sources: Sequence[Source]) -> Iterator[Unit]:
-    """Read the units that have no file yet."""
+    """Read and yield the units that have no file yet."""
     for source in sources:
         position, index, _ = finished_units(job, source)
         if index >= 0:

@@ -1,7 +1,7 @@
-"""Length up-sampling: long documents more often, within one source (Fu et al. 2024, arXiv 2402.10171).
+"""Length up-sampling: long documents are used more often within each source (Fu et al. 2024, arXiv 2402.10171).
 
-Their per-source recipe keeps the shares of the domains, here the weights of `data.sources`, and raises the share of
-long documents in each. Documents are repeated and left out in the store's index; no token is copied.
+The per-source recipe of the paper keeps the share of each domain, here the weights of `data.sources`, and raises the
+share of long documents within it. Documents are repeated or left out in the store's index; tokens are not copied.
 """
 
 import hashlib
@@ -13,15 +13,15 @@ from difftx.data.store import TokenStore
 
 
 class UpsampledStore(TokenStore):
-    """A store of the same size in which documents longer than a threshold have a given share of the tokens.
+    """A store of nearly the same size in which documents longer than a threshold have a given share of the tokens.
 
-    Long and short documents are each used at one rate, all of them ⌊rate⌋ or ⌈rate⌉ times and those evenly spread over
-    the store: systematic sampling, without chance. Copies of a document are a whole pass over the store apart,
-    though best-fit packing may bring those of a small store together.
+    Long documents have one rate and short documents another. Systematic sampling, which is not random, uses each
+    document ⌊rate⌋ or ⌈rate⌉ times and spreads both numbers evenly over the store. Each copy of a document belongs to
+    another pass over the store, although best-fit packing may bring the copies of a small store together.
     """
 
     def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
-        """Choose the documents; a source without long ones, or with that share of them already, keeps its own."""
+        """Choose the documents. A store without long documents, or with at least the given share, stays unchanged."""
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
         is_long = lengths > longer_than_tokens
@@ -51,12 +51,12 @@ class UpsampledStore(TokenStore):
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each document starts among all tokens, and the end: uint64 `[documents + 1]`."""
+        """Start of each document among all tokens, and the end: uint64 `[documents + 1]`."""
         return self._ends.view(np.uint64)
 
     @property
     def prompts(self) -> np.ndarray | None:
-        """How many tokens of each document are its prompt."""
+        """Number of prompt tokens of each document: uint64 `[documents]`; None if there are no prompts."""
         return self._prompts
 
     def slice(self, start: int, stop: int) -> np.ndarray:

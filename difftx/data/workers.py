@@ -1,4 +1,4 @@
-"""Worker processes on this machine for `difftx prepare`."""
+"""Local worker processes for `difftx prepare`."""
 
 import concurrent.futures
 import contextlib
@@ -19,10 +19,10 @@ from difftx.errors import UserError
 
 
 class Workers:
-    """A pool of processes. A context manager: what has begun at its end is finished, the rest is not."""
+    """A context manager for a pool of worker processes. On exit, it finishes running tasks and cancels waiting ones."""
 
     def __init__(self, count: int, job: Job):
-        """Start the processes; they load the tokenizer while the parent does."""
+        """Start the processes, which load the tokenizer at the same time as the parent."""
         self._count = count
         self._pool = concurrent.futures.ProcessPoolExecutor(
             count, multiprocessing.get_context("spawn"), initializer=_start_worker
@@ -37,7 +37,7 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def encode_units(self, job: Job, sources: Sequence[Source]) -> None:
-        """Tokenise what is not tokenised yet; this process reads, the workers do the rest."""
+        """Tokenise the units that have no file yet: this process reads them, and the workers do the rest."""
         before = [state["done"]["input_bytes"] for source in sources for state in finished_units(job, source)[2]]
         with Progress(max(1, sum(source.size for source in sources)), sum(before)) as progress:
             for done in self._map(encode_unit, job, units_to_do(job, sources)):
@@ -53,9 +53,9 @@ class Workers:
     def _map[Task, Result](
         self, function: Callable[[Job, Task], Result], job: Job, tasks: Iterable[Task]
     ) -> Iterator[Result]:
-        """Yield results as they come; of several errors, the first in the order of the tasks is raised.
+        """Yield results as tasks complete; if several tasks fail, raise the error of the earliest submitted one.
 
-        No more than two tasks a worker are held in memory.
+        At most two tasks per worker are held in memory.
         """
         pending: list[concurrent.futures.Future[Result]] = []
         remaining = iter(tasks)
@@ -80,16 +80,16 @@ class Workers:
 
 
 def _load_tokenizer(job: Job) -> None:
-    # A tokenizer that is not there is for the parent to report.
+    # The parent reports the error of a tokenizer that cannot be loaded.
     with contextlib.suppress(UserError):
         _ = job.encoding
 
 
 def _start_worker() -> None:
-    # Ctrl-C goes to the whole group: the parent decides, and the units at hand are finished.
+    # Ctrl-C signals the whole process group. Only the parent reacts, so that workers finish their current units.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A pool's workers would wait for ever for a parent that was killed.
+    # Without this thread, workers would wait forever after their parent was killed.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from difftx.config import Config
+from difftx.config.fields import values_of
 from difftx.data.progress import Work
 from difftx.errors import UserError, did_you_mean
 from difftx.evals import (
@@ -184,8 +185,8 @@ def settings(run: Run, suite: str) -> str:
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
-        "eval": {field: dataclasses.asdict(config.eval)[field] for field in fields_of(config, suite)},
-        "model": dataclasses.asdict(config.model),
+        "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
+        "model": values_of(config.model),
         "data": run.data.signature,
         "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
         "seed": config.train.seed,

@@ -1,7 +1,7 @@
-"""Suite `attention`: what the last token of a needle prompt attends to (arXiv 2410.05258, Table 3 and Figure 1).
+"""Suite `attention`: the attention weights of the last token of a needle prompt (arXiv 2410.05258, Table 3, Figure 1).
 
-Also how alike A1 and A2 are, and how sparse the maps: what a reviewer of the paper asks for. Definitions:
-`map_statistics.py` and docs/design.md.
+The suite also measures the similarity of A1 and A2, and the sparsity of the attention weights. `map_statistics.py` and
+docs/design.md define all measures.
 """
 #   B = prompts of a batch, T = tokens, C = queries, L = layers, N = bins of tokens
 
@@ -34,8 +34,8 @@ from difftx.parallel.layout import Layout
 from difftx.training.run import Run
 from difftx.training.state import graph
 
-MOST_BINS = 256  # Columns of the map that is drawn; a longer prompt's tokens are summed.
-# Of what `row_statistics` measures: what is compared and drawn over the steps. Details and charts have the rest.
+MOST_BINS = 256  # Largest number of columns of a drawn attention map; columns of longer prompts sum several tokens.
+# The measures of `row_statistics` that become `Result.numbers`. Details and charts contain the remaining measures.
 NAMES = """
 answer others noise question first answer_signed noise_signed first_signed first_a1 first_a2 gini entropy l0 lambda
 cosine_answer cosine_noise kl_answer kl_noise
@@ -45,12 +45,12 @@ NUMBERS = tuple(NAMES.split())
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Look at the last row of every layer's maps, for prompts at each of `eval.needle.depths`.
+    """Measure the attention weights of the last token in every layer, for prompts at each of `eval.needle.depths`.
 
-    Numbers are means over prompts, heads and `eval.attention.layers`; details and charts have each layer.
+    Numbers are means over prompts, heads and `eval.attention.layers`. Details and charts also have values per layer.
 
     Raises:
-        UserError: a length or a layer does not fit, or there is no text to hide needles in.
+        UserError: a length exceeds the context, the model lacks a layer, or there is no text to hide needles in.
     """
     run, settings = evaluation.run, evaluation.run.config.eval.attention
     prompts, layers = prompts_of(run), chosen_layers(run)
@@ -59,7 +59,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     of_depth: dict[float, list[dict[str, list[float]]]] = collections.defaultdict(list)
     for item, found in resumable(evaluation, prompts.items, look, what="prompts", batch_items=rows):
         of_depth[item.depth].append(found)
-    # Name → [depth, layer]; as many prompts at each depth.
+    # Maps names to arrays [depth, layer]. Every depth has the same number of prompts, so means of means are exact.
     names = next(iter(of_depth.values()))[0]
     means = {
         name: np.array([np.mean([f[name] for f in found], axis=0) for found in of_depth.values()]) for name in names
@@ -94,12 +94,13 @@ type Prompts = NeedlePrompts | RetrievalPrompts
 
 
 def prompts_of(run: Run) -> Prompts:
-    """Return the prompts: those that suite `needle` would make of this case and length.
+    """Return the prompts that suite `needle` makes with the case and the length of `eval.attention`.
 
-    Of a run on the task retrieval, and on no text, they are its examples.
+    If all validation sets are synthetic, one of them is the task retrieval, and `eval.needle.haystack` is None, the
+    prompts are examples of that task.
 
     Raises:
-        UserError: they do not fit the context, or there is no text; or a layer is none of the model's.
+        UserError: the prompts do not fit the context, there is no text, or the model lacks a chosen layer.
     """
     chosen_layers(run)
     settings, needle = run.config.eval.attention, run.config.eval.needle
@@ -121,10 +122,10 @@ def prompts_of(run: Run) -> Prompts:
 
 
 def chosen_layers(run: Run) -> list[int]:
-    """Return the layers to average over, from 0.
+    """Return the indices, from 0, of the layers to average over.
 
     Raises:
-        UserError: the model has not so many.
+        UserError: `eval.attention.layers` names a layer that the model does not have.
     """
     wanted, there = run.config.eval.attention.layers, run.config.model.num_layers
     for layer in wanted:
@@ -134,11 +135,11 @@ def chosen_layers(run: Run) -> list[int]:
 
 
 class _Batch(NamedTuple):
-    """Prompts on the mesh, int32, filled up to `NeedleItem.length`; rows without a prompt see nothing."""
+    """Prompts on the mesh, int32, padded to `NeedleItem.length`; all tokens of rows without a prompt are UNSEEN."""
 
     tokens_BT: jax.Array
-    part_BT: jax.Array
-    queries_BC: jax.Array  # The last tokens, in order.
+    part_BT: jax.Array  # Indices into PARTS, or UNSEEN.
+    queries_BC: jax.Array  # Positions of each prompt's last tokens, ascending.
 
 
 def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, queries: int) -> _Batch:
@@ -158,7 +159,7 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
 def _statistics(
     evaluation: Evaluation, prompts: Prompts, rows: int, items: Sequence[NeedleItem]
 ) -> list[dict[str, list[float]]]:
-    """Return for each item name → a number a layer."""
+    """Return each item's measures by name, with one number per layer."""
     batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
     case = items[0].case
     compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
@@ -168,7 +169,7 @@ def _statistics(
 
 
 def _example(evaluation: Evaluation, prompts: Prompts, layers: Sequence[int]) -> attention_charts.Example:
-    """Return the maps of one prompt: the first of the middle depth."""
+    """Return the attention maps of the first prompt of the middle depth."""
     run, depth = evaluation.run, prompts.depths[len(prompts.depths) // 2]
     prompt = prompts.prompt(next(item for item in prompts.items if item.depth == depth))
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
@@ -191,7 +192,7 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
-    # As in inference a prompt's tokens stay together: its length need not divide by the mesh's context.
+    # The layout of inference does not shard tokens, so a prompt's length need not be divisible by the context axis.
     graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
     settings = config.eval.attention
 
@@ -201,7 +202,7 @@ def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
             return row_statistics(rows, batch.part_BT, l0_share=settings.l0_share, compared=compared)
 
         _, found = nnx.merge(graphdef, params).look(batch.tokens_BT, batch.queries_BC, of_layer)
-        return reshard(found, P())  # Whole on every device, so that each host can read it.
+        return reshard(found, P())  # Replicated, so that each host can read all of it.
 
     @functools.partial(jax.jit, static_argnums=2)
     def pictures(params: Any, batch: _Batch, tokens_a_bin: int) -> Mapping[str, jax.Array]:

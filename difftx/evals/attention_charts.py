@@ -1,4 +1,4 @@
-"""The charts of suite `attention`: Table 3, Figure 1, maps, and what is measured over layers."""
+"""The charts of suite `attention`: Table 3, Figure 1, attention maps, and each measure by layer."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,21 +10,21 @@ from difftx.evals.needle_prompts import NeedlePrompt
 from difftx.evals.result import Heatmap, LineChart, Series
 
 NAMES = {"answer": "answer", "others": "other needles", "noise": "noise", "question": "question", FIRST: "position 0"}
-MOST_CHARACTERS = 24  # Of the name of a column of a map.
+MOST_CHARACTERS = 24  # Largest number of characters of prompt text in a label of an attention map.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """Maps of one prompt, `row_pictures` in means over layers, [queries, bins]; the last row is the last token's."""
+    """Attention maps of one prompt, with the last tokens as queries."""
 
     prompt: NeedlePrompt
     tokens_a_bin: int
-    maps: dict[str, np.ndarray]
-    text_of: Callable[[list[int]], str]
+    maps: dict[str, np.ndarray]  # The arrays of `row_pictures`, averaged over layers, `[queries, bins]`.
+    text_of: Callable[[list[int]], str]  # Decodes tokens for labels.
 
 
 def table_3(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heatmap:
-    """Return the shares of each part, over depths."""
+    """Return Table 3: the share of attention of each part of the prompt, by depth."""
     return Heatmap(
         name="attention_parts",
         title="Attention of the last token by depth (Table 3), |A| normalised to 1",
@@ -40,7 +40,7 @@ def table_3(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heat
 
 
 def of_example(example: Example) -> list[LineChart | Heatmap]:
-    """Return the last token's attention over the context (Figure 1), and the last tokens' maps."""
+    """Return a chart of the last token's attention over the context (Figure 1), and the last tokens' attention maps."""
     names = _map_names("a1" in example.maps)
     size, tokens = example.tokens_a_bin, example.prompt.tokens
     lines = {names["map"]: example.maps["share"][-1]}
@@ -77,7 +77,7 @@ def of_example(example: Example) -> list[LineChart | Heatmap]:
 
 
 def over_layers(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[LineChart]:
-    """Return a chart for each measure, its lines over layers."""
+    """Return a chart for each measure, with the layer as its x-axis."""
     is_pair = "lambda" in by_layer
     of_maps = _map_names(is_pair)
     suffixes = {name: "" if name == "map" else f"_{name}" for name in of_maps}
@@ -126,6 +126,6 @@ def _by_bin(size: int) -> str:
 
 
 def _label(example: Example, start: int, stop: int) -> str:
-    """Return where tokens are and what they say."""
+    """Return the positions and the beginning of the text of tokens `start` to `stop - 1`."""
     text = example.text_of(example.prompt.tokens[start:stop])[:MOST_CHARACTERS]
     return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"

@@ -1,4 +1,4 @@
-"""HTTP requests to servers that are not trusted: bounded in time and size, with a key only where it stays secret."""
+"""HTTP requests to untrusted servers: bounded in time and size, with a key only on connections that keep it secret."""
 
 import contextlib
 import ipaddress
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.1
 
 
 class Response(NamedTuple):
-    """An HTTP response that was read to its end."""
+    """A complete HTTP response."""
 
     status: int
     headers: requests.structures.CaseInsensitiveDict[str]
@@ -24,11 +24,11 @@ class Response(NamedTuple):
 
 
 class RequestError(Exception):
-    """No complete response arrived. The message may contain text of the server."""
+    """Error for a request that got no complete response; the message may contain text from the server."""
 
 
 def may_carry_key(url: str) -> bool:
-    """Return whether a key in a request to `url` stays secret on its way: https, or http within this machine."""
+    """Return whether a request to `url` keeps a key secret in transit: https, or http within this machine."""
     return urllib.parse.urlsplit(url).scheme == "https" or _is_loopback_http(url)
 
 
@@ -39,26 +39,26 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
         url: an address for which `may_carry_key` is true, unless `key` is None.
         body: a JSON value.
         key: sent as a bearer token; None: no key.
-        seconds: from connecting to the last byte of the response.
+        seconds: largest time from the start of the connection to the last byte of the response.
 
     Raises:
-        RequestError: the server cannot be reached, the time is over, or the response has more than
+        RequestError: the server cannot be reached, the time runs out, or the response has more than
             `MOST_RESPONSE_BYTES` bytes.
     """
 
     def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # An entry of ~/.netrc would replace a header that is passed to `post`.
+        # A callable, since an entry of ~/.netrc would replace an Authorization header that is passed to `post`.
         if key is not None:
             request.headers["Authorization"] = f"Bearer {key}"
         return request
 
     adapter = _TrackingAdapter()
     with requests.Session() as session, _deadline(adapter.sockets, seconds) as expired:
-        # A proxy would receive the key in plain text.
+        # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
         session.trust_env = not _is_loopback_http(url)
         session.mount("https://", adapter)
         session.mount("http://", adapter)
-        # Compressed data could expand to any size.
+        # Refuse compression: a small compressed response could expand to any size.
         headers = {"Accept-Encoding": "identity"}
         try:
             response = session.post(
@@ -78,7 +78,7 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
 
 
 class _TrackingAdapter(requests.adapters.HTTPAdapter):
-    """Keeps the sockets of its connections in `sockets`."""
+    """HTTP adapter that records the sockets of its connections in `sockets`."""
 
     def __init__(self):
         self.sockets: list[socket.socket] = []
@@ -100,20 +100,20 @@ class _TrackingAdapter(requests.adapters.HTTPAdapter):
 
 @contextlib.contextmanager
 def _deadline(sockets: list[socket.socket], seconds: float) -> Iterator[threading.Event]:
-    """Shut the sockets down after so many seconds, and set the event.
+    """Set the yielded event and shut the sockets down when the block takes longer than `seconds`.
 
-    The timeout of a socket starts again with every byte that arrives.
+    A socket's own timeout cannot bound a whole request, since it restarts with every byte that arrives.
     """
     ended, expired = threading.Event(), threading.Event()
 
     def watch() -> None:
         wait = seconds
-        while not ended.wait(wait):  # Again and again: a connection may still be opened after the deadline.
+        while not ended.wait(wait):  # Repeats, since a connection may still be opened after the deadline.
             wait = POLL_SECONDS
             expired.set()
             for one in tuple(sockets):
                 with contextlib.suppress(OSError):
-                    # Not SSLSocket.shutdown, which changes the state of TLS while another thread reads.
+                    # SSLSocket.shutdown would change the TLS state while another thread reads.
                     socket.socket.shutdown(one, socket.SHUT_RDWR)
 
     watcher = threading.Thread(target=watch, daemon=True)

@@ -1,4 +1,4 @@
-"""A client of any endpoint that speaks OpenAI's chat completions: patient, paced, and silent about its key."""
+"""A client for endpoints of OpenAI's chat completions API, with retries, a rate limit, and no key in its messages."""
 
 import json
 import os
@@ -15,24 +15,25 @@ from difftx.errors import RunError, UserError
 from difftx.evals.bounded_http import RequestError, Response, may_carry_key, post_json
 from difftx.files import misfit
 
-WORTH_ANOTHER_ATTEMPT = {408, 409, 425, 429}  # HTTP status; and all from 500.
-LONGEST_REASON = 200  # Characters of what an endpoint says, in a message.
-LONGEST_EXAMINED = 4096  # Characters of what an endpoint says, from which that is taken.
+WORTH_ANOTHER_ATTEMPT = {408, 409, 425, 429}  # HTTP status codes to retry, besides all from 500.
+LONGEST_REASON = 200  # Characters of an endpoint's text that a message quotes.
+LONGEST_EXAMINED = 4096  # Characters of an endpoint's text that are searched for the key before they are shortened.
 LONGEST_RETRY_SECONDS = 10**9
-KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Of an environment variable that may be sent.
-SHORTEST_PART = 6  # Characters of a key that are masked in messages; "sk-" and the last four are often shown.
+KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Names of environment variables whose values may be sent to an endpoint.
+# Fewest characters of a key that are masked in messages. Shorter parts, "sk-" and the last four, are often shown.
+SHORTEST_PART = 6
 
 
 class Reply(NamedTuple):
-    """What an endpoint answered, and what it charges for."""
+    """An endpoint's answer and the numbers of tokens that it bills."""
 
     text: str
-    tokens_in: int | None  # None: it does not say.
-    tokens_out: int | None
+    tokens_in: int | None  # None: the endpoint does not report it.
+    tokens_out: int | None  # None: the endpoint does not report it.
 
 
 class AttemptError(Exception):
-    """An attempt failed in a way that another may not; `wait_seconds`, if the endpoint says how long to wait."""
+    """Error of an attempt that is worth repeating; `wait_seconds` is the wait that the endpoint asks for, or None."""
 
     def __init__(self, reason: str, wait_seconds: float | None = None):
         super().__init__(reason)
@@ -40,17 +41,17 @@ class AttemptError(Exception):
 
 
 class StoppedError(Exception):
-    """No more is to be asked."""
+    """Error in threads that would send a request after the endpoint was stopped."""
 
 
 class ChatEndpoint:
-    """Sends requests, from any number of threads, and sends again what failed."""
+    """A chat endpoint that any number of threads may use; failed requests are repeated."""
 
     def __init__(self, config: JudgeConfig):
         """Read the key from the environment.
 
         Raises:
-            UserError: the key is not there, cannot be a key, or would be sent unencrypted to another machine.
+            UserError: the key is missing, is not a valid key, or would be sent unencrypted to another machine.
         """
         self._config, self._key = config, _key(config.key_variable)
         if self._key is not None and not may_carry_key(config.base_url):
@@ -62,12 +63,12 @@ class ChatEndpoint:
         self._pace = _Pace(config.requests_per_minute)
 
     def ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
-        """Return what `read` makes of the reply to a request; where it raises an `AttemptError`, ask again.
+        """Send a request and return `read(reply)`; repeat the request when `read` raises an `AttemptError`.
 
         Raises:
-            UserError: the endpoint refuses the key, or the request.
-            RunError: all attempts failed.
-            StoppedError: after one of these in another thread, or after `stop`.
+            UserError: the endpoint refuses the key or the request.
+            RunError: all attempts failed, or the endpoint asks for a wait beyond the configured limit.
+            StoppedError: `stop` was called, or another thread got a UserError or RunError.
         """
         try:
             return self._ask(body, read)
@@ -76,15 +77,15 @@ class ChatEndpoint:
             raise
 
     def stop(self) -> None:
-        """Let no thread ask anything any more, nor wait."""
+        """Stop all requests: threads that wait or send another request get a `StoppedError`."""
         self._pace.stop()
 
     def public(self, text: str) -> str:
-        """Return a text without the key, whoever wrote it there."""
+        """Return a text with the key masked; a server may repeat the key in its answer."""
         return text if self._key is None else text.replace(self._key, "(key)")
 
     def brief(self, text: str) -> str:
-        """Return the beginning of a text for a message, without the key and without parts of it."""
+        """Return the beginning of a text for a message, with the key and long parts of the key masked."""
         text = text[:LONGEST_EXAMINED]
         masked = text if self._key is None else _without_parts(text, self._key)
         return " ".join(masked.split())[:LONGEST_REASON]
@@ -107,7 +108,11 @@ class ChatEndpoint:
         )
 
     def _hold(self, seconds: float, reason: str) -> None:
-        """Let all threads wait: the endpoint said so to one of them."""
+        """Make all threads wait, since the endpoint's limit applies to them together.
+
+        Raises:
+            RunError: the wait is longer than `eval.judge.longest_wait_seconds`.
+        """
         longest = self._config.longest_wait_seconds
         if seconds > longest:
             raise RunError(
@@ -127,7 +132,7 @@ class ChatEndpoint:
         raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After")))
 
     def _refuse(self, response: Response) -> None:
-        """Raise for an answer that would be the same again."""
+        """Raise a `UserError` for a status that a repeated request would get again."""
         status = response.status
         if status in (401, 403):
             where = f"the key in the environment variable {self._config.key_variable}"
@@ -147,7 +152,7 @@ class ChatEndpoint:
         wrong = misfit(content, {"choices": [{"message": {"content": str}}]})
         if wrong is None and not content["choices"]:
             wrong = "choices: empty"
-        if wrong is not None:  # Some put their errors here.
+        if wrong is not None:  # Some endpoints report errors with status 200.
             raise AttemptError(f"the reply is no chat completion, {wrong}: {self._reason(response)}")
         usage = content.get("usage")
         if misfit(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
@@ -155,7 +160,7 @@ class ChatEndpoint:
         return Reply(content["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
 
     def _reason(self, response: Response) -> str:
-        """Return the status, and what the endpoint says of it."""
+        """Return the HTTP status and the endpoint's error message."""
         try:
             text = str(json.loads(response.content)["error"]["message"])
         except (ValueError, RecursionError, TypeError, KeyError):
@@ -164,7 +169,7 @@ class ChatEndpoint:
 
 
 class _Pace:
-    """Turns of several threads, so far apart as the limit wants."""
+    """A rate limit that several threads share."""
 
     def __init__(self, per_minute: float | None):
         self._gap = 60 / per_minute if per_minute else 0.0
@@ -172,7 +177,7 @@ class _Pace:
         self._free_at = time.monotonic()
 
     def turn(self) -> None:
-        """Wait for a turn and take it."""
+        """Wait until the rate limit allows a request, and count the request."""
         while True:
             with self._lock:
                 now = time.monotonic()
@@ -184,17 +189,21 @@ class _Pace:
                 return
 
     def hold(self, seconds: float) -> None:
-        """Give no turn for so long."""
+        """Allow no request for the next `seconds`."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Wait in one thread."""
+        """Block the calling thread for `seconds`.
+
+        Raises:
+            StoppedError: `stop` was called.
+        """
         if self._stopped.wait(seconds):
             raise StoppedError
 
     def stop(self) -> None:
-        """End all waiting."""
+        """Stop all waiting: threads that wait, now or later, get a `StoppedError`."""
         self._stopped.set()
 
 
@@ -218,7 +227,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _without_parts(text: str, key: str) -> str:
-    """Return a text in which everything that it has in common with the key, from some characters on, is masked."""
+    """Return a text with every part of the key masked that has at least `SHORTEST_PART` characters."""
     kept, at = [], 0
     while at < len(text):
         end = at
@@ -231,14 +240,15 @@ def _without_parts(text: str, key: str) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Return the seconds that the header Retry-After names, as a number or a date; None if it names none.
+    """Return the wait in seconds from a Retry-After header, a number or a date; None if the header is invalid.
 
-    A longer time than `LONGEST_RETRY_SECONDS` counts as that.
+    The wait is at most `LONGEST_RETRY_SECONDS`.
     """
     if value is None:
         return None
     try:
         seconds = urllib3.util.Retry().parse_retry_after(value)
-    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # Also a number or a year without end.
+    # ValueError and OverflowError: a number or a year is too large.
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
         return None
     return float(min(seconds, LONGEST_RETRY_SECONDS))

@@ -1,4 +1,4 @@
-"""What a suite is given, and the pass over the model that suites share."""
+"""The input of every suite, and the forward pass over validation data that suites share."""
 #   B = batch, T = tokens of a row
 
 import functools
@@ -20,23 +20,28 @@ from difftx.training.state import graph
 
 
 class Evaluation:
-    """A run, the parameters of one of its steps, and a display for suites that take long."""
+    """A run, the parameters of one of its steps, and a progress display."""
 
     def __init__(self, run: Run, params: Any, work: Work):
         self.run, self.params, self.work = run, params, work
-        self.journal: Journal | None = None  # Of the suite that runs; None: nothing is kept of what it has done.
+        self.journal: Journal | None = None  # Journal of the current suite; None: finished items are not saved.
         self._valid_nll: dict[str, np.ndarray] = {}
 
     @functools.cached_property
     def lm(self) -> LanguageModel:
-        """The model, to generate with and to score continuations."""
+        """The model, for generating text and for scoring continuations."""
         return LanguageModel(self.run.config, self.run.mesh, self.params, self.run.tokenizer)
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
-        """Return -log p of each target of a source's first rows, nats, float32 `[rows, T]`.
+        """Return -log p of each target of a source's first rows, in nats, float32 `[rows, T]`.
 
-        Every process gets all of it. So the suites sum on the host, in float64, and what they sum is the same in any
-        batch, on any mesh and number of hosts; targets that do not count have a value too.
+        Targets outside the loss mask have a value too. Every process gets the whole array. Suites sum it in float64 on
+        the host, so that their numbers do not depend on the batch size, the mesh or the number of hosts.
+
+        Args:
+            source: the rows to score.
+            limit_tokens: largest number of tokens, rounded down to whole rows, but at least one row.
+            what: name of the rows in the progress display.
         """
         graphdef, rows, wanted = graph(self.run.config), self.run.microbatch_rows, ordered_rows(source, limit_tokens)
         batches = ordered_batches(
@@ -49,13 +54,16 @@ class Evaluation:
         found, pending = [], None
         for batch in self.work.track(batches, what, -(-wanted // rows)):
             scored = _score(graphdef, self.params, batch)
-            if pending is not None:  # Fetched while the device works on the next one.
+            if pending is not None:  # Fetch the previous batch while the device computes the current one.
                 found.append(np.asarray(pending))
             pending = scored
         return np.concatenate([*found, np.asarray(pending)])[:wanted]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
-        """Yield the rows of a validation set, `eval.loss_tokens` at most, each with its `nll`, computed once."""
+        """Yield the rows of a validation set, at most `eval.loss_tokens` tokens, each with its `nll`.
+
+        Suites share the result: the forward pass runs once per set.
+        """
         source = self.run.data.valid[name]
         if name not in self._valid_nll:
             limit = self.run.config.eval.loss_tokens
@@ -69,4 +77,4 @@ def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Array:
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT)
-    return jax.sharding.reshard(nll_BT, jax.P())  # Whole on every device, so that each host can read it.
+    return jax.sharding.reshard(nll_BT, jax.P())  # Replicated, so that each host can read all of it.

@@ -1,4 +1,4 @@
-"""Suite `exact_match`: how often a synthetic task is answered right, on its validation examples."""
+"""Suite `exact_match`: accuracy of a synthetic task on its validation examples."""
 #   B = batch, T = tokens, D = model width
 
 import functools
@@ -21,9 +21,10 @@ from difftx.training.state import graph
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Take the most likely token at each answer; sets are averaged without weights.
+    """Compare the most likely token with each answer; the numbers are unweighted means over sets.
 
-    `accuracy` is the share of answers that are right (Zoology's), `exact_match` of examples with all of them right.
+    `accuracy` is the share of right answers, as in Zoology. `exact_match` is the share of examples whose answers are
+    all right.
     """
     run, params = evaluation.run, evaluation.params
     sets = {name: _score_set(run, params, rows) for name, rows in tasks_of(run).items()}
@@ -37,7 +38,7 @@ def tasks_of(run: Run) -> dict[str, SyntheticRows]:
     """Return the validation sets that are synthetic tasks.
 
     Raises:
-        UserError: there is none.
+        UserError: no validation set is a synthetic task.
     """
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
@@ -71,7 +72,7 @@ def _scorer(config: Config):
 
     @jax.jit
     def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the number of right answers, of answers, and of rows with right answers only."""
+        """Return the number of right answers, the number of answers, and the number of rows with only right answers."""
         model = nnx.merge(graphdef, params)
         x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
         counts_BT = batch.loss_mask_BT > 0

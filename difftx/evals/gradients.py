@@ -1,4 +1,4 @@
-"""Suite `gradients`: norms of the loss's gradient by matrix and layer (arXiv 2410.05258, Appendix F)."""
+"""Suite `gradients`: norms of the loss gradient by matrix and layer (arXiv 2410.05258, Appendix F)."""
 #   L = layers, D = model width, H = heads, G = 2 groups (A1 and A2), d = width of a query/key (sub-)head
 
 import dataclasses
@@ -12,17 +12,17 @@ from flax import nnx
 from jax import P
 
 from difftx.config import Config, ModelConfig
+from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
-from difftx.evals.throughput import ARCHITECTURES, counterpart
-from difftx.parallel.layout import Layout
+from difftx.evals.throughput import COMPARED, counterpart
+from difftx.model.abstract import vector_mask
 from difftx.training.loss import batch_nll
-from difftx.training.optimizer import NOT_DECAYED
 from difftx.training.state import graph, init_state
 
 CHECKPOINT = "checkpoint"
-PAIRS = ("query", "key")  # Matrices of two groups: W_Q1 and W_Q2, W_K1 and W_K2.
+PAIRS = ("query", "key")  # Weights with a matrix for each of the two groups: W_Q1 and W_Q2, W_K1 and W_K2.
 TITLES = {
     CHECKPOINT: "of the checkpoint",
     "as_configured": "at initialisation",
@@ -35,19 +35,19 @@ TITLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """What is kept of one."""
+    """Measurements of one gradient."""
 
-    loss: float  # Nats a token.
-    norms: dict[str, np.ndarray]  # Of each matrix, `[L]`.
-    cosines: dict[str, np.ndarray]  # Of each pair of matrices, `[L]`; 0 where a gradient is.
+    loss: float  # Nats per token.
+    norms: dict[str, np.ndarray]  # Frobenius norm for each matrix, `[L]`.
+    cosines: dict[str, np.ndarray]  # Cosine by entry of PAIRS, `[L]`; 0 where either gradient is zero.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Measure the gradient of the mean loss of validation tokens, at the checkpoint and where training starts from.
+    """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
-    A matrix's norm is Frobenius's, of all layers in the numbers. The cosine is between the gradients by W_Q1 and W_Q2,
-    and by W_K1 and W_K2, averaged over layers: by the maps themselves it is -1 whatever the model does, since
-    dL/dA2 = -λ dL/dA1.
+    Each norm in the numbers is the Frobenius norm of a matrix over all layers together. Each cosine compares the
+    gradients with respect to W_Q1 and W_Q2, or W_K1 and W_K2, and is a mean over layers. A cosine of the gradients with
+    respect to A1 and A2 would not be informative: it is always -1, since dL/dA2 = -λ dL/dA1.
     """
     gradients = {CHECKPOINT: _gradient(evaluation, CHECKPOINT, evaluation.run.config, evaluation.params)}
     for name, config in starts(evaluation.run.config).items():
@@ -75,12 +75,12 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def starts(config: Config) -> dict[str, Config]:
-    """Return the models of `eval.gradients.at_initialization` that there are, by its names.
+    """Return the entries of `eval.gradients.at_initialization` that apply to the model, as configs by name.
 
-    With `model.zero_init_output` W_O is zero at first, and so is every gradient behind it: here it never is.
+    All have `model.zero_init_output=False`. If W_O were zero, all gradients that flow through it would be zero too.
 
     Raises:
-        UserError: the counterpart is asked for, and there is none.
+        UserError: the counterpart is requested, and the model is a Transformer with an odd number of heads.
     """
     model = dataclasses.replace(config.model, zero_init_output=False)
     has_scale, has_norm = model.groups == 2, model.head_norm != "none"
@@ -96,26 +96,23 @@ def starts(config: Config) -> dict[str, Config]:
         for name, change in changes.items()
     }
     asked = config.eval.gradients.at_initialization
-    if "counterpart" in asked and model.architecture in ARCHITECTURES:
+    if "counterpart" in asked and model.architecture in COMPARED:
         found["counterpart"] = counterpart(found["as_configured"])
     return {name: found[name] for name in asked if name in found}
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices of all layers in a tree of blocks' parameters, `[L, …]` each, those of two groups as two."""
-    layout, found = Layout(), {}
-    for path, leaf in jax.tree.leaves_with_path(blocks):
+    """Return the matrices in a tree of the blocks' parameters, `[L, …]` each; a weight with two groups gives two."""
+    found = {}
+    is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
+    for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
         part, name = path[0].key, path[-1].key.split("_")[0]
-        if path[-1].key in NOT_DECAYED:  # Vectors.
+        if skip:
             continue
-        if model.architecture == "diff_v2" and name == "query":
-            L, D, heads, d = leaf.shape
-            sharding = P(None, *layout.query_DHGd)
-            leaf = jax.lax.reshape(leaf, (L, D, heads // 2, 2, d), out_sharding=sharding)
-        if leaf.ndim == 5:  # In grouped differential attention a group's last query is the noise head's.
-            found |= {f"{name}_1": leaf[..., :-1, :], f"{name}_2": leaf[..., -1:, :]}
+        if part == "mlp":
+            found[f"mlp_{name}"] = leaf
         else:
-            found[f"mlp_{name}" if part == "mlp" else name] = leaf
+            found |= ARCHITECTURES[model.architecture].matrices_by_group(name, leaf)
     return found
 
 
@@ -146,7 +143,10 @@ def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) ->
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return the summed nll of the counted tokens, their number, and the sum's gradient by the layers' parameters."""
+    """Return a batch's summed nll and number of tokens within the loss mask, and the gradient of the sum.
+
+    The gradient is with respect to the blocks' parameters.
+    """
 
     def nll(blocks: Any) -> jax.Array:
         return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -162,7 +162,10 @@ def _add(total: Any, new: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
-    """Return both sums, and of the gradient each matrix's sum of squares and each pair's dot product, `[L]`."""
+    """Return the summed nll, the number of tokens, each matrix's sum of squares, and each pair's dot product.
+
+    Sums of squares and dot products are those of the gradient, `[L]` each.
+    """
     nll, tokens, gradient = total
     found = matrices(model, gradient)
 
@@ -171,7 +174,7 @@ def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
 
     squares = {name: dot(matrix, matrix) for name, matrix in found.items()}
     pairs = {pair: (found[f"{pair}_1"], found[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in found}
-    # Several signal heads to a noise head: nothing to compare entry by entry.
+    # With several signal heads per noise head the shapes of a pair differ, and the dot product is undefined.
     dots = {pair: dot(a, b) for pair, (a, b) in pairs.items() if a.shape == b.shape}
     return nll, tokens, squares, dots
 
@@ -181,7 +184,7 @@ def _norm_chart(name: str, found: Gradient) -> LineChart:
 
 
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:
-    """Return a chart by layer; a log axis has no place for what is zero."""
+    """Return a chart by layer; with `log_y`, leave out lines that contain a zero."""
     series = [
         Series(name=line, x=[float(layer) for layer in range(1, len(y_L) + 1)], y=[float(y) for y in y_L])
         for line, y_L in lines.items()

@@ -1,4 +1,4 @@
-"""Suite `hallucination`: summaries and answers that a given document supports (arXiv 2410.05258, §3.6, Table 4)."""
+"""Suite `hallucination`: summaries and answers faithful to a given document (arXiv 2410.05258, §3.6, Table 4)."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from difftx.training.checkpoint import DECISION_SECONDS
 from difftx.training.run import Run
 
 type Measures = dict[str, float]
-type Entry = dict[str, Any]  # Of an item: what was answered, and what the judge says of it.
+type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
 
-# Agreement with a reference, beside recall: LongBench's measure of the kind, by its name in numbers and in tables.
+# LongBench's measure of agreement with a reference, by kind: name in the numbers, name in the tables, function.
 AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
     "summarisation": ("rouge_l", "ROUGE-L", overlap.rouge_l),
     "question_answering": ("f1", "F1", overlap.f1),
@@ -32,14 +32,15 @@ AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Generate greedily, and have a judge say whether each answer is accurate and free of hallucinations.
+    """Generate answers greedily; a judge decides whether each is accurate and free of hallucinations.
 
-    accuracy: the share that is, over all samples; accuracy_when_answered: over those that are an answer, since saying
-    less is another way to be wrong less often. answer_rate, abstention_rate and empty_rate sum to 1. Names of a kind
-    are means over its sets.
+    `accuracy_by_<judge>` is the share of accurate answers among all samples. `accuracy_when_answered_by_<judge>` is the
+    share among answered samples: those whose answer is neither empty nor an abstention. `answer_rate`,
+    `abstention_rate` and `empty_rate`, which sum to 1, show whether a model is wrong less often only because it answers
+    less often. Numbers named after a kind are means over its sets.
 
     Raises:
-        UserError: there is no set, or its file, the context or the judge do not serve.
+        UserError: the config has no set, or a set's file, the context or the judge cannot be used.
         RunError: the judge cannot be reached.
     """
     run = evaluation.run
@@ -61,14 +62,14 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def sets_of(run: Run) -> list[HallucinationSet]:
-    """Return the sets of the config, read.
+    """Read the sets of the config.
 
     Raises:
-        UserError: there is none, or its file or the context do not serve.
+        UserError: the config has no set, a file is invalid, or the context does not hold a prompt.
     """
     sets = run.config.eval.hallucination.sets
     if not sets:
-        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see configs/base.py")
+        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
     return [HallucinationSet(run, config) for config in sets]
 
 
@@ -76,7 +77,7 @@ def judge_of(run: Run) -> Judge:
     """Return the judge of the config.
 
     Raises:
-        UserError: its key is not in the environment.
+        UserError: the environment has no valid key for the judge, or the key would be sent unencrypted.
     """
     settings = run.config.eval.hallucination
     if settings.judge_model is None:
@@ -85,18 +86,18 @@ def judge_of(run: Run) -> Judge:
 
 
 def needs(run: Run) -> None:
-    """Raise `UserError` where sets or judge do not serve."""
+    """Raise a `UserError` if the sets or the judge cannot be used."""
     sets_of(run)
     judge_of(run)
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads beside the run's own data."""
+    """Return the files that the suite reads in addition to the run's data."""
     return [Path(one.path) for one in config.eval.hallucination.sets]
 
 
 def _answered(evaluation: Evaluation, one: HallucinationSet) -> dict[str, Entry]:
-    """Return what the model answers, by the items' ids."""
+    """Return the model's answers by item id."""
 
     def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
         requests = [Request(prompt=item.tokens, new_tokens=one.config.new_tokens, seed=0) for item in items]
@@ -114,7 +115,7 @@ def _answered(evaluation: Evaluation, one: HallucinationSet) -> dict[str, Entry]
 
 
 def _judge(evaluation: Evaluation, judge: Judge, one: HallucinationSet, entries: dict[str, Entry]) -> None:
-    """Add the verdicts; an empty answer needs no judge."""
+    """Add the verdicts to the entries; empty answers are inaccurate without asking the judge."""
     given = [item for item in one.items if entries[item.id]["answer"]]
     cases = [
         Case(one.config.kind, item.document, item.question, item.references, entries[item.id]["answer"])
@@ -128,7 +129,7 @@ def _judge(evaluation: Evaluation, judge: Judge, one: HallucinationSet, entries:
 
 
 def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
-    """Return the numbers of a set: shares of its samples, or means over them."""
+    """Return the numbers of a set, each a share of its samples or a mean over them."""
     answers = [entry["answer"] for entry in entries.values()]
     accurate = [entry["accurate"] for entry in entries.values()]
     abstains = [overlap.is_abstention(answer) for answer in answers]
@@ -151,7 +152,7 @@ def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) ->
             max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
         )
     measures["documents_cut"] = statistics.fmean(entry["document_cut"] for entry in entries.values())
-    # §3.6 is about contexts that have the answer.
+    # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
     if has_reference := [
         any(overlap.contains(item.document, reference) for reference in item.references)
         for item in one.items
@@ -168,7 +169,7 @@ def _mean(found: Sequence[Measures]) -> Measures:
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
-    """Return Table 4 of a kind, with what belongs beside it."""
+    """Return Table 4 for a kind, with rates of answers and agreement with the references."""
     agreement, agreement_label, _ = AGREEMENT[kind]
     rows = {
         f"accuracy_by_{judge.label}": "accuracy",

@@ -1,7 +1,8 @@
-"""Prompts of suite `hallucination`: a document, then what is asked of it.
+"""Prompts of suite `hallucination`: a document, then a question or a request for a summary.
 
-The paper gives no prompts; these are for models that only continue text. An answer ends with its line, a summary with
-its paragraph. Document and what is around it are tokenised apart.
+The paper does not print its prompts. The prompts here were written for difftx, for models without instruction tuning.
+An answer ends at a line break, a summary at an empty line. The document and the text around it are tokenised
+separately.
 """
 
 import dataclasses
@@ -25,30 +26,30 @@ AFTER = {
     "question_answering": "\n\nQuestion: {question}\nAnswer:",
 }
 STOP = {"summarisation": ("\n\n",), "question_answering": ("\n",)}
-FEWEST_TOKENS = 16  # That are left of a document.
+FEWEST_TOKENS = 16  # Smallest number of document tokens that a prompt must have room for.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationItem:
-    """A line of a file, as it was asked."""
+    """A sample of a set, and its prompt."""
 
-    id: str  # Its name in a journal: set and line.
+    id: str  # Name in a journal: set and index of the record.
     tokens: tuple[int, ...]  # The prompt.
-    document: str  # As far as it is in the prompt.
-    cut: bool  # That is not all of it.
-    question: str | None
-    references: tuple[str, ...]
+    document: str  # The part of the document that the prompt contains.
+    cut: bool  # Whether the document was shortened.
+    question: str | None  # None for summarisation.
+    references: tuple[str, ...]  # Reference answers.
 
 
 class HallucinationSet:
-    """The samples of a file, the same for the same file, settings and tokenizer."""
+    """The samples of a file; the same file, settings and tokenizer always give the same samples."""
 
     def __init__(self, run: Run, config: HallucinationSetConfig):
         """Read the file.
 
         Raises:
-            UserError: it cannot be read or is empty, a line has no such field or one of another form, or the context
-                does not hold a prompt.
+            UserError: the file cannot be read or is empty, a line lacks a field or has one of the wrong type, or the
+                context does not hold a prompt.
         """
         self.config, self._tokenizer = config, run.tokenizer
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
@@ -57,11 +58,11 @@ class HallucinationSet:
         lines = [self._read(record) for record in read_records(Path(config.path), field=field, what="documents")]
         chosen = np.random.default_rng(settings.seed).permutation(len(lines))[: settings.samples]
         items = [self._item(number, *lines[number]) for number in sorted(chosen.tolist())]
-        # A batch is as slow as its longest row.
+        # Items of similar length share a batch, since a batch takes as long as its longest row.
         self.items = sorted(items, key=lambda item: len(item.tokens))
 
     def _read(self, record: Record) -> tuple[str, str, str | None, tuple[str, ...]]:
-        """Return where a line is, its document, its question and its references."""
+        """Return a line's location for messages, its document, its question and its references."""
         question = None if self.config.question is None else record.text(self.config.question).strip()
         document = _document(record, self.config.document).strip()
         if not document:
@@ -103,7 +104,7 @@ class HallucinationSet:
 
 
 def _document(record: Record, field: str) -> str:
-    """Return a document: text; texts, joined; or HotpotQA's paragraphs, each after its title."""
+    """Return the document in a field, which holds a text, a list of texts, or HotpotQA's titles and sentences."""
     value = record.field(field)
     if _are_texts(value):
         return "\n\n".join(value)

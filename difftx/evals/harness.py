@@ -1,4 +1,4 @@
-"""Suite `harness`: tasks of EleutherAI's lm-eval, its own or others (arXiv 2410.05258: Tables 1 and 8)."""
+"""Suite `harness`: tasks of EleutherAI's lm-eval, built in or from YAML files (arXiv 2410.05258, Tables 1 and 8)."""
 
 import difflib
 import functools
@@ -30,21 +30,23 @@ PAPER_METRICS = {
     "winogrande": "acc",
 }
 LOCAL_TASKS = Path(__file__).parent / "harness_tasks"
-BOOTSTRAPS = 1000  # For errors of what is no mean, such as F1; lm-eval's 100,000 take minutes.
+# Resamples for standard errors of metrics that are not means, such as F1. lm-eval's default, 100,000, takes minutes.
+BOOTSTRAPS = 1000
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run lm-eval's tasks on the model; `<task>_<metric>` and its standard error are lm-eval's.
+    """Run lm-eval's tasks on the model.
 
-    `average_acc` is the mean accuracy over `eval.harness.tasks`, `average_acc_norm` that of choices by likelihood a
-    character, where a task has it, and `average_paper` the "Avg" of Tables 1 and 8, see `averages`.
+    Numbers named `<task>_<metric>`, and their standard errors, are those of lm-eval. `average_acc` is the mean of `acc`
+    over `eval.harness.tasks`. `average_acc_norm` is the mean of `acc_norm`, the accuracy of choices by likelihood per
+    character, with `acc` for tasks without it. `average_paper` is the "Avg" of Tables 1 and 8: see `averages`.
 
     Raises:
-        UserError: lm-eval is not installed, a task or its data cannot be had, or a request does not fit the context.
+        UserError: lm-eval is not installed, a task or its data is not available, or a request does not fit the context.
     """
     settings = evaluation.run.config.eval.harness
     manager, tasks = load_tasks(settings)
-    from difftx.evals.harness_model import HarnessModel  # Needs lm-eval, which is there by now.
+    from difftx.evals.harness_model import HarnessModel  # Imports lm-eval, an optional dependency.
 
     model = HarnessModel(evaluation)
     found = import_extra("lm_eval", "eval").simple_evaluate(
@@ -55,7 +57,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         limit=settings.limit,
         bootstrap_iters=BOOTSTRAPS,
         log_samples=False,
-        random_seed=None,  # Of the process: nothing of ours shall depend on a suite.
+        random_seed=None,  # With a seed, lm-eval would reset the process's global random generators.
         numpy_random_seed=None,
         torch_random_seed=None,
         fewshot_random_seed=settings.seed,
@@ -64,12 +66,12 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def needs(run: Run) -> None:
-    """Raise `UserError` where lm-eval, a task or its data cannot be had."""
+    """Raise a `UserError` if lm-eval, a task or its data is not available."""
     load_tasks(run.config.eval.harness)
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads beside the run's own data."""
+    """Return the files that the suite reads in addition to the run's data."""
     settings = config.eval.harness
     data = [] if settings.data_path is None else data_files(settings.data_path, settings.tasks)
     others = [] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*"))
@@ -77,15 +79,15 @@ def files(config: Config) -> list[Path]:
 
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
-    """Return lm-eval's task manager, and its tasks and groups by name, with their data.
+    """Return lm-eval's task manager, and the tasks and groups of the settings by name, with their data.
 
     Raises:
-        UserError: lm-eval is not installed, there is no such task, or its data cannot be had.
+        UserError: lm-eval is not installed, a task does not exist, or its data is not available.
     """
     for module in ("lm_eval", "datasets"):
         import_extra(module, "eval")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # It narrates every default and override.
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Its bootstrap would fork, which threads of JAX do not survive.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # By default lm-eval logs every default and override.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap would fork: JAX's threads do not survive it.
     for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
         if path is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
@@ -102,7 +104,7 @@ def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
 
 @functools.cache
 def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, own: bool) -> Any:
-    """Return a task manager; `own`: that knows lm-eval's own tasks, which takes it half a minute to read."""
+    """Return a task manager; with `own`, also load the index of lm-eval's built-in tasks, which takes half a minute."""
     from lm_eval.tasks import TaskManager
 
     folders = [] if data_path is None else [LOCAL_TASKS]
@@ -112,12 +114,12 @@ def _manager(data_path: str | None, include_path: str | None, num_fewshot: int |
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    """Return the hint for a wrong name, but not a list of thousands."""
+    """Return the closest known name as a hint; if none is close, return "" rather than a list of thousands of names."""
     return did_you_mean(name, known) if difflib.get_close_matches(name, known, n=1, cutoff=0.5) else ""
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Return the group of a name, or its tasks; a tag has several."""
+    """Return the group or the task of a name, or the several tasks of a tag."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -137,9 +139,9 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> Result:
-    """Return what lm-eval found, with the means over `tasks`."""
+    """Return lm-eval's numbers and the means over `tasks`."""
     scores = {task: _numbers(values) for task, values in found["results"].items()}
-    rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Not all groups have a mean.
+    rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Some groups have no mean accuracy.
     numbers = averages(rows)
     for task, values in scores.items():
         numbers |= {f"{task}_{metric}": value for metric, value in values.items()}
@@ -166,13 +168,15 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
 
 
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the means over tasks of `acc`, of `acc_norm` (else `acc`), and of the metrics that the paper averages.
+    """Return the means over tasks of `acc`, of `acc_norm` (`acc` for tasks without it), and of the paper's metrics.
 
-    The third, `average_paper`, is there if all seven tasks of the paper are; further tasks do not count in it. It takes
-    `acc_norm` of HellaSwag and `acc` of ARC-C, ARC-E, BoolQ, OpenBookQA, PIQA and WinoGrande. The paper does not name
-    its metrics. This is an inference: Table 1's row of OpenLLaMA-3B-v2, rounded, is the column of that model in the
-    README of github.com/openlm-research/open_llama with these metrics, and not with the others (HellaSwag 70.0:
-    acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26, acc_norm 0.38).
+    `average_paper` is the mean over the seven tasks of the paper, and exists only if all seven were evaluated. Its
+    metrics are `acc_norm` for HellaSwag, and `acc` for ARC-C, ARC-E, BoolQ, OpenBookQA, PIQA and WinoGrande.
+
+    The paper does not name its metrics; this choice is an inference. With these metrics, the row of OpenLLaMA-3B-v2 in
+    Table 1 equals, when rounded, the column of that model in the README of github.com/openlm-research/open_llama. With
+    the alternatives, the numbers differ (HellaSwag 70.0: acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26, acc_norm
+    0.38).
     """
     numbers = {}
     if rows:
@@ -184,7 +188,7 @@ def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return a task's numbers by metric, and by filter where there are several: lm-eval's "acc,none" is "acc"."""
+    """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", other filters append "_<filter>"."""
     parts = ((name.partition(","), value) for name, value in values.items())
     return {
         metric if filtered == "none" else f"{metric}_{filtered}": float(value)

@@ -1,12 +1,15 @@
-"""Data of lm-eval's tasks from local JSON lines: `custom_dataset` of the files in harness_tasks/.
+"""Data of lm-eval's tasks from local JSON lines; the task files in harness_tasks/ name `splits` as `custom_dataset`.
 
-    query, choices, gold                     the task's prompt, its answers, the number of the right one
-    context_options, continuation, gold      winogrande: what may stand before the continuation
+The fields of a row are:
 
-Files are named <task>_test or, of boolq, hellaswag, piqa and winogrande, <task>_val, as their splits are, and
-<task>_train. A query is the prompt as lm-eval's task of that name makes it from the hub's fields. Rows that differ from
-`FORMS` are refused: their scores would not be the task's. Of boolq "Passage: " in front and "Answer:" at the end may be
-there or not.
+    query, choices, gold                     the prompt, the answers, the index of the right answer
+    context_options, continuation, gold      winogrande: the contexts, the continuation, the index of the right context
+
+The file of the questions is named after the task's split: <task>_val for boolq, hellaswag, piqa and winogrande,
+<task>_test for the other tasks. Examples for few-shot prompts come from <task>_train. A query is the prompt that
+lm-eval's task of the same name makes from the fields of the Hugging Face hub. Rows that do not match `FORMS` are
+refused, since their scores would not be comparable. In a boolq query, "Passage: " at the start and "Answer:" at the end
+are optional.
 """
 
 import dataclasses
@@ -27,18 +30,18 @@ MARKS = re.compile(r"\[(title|header|step|substeps)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What lm-eval's task makes of a row of the hub's data set."""
+    """The form of the rows that lm-eval's task makes from the hub's data set."""
 
-    texts: range  # How many choices, or contexts of winogrande, a row may have.
-    query: str  # Regular expression of a whole query.
-    shown: str  # The same, for messages.
-    choices: tuple[str, ...] | None = None  # Where all rows have the same.
-    bare: bool = False  # The query is the question alone, without the words that other tasks put around it.
+    texts: range  # Allowed numbers of choices, or of contexts for winogrande.
+    query: str  # Regular expression that matches a whole query.
+    shown: str  # Description of the query for messages.
+    choices: tuple[str, ...] | None = None  # The choices of every row; None: they differ.
+    bare: bool = False  # Whether the query is only the question, without "Question: " and "Answer:".
     has_marks: bool = False  # Whether the hub's texts have WikiHow's marks, which lm-eval removes.
 
 
 _QUESTION = Form(range(2, 6), r"Question: .*\nAnswer:", "Question: …\nAnswer:")
-# The files of lm-eval 0.4.13 of these names.
+# These follow the task files of the same names in lm-eval 0.4.13.
 FORMS = {
     "arc_challenge": _QUESTION,
     "arc_easy": _QUESTION,
@@ -56,17 +59,17 @@ FORMS = {
 
 
 def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test: str, **_: Any) -> dict[str, Any]:
-    """Return a task's data as lm-eval takes it: `datasets.Dataset`s, "train" empty if no examples are wanted.
+    """Return a task's data for lm-eval, a `datasets.Dataset` per split; "train" is empty if `num_fewshot` is 0.
 
     Args:
-        task: its name.
-        data_path: the folder.
-        num_fewshot: examples in a prompt; one more is needed, as the question itself may be drawn.
-        list_field: that holds one text for each answer.
-        test: the split of the questions, which the file's name has too.
+        task: name of the task.
+        data_path: folder of the files.
+        num_fewshot: examples in a prompt; the file needs one more, since the question itself may be drawn.
+        list_field: name of the field that holds one text per answer.
+        test: name of the questions' split, which is also part of the file name.
 
     Raises:
-        UserError: a file is not there, or a line is wrong.
+        UserError: a file is missing or too short, or a line is invalid.
     """
     text_field = "continuation" if list_field == "context_options" else "query"
     examine = functools.partial(_question, form=FORMS[task], text_field=text_field, list_field=list_field)
@@ -85,7 +88,7 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
 
 
 def data_files(data_path: str, tasks: Sequence[str]) -> list[Path]:
-    """Return the files of a folder that are of some tasks."""
+    """Return the files in a folder that belong to the given tasks."""
     there = Path(data_path).glob("*.jsonl*")
     return sorted(path for path in there if path.name.split(".")[0].rpartition("_")[0] in tasks)
 
@@ -112,7 +115,7 @@ def _question(record: Record, *, form: Form, text_field: str, list_field: str) -
 
 
 def _misfit(form: Form, text: str, texts: Sequence[str]) -> str | None:
-    """Return in what a row differs from the rows of the task, with {text} and {list} for its fields."""
+    """Return why a row does not have its task's form, or None; {text} and {list} stand for the names of the fields."""
     if len(texts) not in form.texts:
         counts = "2" if form.texts == range(2, 3) else f"{form.texts[0]} to {form.texts[-1]}"
         return f"{{list}} has {len(texts)} texts, and the task {counts}"

@@ -1,4 +1,4 @@
-"""The model as lm-eval asks it. Imports lm-eval, an extra: only suite `harness` imports this module."""
+"""The model behind lm-eval's interface. Only suite `harness` imports this module, since lm-eval is optional."""
 
 import collections
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top
 
 
 class HarnessModel(TemplateLM):
-    """Answers lm-eval's requests; how text is cut into context and continuation is lm-eval's own way.
+    """An lm-eval model; lm-eval itself splits texts into context and continuation.
 
-    Every process of a run is asked the same and has the same answers, so that to lm-eval each is the only one.
+    Every process of a run gets the same requests and returns the same answers, so lm-eval sees a single process.
     """
 
     def __init__(self, evaluation: Evaluation):
         super().__init__()
-        self.truncated = 0  # Requests that were cut at their left.
+        self.truncated = 0  # Number of requests that lost their left end.
         self._evaluation = evaluation
         self._settings = evaluation.run.config.eval.harness
         self._window = evaluation.lm.window
 
     @property
     def eot_token_id(self) -> int:
-        """What an empty context is, and a text begins with."""
+        """The token that replaces an empty context and precedes every text."""
         return self._evaluation.lm.tokenizer.eot_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text; names of special tokens in it are text."""
+        """Return the tokens of a text; names of special tokens are encoded as ordinary text."""
         return self._evaluation.lm.tokenizer.encode_ordinary(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return log p(continuation | context) and whether it is what greedy decoding would write."""
+        """Return log p(continuation | context), and whether greedy decoding would produce the continuation."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
@@ -49,16 +49,17 @@ class HarnessModel(TemplateLM):
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of whole texts, in windows: each token once, each window after the last token of the one before.
+        """Return log p of whole texts, conditioned on <|endoftext|>.
 
-        Texts are conditioned on <|endoftext|>.
+        A long text is split into windows that score each token once. Each window is conditioned on the last token of
+        the previous window.
         """
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return what the model writes after each context, up to one of the strings that the task stops at."""
+        """Return the model's completion of each context, up to the first of the task's stop strings."""
         repeats: collections.Counter[tuple[str, str]] = collections.Counter()
         wanted = []
         for request in requests:
@@ -73,10 +74,11 @@ class HarnessModel(TemplateLM):
         return [(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, windows)]
 
     def _fitting(self, context: Tokens, continuation: Tokens) -> tuple[Tokens, Tokens]:
-        return self._cut(context, self._window + 1 - len(continuation)), continuation  # The last one is only a target.
+        # The last token of the continuation is only a target, so it needs no position in the context.
+        return self._cut(context, self._window + 1 - len(continuation)), continuation
 
     def _wanted(self, context: str, options: dict[str, Any], repeat: int) -> Wanted:
-        """Return a request; a text that is asked for again is another sample."""
+        """Return a request; `repeat`, the number of equal earlier requests, gives each repetition its own seed."""
         known = normalize_gen_kwargs(options)
         if unknown := known.keys() - GENERATION:
             raise UserError(
@@ -91,14 +93,18 @@ class HarnessModel(TemplateLM):
             sampling=Sampling(
                 repetition_penalty=known.get("repetition_penalty"),
                 temperature=0.0 if greedy else known.get("temperature", 1.0),
-                top_k=None if greedy else known.get("top_k") or None,  # 0, as Hugging Face says it: all.
+                top_k=None if greedy else known.get("top_k") or None,  # 0 means all tokens, as in Hugging Face.
                 top_p=None if greedy else known.get("top_p"),
             ),
             seed=0 if greedy else (self._settings.seed + repeat) % 2**32,
         )
 
     def _cut(self, tokens: Tokens, room: int) -> Tokens:
-        """Return the last tokens, as many as there is room for."""
+        """Return the last `room` tokens, or all if they are fewer.
+
+        Raises:
+            UserError: the tokens do not fit and `eval.harness.truncate` is False, or `room` is not positive.
+        """
         if len(tokens) <= room:
             return tokens
         if room < 1 or not self._settings.truncate:

@@ -1,4 +1,4 @@
-"""Long text to hide something in: pieces of exact length, cut at sentence ends where there are any."""
+"""Long texts in which a suite hides sentences: pieces of an exact number of tokens, split at sentence ends."""
 #   N = tokens of the text, n = tokens of a piece
 
 import re
@@ -13,22 +13,22 @@ from difftx.data.tokenizer import token_bytes
 from difftx.errors import UserError
 from difftx.training.run import Run
 
-TEXT_TOKENS = 2**20  # Read of a corpus, at most; where a piece is long, four times as many as it has.
-TOLERANCE = 0.05  # A place is moved to the nearest sentence end, by this share of the piece at most.
+TEXT_TOKENS = 2**20  # Tokens read from a corpus; four times the length of the longest piece, if that is more.
+TOLERANCE = 0.05  # Largest distance from a depth to the sentence end that is used for it, as a share of the piece.
 SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
 LINE_END = re.compile(rb"\n[ \t]*$")
 
 
 class Haystack:
-    """Text as tokens, with the places between them where a sentence ends."""
+    """A tokenised text with its sentence boundaries."""
 
     def __init__(self, tokens_N: np.ndarray, bytes_of: list[bytes | None], *, longest: int):
-        """Hold a text; one that is shorter than the longest piece is repeated.
+        """Find the sentence boundaries of a text; a text shorter than the longest piece is repeated.
 
         Args:
-            tokens_N: token ids, one at least.
-            bytes_of: each id's bytes, as `token_bytes` returns them.
-            longest: tokens of the longest piece.
+            tokens_N: at least one token id.
+            bytes_of: the bytes of each token id, as `token_bytes` returns them.
+            longest: number of tokens of the longest piece.
         """
         self.text_tokens = len(tokens_N)
         self._tokens_N = np.resize(tokens_N, max(len(tokens_N), longest)).astype(np.int32)
@@ -39,12 +39,16 @@ class Haystack:
         begins_apart = np.array([value[:1].isspace() for value in values])
         begins_character = np.array([not 0x80 <= (value[:1] or b"a")[0] < 0xC0 for value in values])
         at_end = (ends_sentence[before_N] & begins_apart[after_N]) | ends_line[before_N]
-        # Place i lies before token i; both ends of the text are places too.
+        # Entry i is the boundary before token i, so there is one entry more than tokens.
         self._is_sentence_end = np.concatenate([[True], at_end, [True]])
         self._is_character_end = np.concatenate([[True], begins_character[after_N], [True]])
 
     def piece(self, length: int, rng: np.random.Generator) -> "Piece":
-        """Draw a piece between two sentence ends; where there is none, from one on, or at least of whole characters."""
+        """Draw a piece of `length` tokens that starts and ends at sentence ends.
+
+        If the text has no such piece, the end, and if necessary also the start, may be any boundary between characters.
+        If there is no such piece either, return the beginning of the text.
+        """
         sentence, character = self._is_sentence_end, self._is_character_end
         for begin, end in ((sentence, sentence), (sentence, character), (character, character)):
             starts = np.flatnonzero(begin[: len(self._tokens_N) - length + 1] & end[length:])
@@ -60,14 +64,18 @@ class Haystack:
 
 
 class Piece:
-    """A part of a text."""
+    """A contiguous part of a text, with its sentence and character boundaries."""
 
     def __init__(self, tokens_n: np.ndarray, is_sentence_end: np.ndarray, is_character_end: np.ndarray):
         self.tokens_n = tokens_n
         self._sentence_ends, self._character_ends = np.flatnonzero(is_sentence_end), np.flatnonzero(is_character_end)
 
     def place(self, depth: float) -> int:
-        """Return how many tokens come before a depth, 0 … 1: up to the nearest sentence end, if that is near."""
+        """Return the number of tokens before a depth, given as a share from 0 to 1 of the piece.
+
+        The result is the nearest sentence end within `TOLERANCE`, else the nearest character boundary within
+        `TOLERANCE`, else the depth rounded to a token.
+        """
         length = len(self.tokens_n)
         wanted = depth * length
         if depth in (0, 1):
@@ -77,13 +85,13 @@ class Piece:
 
 
 def load_haystack(run: Run, path: str | None, field: str, *, longest: int) -> Haystack:
-    """Read the text of a corpus: a store's validation split, or all of what `data.path` would take as text.
+    """Read the text of a corpus: the validation split of a store, or text files written as for `data.path`.
 
     Args:
-        run: whose tokenizer is used.
-        path: of the corpus; None: the first of the run's validation sets that is text.
-        field: that the path is the value of.
-        longest: tokens of the longest piece.
+        run: the run whose tokenizer is used.
+        path: path of the corpus; None: the run's first validation set of text.
+        field: config field that holds the path, for messages.
+        longest: number of tokens of the longest piece.
 
     Raises:
         UserError: there is no text, or it cannot be read.
@@ -103,7 +111,7 @@ def load_haystack(run: Run, path: str | None, field: str, *, longest: int) -> Ha
 
 
 def haystack_files(path: str | None, field: str) -> list[Path]:
-    """Return the files whose content is that of a corpus; of a store the one that has the others' hashes."""
+    """Return the files that identify the content of a corpus; for a store, its metadata file, which holds hashes."""
     if path is None:
         return []
     return [Path(path) / META] if Path(path).is_dir() else text_files(path, field)

@@ -14,21 +14,23 @@ from difftx.evals.resume import resumable
 from difftx.inference.score import most_likely
 from difftx.training.run import Run
 
-type Accuracies = dict[tuple[str, int], list[float]]  # By order and number of demonstrations, a permutation each.
+type Accuracies = dict[tuple[str, int], list[float]]  # (order, number of demonstrations) → accuracy per permutation.
 
-STABLE_WITHIN = 0.05  # Largest difference between stable accuracies, as shares.
-ROUNDING = 1e-9  # Accuracies are fractions that floats round.
+STABLE_WITHIN = 0.05  # Largest difference between stable accuracies, which are shares.
+ROUNDING = 1e-9  # Tolerance for rounding errors in accuracies.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Take the most likely label of each question; accuracy is the share that is right.
+    """Choose the most likely label for each question; accuracy is the share of right labels.
 
-    Of a task and an order, with the most demonstrations: the mean accuracy over permutations, and the margin,
-    best − worst. Over the stable numbers of demonstrations: the average accuracy (`stable_accuracy`, the dashed line of
-    Figure 6), and the fewest of them (`stable_shots`), see `first_stable`.
+    For each task and order, the numbers are:
+
+    - `accuracy` and `margin`: mean, and best − worst, over permutations of the largest number of demonstrations;
+    - `stable_accuracy`: mean over the stable numbers of demonstrations, the dashed line of Figure 6;
+    - `stable_shots`: the smallest stable number of demonstrations (see `first_stable`).
 
     Raises:
-        UserError: there is no task, or its files or the context do not serve.
+        UserError: the config has no task, a file is invalid, or the context does not hold a prompt.
     """
     run = evaluation.run
     numbers, details, charts = {}, {}, []
@@ -49,14 +51,13 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def first_stable(means: Sequence[float]) -> int:
-    """Return the index from which on accuracy is stable: from there no two means differ by more than `STABLE_WITHIN`.
+    """Return the first index from which no two means differ by more than `STABLE_WITHIN`.
 
-    The paper's Figure 6 averages accuracy "after the performance becomes stable", and does not say when that is. This
-    rule is ours. The average then gives each number of demonstrations that was evaluated the same weight. Where
-    accuracy still changes at the end, only the most demonstrations are stable.
+    The paper's Figure 6 averages accuracy "after the performance becomes stable" without a definition. This rule is
+    difftx's own. If accuracy still changes at the end, only the largest number of demonstrations is stable.
 
     Args:
-        means: mean accuracy by the number of demonstrations, fewest first.
+        means: mean accuracy for each number of demonstrations, in ascending order of that number.
     """
     start = len(means) - 1
     while start > 0 and max(means[start - 1 :]) - min(means[start - 1 :]) <= STABLE_WITHIN + ROUNDING:
@@ -65,18 +66,18 @@ def first_stable(means: Sequence[float]) -> int:
 
 
 def tasks_of(run: Run) -> list[IclTask]:
-    """Return the tasks of the config, read.
+    """Read the tasks of the config.
 
     Raises:
-        UserError: there is none, or its files or the context do not serve.
+        UserError: the config has no task, a file is invalid, or the context does not hold a prompt.
     """
     if not run.config.eval.icl.tasks:
-        raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see configs/base.py")
+        raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see docs/config.md")
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads beside the run's own data."""
+    """Return the files that the suite reads in addition to the run's data."""
     return [Path(path) for task in config.eval.icl.tasks for path in (task.train, task.test)]
 
 
@@ -102,10 +103,11 @@ def _details(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -
     return {
         "labels": len(task.labels),
         "questions": len(task.questions),
-        "most_frequent_label": max(map(labels.count, labels)) / len(labels),  # What needs no model.
+        "most_frequent_label": max(map(labels.count, labels)) / len(labels),  # Accuracy of always choosing this label.
         "shots_that_fit": task.most_shots,
         "tokens_of_these": task.context_tokens,
-        "prompts": len(task.items) * len(task.questions),  # Scored; a permutation that both orders have counts once.
+        # Scored prompts; a permutation that both orders share is scored once.
+        "prompts": len(task.items) * len(task.questions),
         "accuracy_of_each_permutation": [
             {"order": order, "shots": shots, "permutations": len(values), "accuracy": values}
             for (order, shots), values in accuracies.items()
@@ -114,7 +116,7 @@ def _details(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -
 
 
 def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -> list[LineChart]:
-    """Return accuracy over the number of demonstrations (Figure 6) and of each permutation of the most (Figure 7)."""
+    """Return a chart of accuracy by number of demonstrations (Figure 6), and one by permutation (Figure 7)."""
     orders, shots = list(dict.fromkeys(order for order, _ in accuracies)), task.shots
     by_shots, averages = [], []
     for order in orders:

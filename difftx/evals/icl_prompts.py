@@ -1,10 +1,12 @@
-"""Prompts of suite `icl`: demonstrations of a classification, in some order, then a question.
+"""Prompts of suite `icl`: demonstrations of a classification task, then a question.
+
+A demonstration is a labelled text, followed by an empty line:
 
     Question: How far is it from Denver to Aspen ?
     Type: NUM
 
-and an empty line, for each demonstration; the question is the same without its label. Each part is tokenised by itself,
-so that a label has the same tokens wherever it stands.
+The question has the same form, without the label. Each part is tokenised separately, so that a label has the same
+tokens everywhere.
 """
 
 import dataclasses
@@ -25,24 +27,24 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A text and the number of its label, as tokens with all that stands around them in a prompt."""
+    """A text with its label."""
 
-    question: tuple[int, ...]  # "Question: …\nType:"
-    label: int
+    question: tuple[int, ...]  # Tokens of "Question: …\nType:".
+    label: int  # Index into `IclTask.labels`.
 
     def demonstration(self, labels: tuple[tuple[int, ...], ...], gap: tuple[int, ...]) -> tuple[int, ...]:
-        """Return question, label and an empty line."""
+        """Return the tokens of question, label and empty line."""
         return self.question + labels[self.label] + gap
 
 
 @dataclasses.dataclass(frozen=True)
 class IclItem:
-    """A permutation of demonstrations, after which all questions are asked."""
+    """A permutation of demonstrations; each question of the task is asked after it."""
 
     task: str
-    number: int  # Among the items with as many demonstrations.
-    permutation: tuple[int, ...]  # Of the demonstrations' indices.
-    orders: tuple[str, ...]  # Of `eval.icl.orders`, those that have this permutation: few demonstrations give the same.
+    number: int  # Index among the items with the same number of demonstrations.
+    permutation: tuple[int, ...]  # Indices of demonstrations.
+    orders: tuple[str, ...]  # Entries of `eval.icl.orders` that produce this permutation.
 
     @property
     def shots(self) -> int:
@@ -51,20 +53,24 @@ class IclItem:
 
     @property
     def id(self) -> str:
-        """Its name in a journal."""
+        """The item's name in a journal."""
         return f"{self.task}/{self.shots}/{self.number}"
 
 
 class IclTask:
-    """The demonstrations, questions and labels of a task, the same for the same files, settings and tokenizer."""
+    """The demonstrations, questions and labels of a task.
+
+    The same files, settings and tokenizer always give the same task.
+    """
 
     def __init__(self, run: Run, config: IclTaskConfig):
         """Read the files.
 
-        Demonstrations are drawn from the training file without regard to labels: fewer are the first of more.
+        Demonstrations are drawn from the training file without regard to labels. Prompts with fewer demonstrations use
+        the first of them.
 
         Raises:
-            UserError: a file cannot be read or is empty, a line has no such field or an unknown label, or the context
+            UserError: a file cannot be read or is empty, a line lacks a field or has an unknown label, or the context
                 does not hold a demonstration and the longest question.
         """
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
@@ -72,15 +78,15 @@ class IclTask:
         self._gap = self._encode("\n")
         train = self._read(config.train, "train")
         self.label_names = sorted({self._label_of(record) for record in train})
-        # A label ends its line, so that none begins with another.
+        # The line break ensures that a label is never a prefix of another, as `most_likely` requires.
         self.labels = tuple(self._encode(f" {name}\n") for name in self.label_names)
         rng = np.random.default_rng([self._settings.seed, 0])
         demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
         test = self._read(config.test, "test")
         questions = rng.permutation(len(test))[: self._settings.questions]
-        examples = [self._example(record) for record in test]  # All, so that any mistake in the file is found.
+        examples = [self._example(record) for record in test]  # Check all records, including those that are not drawn.
         self.questions = [examples[i] for i in questions]
-        room = run.config.data.sequence_length + 1  # Of the last token nothing is asked.
+        room = run.config.data.sequence_length + 1  # The last token is only a target and needs no position.
         room -= max(len(example.question) for example in self.questions) + max(map(len, self.labels))
         ends = np.cumsum([len(example.demonstration(self.labels, self._gap)) for example in demonstrations])
         self.most_shots = int(np.searchsorted(ends, room, side="right"))
@@ -90,17 +96,20 @@ class IclTask:
                 f"hold a demonstration and the longest question, which take {ends[0] - room} tokens more; leave it out"
             )
         self._demonstrations = demonstrations[: self.most_shots]
-        self.context_tokens = int(ends[self.most_shots - 1])  # Of the most demonstrations.
+        self.context_tokens = int(ends[self.most_shots - 1])  # Tokens of the largest number of demonstrations.
 
     @property
     def shots(self) -> list[int]:
-        """How many demonstrations there are in a prompt: `eval.icl.shots`, as far as they fit, or by doubling."""
+        """The numbers of demonstrations, ascending: `eval.icl.shots`, or powers of two and the most that fit.
+
+        Numbers that exceed the context are replaced by the most that fit.
+        """
         wanted = self._settings.shots or [2**i for i in range(self.most_shots.bit_length())] + [self.most_shots]
         return sorted({min(count, self.most_shots) for count in wanted})
 
     @functools.cached_property
     def items(self) -> list[IclItem]:
-        """The permutations of every number of demonstrations, fewer demonstrations first; each permutation once."""
+        """The permutations of every number of demonstrations, fewest demonstrations first, without duplicates."""
         items = []
         for shots in self.shots:
             orders: dict[tuple[int, ...], list[str]] = {}
@@ -114,25 +123,25 @@ class IclTask:
         return items
 
     def prompts(self, item: IclItem) -> list[Prompt]:
-        """Return the questions after an item's demonstrations."""
+        """Return a prompt for each question, with an item's demonstrations before it."""
         demonstrations = [self._demonstrations[i] for i in item.permutation]
         context = tuple(token for example in demonstrations for token in example.demonstration(self.labels, self._gap))
         return [Prompt(context, example.question) for example in self.questions]
 
     def accuracy(self, answers: list[int]) -> float:
-        """Return the share of questions whose label was chosen."""
+        """Return the share of questions whose chosen label is right."""
         return float(
             np.mean([example.label == answer for example, answer in zip(self.questions, answers, strict=True)])
         )
 
     def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
-        """Return `eval.icl.permutations` different permutations, or all where there are fewer.
+        """Return `eval.icl.permutations` distinct permutations, or all if there are fewer.
 
-        Both orders take the same shuffles one after the other, and skip those whose result they have already.
+        Both orders process the same sequence of shuffles, and skip duplicates.
         """
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
-        # 21! exceeds any number that can be asked for; factorials of thousands would take long.
+        # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.
         limit = min(self._settings.permutations, math.prod(math.factorial(min(n, 21)) for n in factors))
         found: dict[tuple[int, ...], None] = {}
         draws = itertools.count()
@@ -143,9 +152,9 @@ class IclTask:
         return list(found)
 
     def _alternating(self, shuffled: list[int]) -> list[int]:
-        """Return one demonstration of each label in turn, as long as the label has any left.
+        """Return the demonstrations in rounds, each with one demonstration of every label that has any left.
 
-        Labels take turns in the order in which they first occur in `shuffled`, and so do the demonstrations of a label.
+        Labels, and demonstrations within a label, keep the order of their first occurrence in `shuffled`.
         """
         turn = dict.fromkeys((self._demonstrations[i].label for i in shuffled), 0)
         place = {label: rank for rank, label in enumerate(turn)}
@@ -177,7 +186,11 @@ class IclTask:
 
 
 def _one_line(record: Record, field: str) -> str:
-    """Return a field's text without line breaks, which end labels, and without space around it."""
+    """Return a field's text on one line, without surrounding space; line breaks would end a label.
+
+    Raises:
+        UserError: the field is missing, is not text, or is only white space.
+    """
     text = " ".join(record.text(field).split())
     if not text:
         raise UserError(f"{record.name}: {field} is only white space")

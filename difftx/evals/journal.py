@@ -1,4 +1,4 @@
-"""What a long suite has finished, so that it goes on after a kill: `<workdir>/evals/<suite>/<step>.items.jsonl`."""
+"""Journal of a long suite's finished items, to resume after a kill: `<workdir>/evals/<suite>/<step>.items.jsonl`."""
 
 import itertools
 import json
@@ -11,39 +11,39 @@ from difftx.files import misfit, read_file, write_atomically
 from difftx.parallel.multihost import decided_by_lead, is_lead
 from difftx.training.checkpoint import DECISION_SECONDS
 
-DECISION_ITEMS = 64  # Whose answers process 0 tells the others at a time; their text may be long.
+DECISION_ITEMS = 64  # Items per message from process 0 to the other processes; answers may be long texts.
 
 
 class Identified(Protocol):
-    """What has a name of its own among the items of a suite."""
+    """An item with a name that is unique within its suite."""
 
     @property
     def id(self) -> str:
-        """Its name, the same in every process and evaluation."""
+        """The item's name, the same in every process and evaluation."""
         ...
 
 
 class Journal:
-    """A file of a line of settings and weights, then a line an item; process 0 reads and writes it."""
+    """A file of JSON lines: the settings and weights, then one answer per line. Only process 0 reads and writes it."""
 
     def __init__(self, path: Path, settings: str, weights: str | None):
-        """Name the file and what the answers in it depend on: the suite's settings and the parameters' identity."""
+        """Set the path, and the identities of the suite's settings and of the parameters, on which answers depend."""
         self.path, self._head = path, {"settings": settings, "weights": weights}
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
-        """Return the answers that are there, by the items' ids, the same in every process."""
+        """Return the stored answers by item id in every process, and rewrite the file with only valid lines."""
         there = self._read() if is_lead() else {}
         answers = {}
         for group in itertools.batched(items, DECISION_ITEMS):
             found = {item.id: there[item.id] for item in group if item.id in there}
             answers |= decided_by_lead(lambda found=found: found, DECISION_SECONDS)
-        if is_lead():  # Without the half line of a kill, or answers of other settings or weights.
+        if is_lead():  # Drops a line that a kill interrupted, and answers for other settings or weights.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, "".join(map(_line, [self._head, *_entries(there)])))
         return answers
 
     def add(self, answers: dict[str, Any]) -> None:
-        """Append answers, by the items' ids; after this they survive a kill of the machine."""
+        """Append answers by item id; they are on disk when the function returns."""
         if not is_lead():
             return
         with self.path.open("a", encoding="utf-8") as file:
@@ -52,11 +52,11 @@ class Journal:
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """Delete the file, if there is one: the suite has its result."""
+        """Delete the file, if it exists, since the suite has finished."""
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
-        """Return the answers of a journal with the same head; a line that is none ends nothing but itself."""
+        """Return the answers of a file with the same first line; invalid lines are skipped."""
         first, *rest = (read_file(self.path) or b"").splitlines() or [b""]
         if _parsed(first) != self._head:
             return {}

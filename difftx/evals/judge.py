@@ -1,4 +1,4 @@
-"""Whether answers are accurate and free of hallucinations: what a judge is, and one that needs no network."""
+"""The interface of judges, which decide whether answers are accurate, and a judge that needs no network."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -11,47 +11,48 @@ from difftx.evals import overlap
 class Case(NamedTuple):
     """An answer to judge."""
 
-    kind: str  # Of `difftx.config.eval.KINDS`.
-    document: str  # As the model was given it.
-    question: str | None
-    references: tuple[str, ...]
+    kind: str  # An entry of `difftx.config.eval.KINDS`.
+    document: str  # The part of the document that the prompt contained.
+    question: str | None  # None for summarisation.
+    references: tuple[str, ...]  # Reference answers.
     answer: str
 
 
 class Verdict(NamedTuple):
-    """What a judge says, as JSON a list."""
+    """A judge's decision; in JSON, a list."""
 
     accurate: bool
     why: str
 
 
 class Judge(Protocol):
-    """What gives verdicts."""
+    """The interface of a judge."""
 
     @property
     def label(self) -> str:
-        """Who it is, at the end of the name of every number that it decides: "offline_judge"."""
+        """The suffix of the names of all numbers that this judge decides, such as "offline_judge"."""
         ...
 
     @property
     def name(self) -> str:
-        """Who it is, for tables and charts."""
+        """The judge's name in tables and charts."""
         ...
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Judge some cases; `what` they are, for the display."""
+        """Judge cases; `what` names them in the progress display."""
         ...
 
     def details(self) -> dict[str, Any]:
-        """Return what is worth keeping beside the verdicts."""
+        """Return information for the details of the result."""
         ...
 
 
 class OfflineJudge:
-    """Compares words; it knows neither paraphrases nor contradictions, and its numbers are no judge model's.
+    """A judge that compares words, and recognises neither paraphrases nor contradictions.
 
-    An answer to a question is right if it has the words of a reference in a row. A summary is right if at least
-    `eval.hallucination.support_threshold` of its runs of `support_words` words are in the document or a reference.
+    An answer to a question is right if it contains the words of a reference, in order and without gaps. A summary is
+    right if at least a share `eval.hallucination.support_threshold` of its runs of `support_words` consecutive words
+    occur in the document or in a reference. The numbers are not comparable with those of a judge model.
     """
 
     label, name = "offline_judge", "offline judge: words in common"
@@ -60,11 +61,11 @@ class OfflineJudge:
         self._words, self._threshold = settings.support_words, settings.support_threshold
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Judge each case by its kind."""
+        """Judge each case by the rule of its kind."""
         return [self._verdict(case) for case in work.track(cases, f"{what}, {self.label}", len(cases))]
 
     def details(self) -> dict[str, Any]:
-        """Return its settings."""
+        """Return the judge's settings."""
         return {"support_words": self._words, "support_threshold": self._threshold}
 
     def _verdict(self, case: Case) -> Verdict:

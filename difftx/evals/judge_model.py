@@ -1,6 +1,7 @@
-"""A model behind an endpoint as the judge (the protocol of arXiv 2407.07071, which §3.6 of the paper follows).
+"""A judge that asks a language model (the protocol of arXiv 2407.07071, which §3.6 of the paper follows).
 
-It is given the document, the reference and the answer, and decides whether the answer is accurate. The words are ours.
+The model gets the document, the references and the answer, and decides whether the answer is accurate. Its prompts were
+written for difftx.
 """
 
 import concurrent.futures
@@ -19,7 +20,7 @@ from difftx.evals.verdicts import VerdictFile
 from difftx.files import json_sha256
 from difftx.parallel.multihost import say
 
-LONGEST_WHY = 300  # Characters of a judge's reason that are kept with a result; the whole reply is in the file.
+LONGEST_WHY = 300  # Characters of a judge's reason in a result; the file of replies has the whole reply.
 QUESTIONS = {
     "summarisation": """\
 Judge whether a proposed summary of a document is accurate. It is accurate if all that it says follows from the
@@ -59,18 +60,18 @@ object: {"why": "your reason, in a sentence or two", "accurate": true or false}"
 
 
 class JudgeModel:
-    """Asks an endpoint, each question once: replies are kept in a file, by the hash of what was asked."""
+    """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is asked twice."""
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
-        """Prepare to ask.
+        """Prepare the endpoint and the file of replies.
 
         Args:
-            settings: model and temperature.
-            config: how to reach it.
-            path: of the file of replies.
+            settings: the judge's model and temperature.
+            config: access to the endpoint.
+            path: path of the file of replies.
 
         Raises:
-            UserError: there is no key in the environment.
+            UserError: the environment has no valid key, or the key would be sent unencrypted.
         """
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
@@ -81,11 +82,12 @@ class JudgeModel:
         self._spent = {"replies": 0, "tokens_in": 0, "tokens_out": 0, "replies_without_usage": 0}
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Ask what is not in the file yet, several at a time.
+        """Return the verdicts; cases that are not in the file are sent to the endpoint concurrently.
 
         Raises:
             UserError: the endpoint refuses the key or the request.
-            RunError: it cannot be reached, or gives no verdict, in all attempts. Verdicts so far are in the file.
+            RunError: all attempts failed for a case, or the endpoint asks for too long a wait. The file keeps all
+                verdicts received until then.
         """
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
@@ -100,12 +102,12 @@ class JudgeModel:
         return [known[key] for key in keys]
 
     def details(self) -> dict[str, Any]:
-        """Return who was asked, and what that took in this evaluation."""
+        """Return the model, the address, and the replies, tokens and cost of this evaluation."""
         asked = {"model": self._model, "base_url": self._config.base_url}
         return asked | self._spent | {"cost_usd": self._cost(self._spent)}
 
     def _body(self, case: Case) -> dict[str, Any]:
-        # One pass over the template: what is put in may have braces.
+        # A single `format` call, since the inserted texts may contain braces.
         question = QUESTIONS[case.kind].format(
             document=case.document,
             question=case.question,
@@ -124,10 +126,11 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    if not isinstance(future.exception(), StoppedError):  # What stopped it comes too, and is raised.
+                    # A StoppedError follows from another request's error; the loop raises that error instead.
+                    if not isinstance(future.exception(), StoppedError):
                         found[futures[future]] = future.result()
                         advance(1)
-            except BaseException:  # Ctrl-C too. What is under way is waited for, and noted: it will be charged.
+            except BaseException:  # Also Ctrl-C. Leaving `pool` waits for requests in flight: their replies are billed.
                 self._endpoint.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -169,7 +172,7 @@ class JudgeModel:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict that a reply has, whatever is written around it; None if it has none."""
+    """Return the last verdict in a reply, ignoring any text around it; None if there is none."""
     decoder, verdict = json.JSONDecoder(), None
     for start in (match.start() for match in re.finditer("{", text)):
         try:

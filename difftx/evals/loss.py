@@ -1,4 +1,4 @@
-"""Suite `loss`: validation loss in nats a token, perplexity, bits per byte."""
+"""Suite `loss`: validation loss in nats per token, perplexity, and bits per byte."""
 
 import math
 
@@ -11,10 +11,10 @@ from difftx.evals.result import Result
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Score each validation set; several are averaged without weights, as in the macro average.
+    """Score each validation set; the numbers are unweighted means over sets.
 
-    Bits per byte = nll / (ln 2 × bytes of the targets): the end of a document costs nats and has no bytes. Only sets of
-    text have it.
+    Bits per byte are nll / (ln 2 × bytes of the targets), for sets of text only. The end-of-document token contributes
+    to the nll but has no bytes.
     """
     sets = {name: _score_set(evaluation, name) for name in evaluation.run.data.valid}
     loss = float(np.mean([s["loss"] for s in sets.values()]))

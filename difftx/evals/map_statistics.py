@@ -1,37 +1,45 @@
-"""What suite `attention` measures in a row of a layer's maps: on the device, so that no row leaves it.
+"""The measures of suite `attention`, computed on the device from one query's attention weights.
 
-A row is the weights a_s of one query for the tokens s that it sees; w = |a| / Σ|a|, since those of A1 - λ A2 have both
-signs and sum to 1 - λ. Position 0, where attention sinks stand, is a part of its own.
+A row consists of the attention weights a_s of one query for the tokens s that it sees. Measures use the normalised
+weights w = |a| / Σ|a|, since the weights of A1 - λ A2 have both signs and sum to 1 - λ. Position 0, the usual position
+of attention sinks, is a separate part of the prompt.
 """
-#   B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of them
+#   B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of tokens
 
 import jax
 import jax.numpy as jnp
 
 from difftx.kernels.rows import MapRows
 
-# Parts of a prompt, by the ids of `part_BS`; the first is without position 0, which is FIRST.
+# Parts of a prompt; `part_BS` contains indices into this tuple. Sums over a part exclude position 0.
 PARTS = ("answer", "others", "noise", "question")
-FIRST = "first"
-UNSEEN = -1  # Of a token that the query does not see.
-MAPS = ("map", "a1", "a2")  # What multiplies V, and the two it is the difference of.
+FIRST = "first"  # Position 0.
+UNSEEN = -1  # Entry of `part_BS` for a token that the query does not see.
+MAPS = ("map", "a1", "a2")  # The weights that multiply V, and A1 and A2 if the weights are A1 - λ A2.
 
 
 def row_statistics(
     rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
 ) -> dict[str, jax.Array]:
-    """Return name → the mean over heads, float32 `[B]`, of what is measured in one query's row.
+    """Return the measures of one query's attention weights by name, each a mean over heads, float32 `[B]`.
 
-    `answer` and its like: Σ w over the part; `answer_signed`: Σ a; `first`: those of position 0. `gini`, `entropy`
-    (nats) and `l0`, the share of entries with w > `l0_share`: of the map, and with `_a1` and `_a2` of A1 and A2, as
-    `first`. `cosine_answer` and `kl_answer` (nats): of A1 and A2, both restricted to the part and normalised to 1;
-    `_with_first`: with position 0, if it lies there. These, A1's and A2's and `lambda` only where the map is A1 - λ A2.
+    - `<part>` and `<part>_signed`: Σ w and Σ a over a part of the prompt, without position 0.
+    - `first` and `first_signed`: w and a at position 0.
+    - `gini`, `entropy` (nats), and `l0`, the share of entries with w > `l0_share`.
+
+    If the weights are A1 - λ A2, the result has in addition:
+
+    - `lambda`: λ.
+    - `<measure>_a1` and `<measure>_a2`: `first`, `gini`, `entropy` and `l0` of A1 and of A2.
+    - `cosine_<part>` and `kl_<part>` (nats): cosine of A1 and A2, and KL(A1 ‖ A2), both restricted to a part without
+      position 0 and normalised to 1.
+    - `cosine_<part>_with_first` and `kl_<part>_with_first`: the same with position 0, if the part contains it.
 
     Args:
-        rows: of one query for each prompt, C = 1.
-        part_BS: int32: places in `PARTS`, or UNSEEN.
-        l0_share: what an entry has at least of the row's mass to count.
-        compared: of `PARTS`: where A1 and A2 are compared; not empty in any prompt.
+        rows: attention weights of one query per prompt, C = 1.
+        part_BS: int32, indices into `PARTS`, or UNSEEN.
+        l0_share: threshold of `l0`, a share of Σ|a|.
+        compared: entries of `PARTS` in which A1 and A2 are compared; no prompt may lack one of these parts.
     """
     is_first_1S = jnp.arange(part_BS.shape[1])[None] == 0
     in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
@@ -57,7 +65,10 @@ def row_statistics(
 
 
 def row_pictures(rows: MapRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
-    """Return means over heads, summed over bins of tokens, float32 `[B, C, N]`: `share`, w of the map, and `MAPS`."""
+    """Return the attention weights to draw, as means over heads, summed over bins of tokens, float32 `[B, C, N]`.
+
+    The names are `share` (w) and those of `MAPS`; `a1` and `a2` exist only if the weights are A1 - λ A2.
+    """
     found = {"share": _share(rows.map_BCHS), "map": rows.map_BCHS}
     if rows.lam_BCH is not None:
         softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)
@@ -82,9 +93,10 @@ def _sum(x_BHS: jax.Array, where_BS: jax.Array) -> jax.Array:
 
 
 def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str, jax.Array]:
-    """Return Gini coefficient, entropy and share of large entries, over the tokens that are seen, each `[B, H]`."""
+    """Return the Gini coefficient, the entropy and the share of large entries among the seen tokens, each `[B, H]`."""
     n_B1 = jnp.sum(seen_BS, axis=1, dtype=jnp.float32)[:, None]
-    # Gini: Σ_i (2 i - n - 1) w_(i) / n, w ascending, i from 1. What is not seen is zero and comes first, for nothing.
+    # Gini: Σ_i (2 i - n - 1) w_(i) / n, with w ascending and i from 1. Unseen tokens have weight zero, so they sort
+    # first and contribute nothing.
     rank_BS = jnp.arange(1, w_BHS.shape[-1] + 1)[None] - (w_BHS.shape[-1] - n_B1)
     gini_BH = jnp.sum((2 * rank_BS - n_B1 - 1)[:, None] * jnp.sort(w_BHS, axis=-1), axis=-1) / n_B1
     entropy_BH = -jnp.sum(jax.scipy.special.xlogy(w_BHS, w_BHS), axis=-1)
@@ -92,7 +104,10 @@ def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str
 
 
 def _similarity(logits_BHGS: jax.Array, inside_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cosine of A1 and A2 inside, and KL(A1 ‖ A2), `[B, H]`: from logits, as weights may be zero."""
+    """Return the cosine and KL(A1 ‖ A2), `[B, H]` each, of A1 and A2 normalised over the tokens in `inside_BS`.
+
+    The inputs are logits, since the weights of a part may underflow to zero.
+    """
     log_p_BHGS = jax.nn.log_softmax(jnp.where(inside_BS[:, None, None], logits_BHGS, -jnp.inf), axis=-1)
     p1_BHS, p2_BHS = jnp.exp(log_p_BHGS[:, :, 0]), jnp.exp(log_p_BHGS[:, :, 1])
     norms_BH = jnp.sqrt(jnp.sum(p1_BHS**2, axis=-1) * jnp.sum(p2_BHS**2, axis=-1))

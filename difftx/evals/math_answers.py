@@ -1,16 +1,21 @@
-"""Whether what a model wrote ends with the right answer, by the library math-verify."""
+"""Extraction of a text's final answer, and comparison with the right answer by the library math-verify."""
 
 import re
 
 from difftx.data.readers import import_extra
 from difftx.evals.math_formats import Problem, last_boxed
 
-ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # The second as GSM8K has it.
-SECONDS = 5  # To read an expression, and to compare two: then it is wrong. By SIGALRM, so in the main thread alone.
+ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
+# Time limit to parse an expression, and to compare two expressions; after it, an answer counts as wrong. math-verify
+# uses SIGALRM, which works only in the main thread.
+SECONDS = 5
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return what is in the last \boxed{…}, else in a line after "answer is" or "####"; None: nowhere."""
+    r"""Return the content of the last \boxed{…}, else the rest of the line after the last "answer is" or "####".
+
+    None if the text has neither.
+    """
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -19,9 +24,10 @@ def final_answer(text: str) -> str | None:
 
 
 def is_right(text: str, problem: Problem) -> bool:
-    """Return whether a text's final answer is the problem's, as the same text or the same mathematical object.
+    """Return whether a text's final answer and the problem's answer are the same text or the same mathematical object.
 
-    Without a final answer, of numbers and expressions, the one counts that math-verify finds.
+    If a text has no final answer, the number or expression that math-verify finds in it counts. Problems with choices
+    accept only the same text.
 
     Raises:
         UserError: math-verify is not installed.
@@ -43,6 +49,6 @@ def is_right(text: str, problem: Problem) -> bool:
 
 
 def _plain(answer: str) -> str:
-    """Return an answer without what only its dress is: signs of mathematics, case, space."""
+    r"""Return an answer in lower case, without dollar signs, \text and the like, extra space or final period."""
     bare = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer)
     return " ".join(bare.replace("$", "").casefold().split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""Sets of word problems as they were published: which fields make a question, its solution and its answer."""
+"""Formats of published sets of word problems: the fields that hold questions, solutions and answers."""
 
 import dataclasses
 import re
@@ -15,28 +15,28 @@ BOXED = r"\boxed{"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """Fields of a set, and how they are put together."""
+    """The fields of a set, and the rules for combining them into a problem."""
 
-    question: tuple[str, ...]  # Fields that follow each other in the question.
-    solution: str | None  # Field of the reasoning; None: there is none.
-    answer: str
-    join: str = " "  # Between the question's fields.
+    question: tuple[str, ...]  # Fields whose texts form the question, in this order.
+    solution: str | None  # Field of the reasoning; None: the set has none.
+    answer: str  # Field of the answer.
+    join: str = " "  # Separator between the fields of the question.
     optional: tuple[str, ...] = ()  # Fields of the question that may be missing, null or empty.
-    solution_end: str | None = None  # Where the solution's field ends: what follows is the answer.
-    solution_drop: str | None = None  # A pattern of what is left out of it.
-    answer_pattern: str = r"(?s)(.*)"  # What of the field is the answer: the pattern's group.
-    latex: bool = False  # The answer is LaTeX.
+    solution_end: str | None = None  # Text that separates the reasoning from the answer within the field `solution`.
+    solution_drop: str | None = None  # Regular expression of text to remove from the reasoning.
+    answer_pattern: str = r"(?s)(.*)"  # Regular expression whose group is the answer within the field `answer`.
+    latex: bool = False  # Whether answers are LaTeX.
 
 
-# Sources: the data sets' own repositories; ASDiv, SVAMP and MAWPS as the Hugging Face hub has them, MAWPS and CARP as
-# most evaluations of mathematical models read them.
+# Fields follow the data sets' own repositories; those of ASDiv, SVAMP and MAWPS follow the Hugging Face hub. MAWPS and
+# CARP have the fields that most evaluations of mathematical models read.
 FORMATS: Mapping[MathFormat, Format] = {
     "gsm8k": Format(
         question=("question",),
         solution="answer",
         answer="answer",
         solution_end="####",
-        solution_drop=r"<<.*?>>",  # What a calculator is to be told.
+        solution_drop=r"<<.*?>>",  # Annotations for a calculator.
         answer_pattern=r"(?s).*####\s*(.+)",
     ),
     "math": Format(question=("problem",), solution="solution", answer="answer", latex=True),
@@ -57,32 +57,32 @@ FORMATS: Mapping[MathFormat, Format] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A question with what is right."""
+    """A question with its solution and its right answer."""
 
-    name: str  # Where it stands, for messages.
+    name: str  # File and line, for messages.
     question: str
-    solution: str | None
+    solution: str | None  # The reasoning; None: the set has none.
     answer: str
-    latex: bool  # The answer is LaTeX.
-    choices: tuple[str, ...]  # The answer is one of these texts; (): it is free.
+    latex: bool  # Whether the answer is LaTeX.
+    choices: tuple[str, ...]  # Texts of which the answer is one; (): the answer is free.
 
 
 def read_problems(path: str, name: MathFormat, *, field: str) -> list[Problem]:
     """Return the problems of a file of JSON lines, plain or compressed.
 
     Args:
-        path: of the file.
-        name: of its format.
-        field: what the user set, for messages.
+        path: path of the file.
+        name: name of its format.
+        field: config field that holds the path, for messages.
 
     Raises:
-        UserError: the file cannot be read or is empty, or a line has not the format's fields.
+        UserError: the file cannot be read or is empty, or a line lacks a field of the format or has no answer.
     """
     return [_problem(record, name, FORMATS[name]) for record in read_records(Path(path), field=field, what="problems")]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{…} of a text, whose braces may hold others."""
+    r"""Return the content of the last \boxed{…} in a text, with nested braces; None if it is missing or unclosed."""
     start = text.rfind(BOXED)
     depth = 0
     for end in range(start + len(BOXED) - 1, len(text) if start >= 0 else 0):
@@ -96,7 +96,8 @@ def _problem(record: Record, name: MathFormat, form: Format) -> Problem:
     parts = [_part(record, field) for field in form.question if field not in form.optional or record.values.get(field)]
     choices = record.values.get("choices") if "choices" in form.question else None
     solution = None if form.solution is None else _scalar(record, form.solution)
-    if name == "math" and solution is not None and form.answer not in record.values:  # The set itself has only this.
+    # The original set MATH has no field of the answer: the solution contains it in \boxed{…}.
+    if name == "math" and solution is not None and form.answer not in record.values:
         answer = last_boxed(solution)
     else:
         found = re.match(form.answer_pattern, _scalar(record, form.answer))
@@ -117,13 +118,13 @@ def _problem(record: Record, name: MathFormat, form: Format) -> Problem:
 
 
 def _part(record: Record, field: str) -> str:
-    """Return a field of a question; a list is of choices."""
+    """Return the text of a question's field; a list becomes "Options: …"."""
     value = record.field(field)
     return f"Options: {', '.join(map(str, value))}" if isinstance(value, list) else record.text(field).strip()
 
 
 def _scalar(record: Record, field: str) -> str:
-    """Return a text, or a number as text: 145 for 145.0."""
+    """Return a field's text, or its number as text, without the decimals of whole numbers: "145" for 145.0."""
     value: Any = record.field(field)
     if type(value) is float and value.is_integer():
         value = int(value)

@@ -1,9 +1,9 @@
-"""Prompts of suite `math`: solved problems, if any, and a question.
+"""Prompts of suite `math`: demonstrations, which are solved problems, then a question.
+
+A demonstration, followed by an empty line, is:
 
     Question: A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?
     Answer: It takes 2/2=1 bolt of white fiber. So the total amount of fabric is 2+1=3 bolts. The answer is 3.
-
-and an empty line, for each demonstration.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from difftx.errors import UserError
 from difftx.evals.math_formats import Problem, read_problems
 from difftx.training.run import Run
 
-STOP = ("\nQuestion:",)  # What follows an answer in the demonstrations.
-NUDGE = " Let's think step by step."  # arXiv 2205.11916: where no demonstration shows how.
+STOP = ("\nQuestion:",)  # The beginning of the next problem, as in the demonstrations.
+NUDGE = " Let's think step by step."  # For prompts without demonstrations (arXiv 2205.11916).
 
 
 @dataclasses.dataclass(frozen=True)
 class MathItem:
-    """A problem and the tokens that ask for its answer."""
+    """A problem and its prompt."""
 
     id: str
     problem: Problem
     prompt: tuple[int, ...]
-    seed: int  # Of its samples.
+    seed: int  # Seed of the sampled answer.
 
 
 class MathTask:
-    """The problems of a task, the same for the same files, settings and tokenizer."""
+    """The problems of a task; the same files, settings and tokenizer always give the same problems."""
 
     def __init__(self, run: Run, config: MathTaskConfig):
-        """Read the files; the same demonstrations, drawn by the seed, stand before each question.
+        """Read the files and draw the demonstrations, which are the same for all questions.
 
         Raises:
-            UserError: a file cannot be read or is empty, a line has not its format's fields, or the context does not
-                hold a prompt and a token.
+            UserError: a file cannot be read or is empty, a line lacks a field, there are fewer demonstrations than
+                `eval.math.shots` or they lack solutions, or the context does not hold a prompt and one token.
         """
         settings = run.config.eval.math
         self.name, self._run, self._settings = config.name, run, settings
@@ -68,7 +68,7 @@ class MathTask:
                 )
 
     def room(self, item: MathItem) -> int:
-        """Return how many tokens the answer may have."""
+        """Return the largest number of tokens of the answer."""
         return min(self._settings.new_tokens, self._run.config.data.sequence_length - len(item.prompt))
 
     def _demonstrations(self, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
@@ -93,6 +93,6 @@ class MathTask:
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads beside the run's own data."""
+    """Return the files that the suite reads in addition to the run's data."""
     read = config.eval.math.shots > 0
     return [Path(path) for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]

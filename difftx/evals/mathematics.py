@@ -1,4 +1,4 @@
-"""Suite `math`: word problems, their answers' equivalence and length (arXiv 2410.05258, ICLR camera-ready, App. C)."""
+"""Suite `math`: accuracy and length of answers to word problems (arXiv 2410.05258, ICLR camera-ready, App. C)."""
 
 import math
 from collections.abc import Sequence
@@ -18,17 +18,19 @@ from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-SHOWN = 3  # Answers of a task that its result keeps,
-SHOWN_CHARACTERS = 4000  # so much of each.
+SHOWN = 3  # Number of answers per task in the details.
+SHOWN_CHARACTERS = 4000  # Characters of each of these answers.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Write an answer to each problem; accuracy is the share that ends with the right one, of a task and of all tasks.
+    """Generate an answer to each problem, and return numbers for each task and their means over tasks.
 
-    Of the answers also the tokens, and the share that had not ended at the limit.
+    `accuracy` is the share of answers that end with the right result. `tokens` is the mean length of answers.
+    `truncated` is the share of answers that ended at the token limit.
 
     Raises:
-        UserError: math-verify is not installed, there is no task, or its files or the context do not serve.
+        UserError: math-verify is not installed, the config has no task, a file is invalid, or the context does not hold
+            a prompt.
     """
     numbers, details, lines = {}, {}, []
     tasks = tasks_of(evaluation.run)
@@ -62,14 +64,15 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def tasks_of(run: Run) -> list[MathTask]:
-    """Return the tasks of the config, read.
+    """Read the tasks of the config.
 
     Raises:
-        UserError: math-verify is not installed, there is no task, or its files or the context do not serve.
+        UserError: math-verify is not installed, the config has no task, a file is invalid, or the context does not hold
+            a prompt.
     """
     import_extra("math_verify", "eval")
     if not run.config.eval.math.tasks:
-        raise UserError("suite 'math': eval.math.tasks is empty; name files of problems, see configs/base.py")
+        raise UserError("suite 'math': eval.math.tasks is empty; name files of problems, see docs/config.md")
     return [MathTask(run, config) for config in run.config.eval.math.tasks]
 
 

@@ -1,4 +1,4 @@
-"""Suite `needle`: magic numbers found again in a long text (arXiv 2410.05258, §3.4: Table 2, Figure 5)."""
+"""Suite `needle`: retrieval of magic numbers hidden in a long text (arXiv 2410.05258, §3.4, Table 2, Figure 5)."""
 
 import collections
 import re
@@ -22,13 +22,14 @@ type Cell = tuple[NeedleCaseConfig, int, float]  # case, length, depth
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Ask for the numbers and generate greedily; accuracy is the share of numbers that the answer has.
+    """Ask for the magic numbers and generate greedily; accuracy is the share of numbers that the answer contains.
 
-    A cell is the mean over `eval.needle.samples` prompts; `n4_r2_4096` that over all depths, for 4 needles of which 2
-    are asked for in 4,096 tokens. Numbers that end with `_lwm` count as LWM does (`lwm_share_found`).
+    A cell is a case, length and depth; its accuracy is the mean over `eval.needle.samples` prompts. A result such as
+    `n4_r2_4096` is the mean over all depths for 4 needles, 2 of them asked for, in 4,096 tokens. Results that end with
+    `_lwm` use LWM's rule (`lwm_share_found`).
 
     Raises:
-        UserError: a length does not fit, or there is no text to hide needles in.
+        UserError: a length exceeds the context or does not hold a case, or there is no text to hide needles in.
     """
     run, settings = evaluation.run, evaluation.run.config.eval.needle
     prompts = NeedlePrompts(run)
@@ -68,20 +69,20 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads beside the run's own data."""
+    """Return the files that the suite reads in addition to the run's data."""
     return haystack_files(config.eval.needle.haystack, "eval.needle.haystack")
 
 
 def share_found(text: str, numbers: Sequence[str]) -> float:
-    """Return the share of numbers that a text has, each as a whole number of its own."""
+    """Return the share of `numbers` that a text contains as whole numbers, not as parts of longer ones."""
     there = set(re.findall(r"\d+", text))
     return sum(number in there for number in numbers) / len(numbers)
 
 
 def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
-    """Return the share of numbers that a text has anywhere, also inside longer numbers.
+    """Return the share of `numbers` that a text contains, also as parts of longer numbers.
 
-    So scores LWM (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py: `number in answer`).
+    This is LWM's rule (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py: `number in answer`).
     """
     return sum(number in text for number in numbers) / len(numbers)
 
@@ -95,7 +96,7 @@ def _numbers(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], suffix: str
 
 
 def _charts(prompts: NeedlePrompts, accuracy: Mapping[Cell, float]) -> list[LineChart | Heatmap]:
-    """Return Table 2, and for each case Figure 5."""
+    """Return Table 2, and Figure 5 for each case."""
     common = {"x_label": "tokens of prompt and answer", "value_label": "accuracy", "low": 0.0, "high": 1.0}
     lengths: list[float | str] = [f"{length:,}" for length in prompts.lengths]
     rows = [[_over_depths(prompts, accuracy, case, length) for length in prompts.lengths] for case in prompts.cases]

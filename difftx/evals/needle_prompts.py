@@ -1,7 +1,8 @@
-"""Prompts of suite `needle`: magic numbers of cities hidden in a long text, and a question for some of them.
+"""Prompts of suite `needle`: magic numbers of cities hidden in a long text, then a question about some of them.
 
-The protocol is that of LWM (arXiv 2402.08268) as §3.4 of the paper takes it: seven-digit numbers, the needles that are
-asked for at a depth, the others anywhere. Neither gives its wording for models that only continue text; ours is below.
+The protocol is that of LWM (arXiv 2402.08268) as §3.4 of the paper applies it: numbers have seven digits, the queried
+needles are at a given depth, and the remaining needles are at random positions. Neither paper prints a prompt for
+models without instruction tuning, so the prompts below were written for difftx.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from difftx.errors import UserError
 from difftx.evals.haystack import load_haystack
 from difftx.training.run import Run
 
-# None is a part of another.
+# Names of cities, none of which is contained in another.
 NAMES = """
 Accra Algiers Amsterdam Ankara Athens Auckland Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston
 Brussels Budapest Cairo Canberra Caracas Chicago Copenhagen Dakar Damascus Delhi Denver Dublin Edinburgh
@@ -26,50 +27,50 @@ Venice Vienna Warsaw Zurich
 """
 CITIES = tuple(NAMES.split())
 NEEDLE = "\nThe magic number for {city} is {number}.\n"
-QUESTIONS = {  # By whether one needle is asked for.
+QUESTIONS = {  # The key is whether the question is about a single needle.
     True: "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is",
     False: "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are",
 }
-NUMBERS = 10**6, 10**7  # From, and below: seven digits.
-SMALLEST_HAYSTACK = 16  # Tokens: with less, there are no depths.
+NUMBERS = 10**6, 10**7  # Lower bound (inclusive) and upper bound (exclusive) of numbers with seven digits.
+SMALLEST_HAYSTACK = 16  # Tokens; a shorter haystack has no meaningful depths.
 
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """A prompt to make, by the cell that it is a sample of."""
+    """The parameters of a prompt: a cell and the index of a sample in it."""
 
     length: int  # Tokens of prompt and answer.
     case: NeedleCaseConfig
-    depth: float
+    depth: float  # Position of the queried needles, a share of the haystack.
     sample: int
 
     @property
     def id(self) -> str:
-        """Its name in a journal."""
+        """The item's name in a journal."""
         return f"{self.cell}/{self.sample}"
 
     @property
     def cell(self) -> str:
-        """Return length, needles, of them asked for, and depth."""
+        """The name of the cell: length, number of needles, number of queried needles, and depth."""
         return f"{self.length}/{self.case.needles}-{self.case.queries}/{self.depth:g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedlePrompt:
-    """A prompt with the places of its parts, as (start, stop) of tokens, sentences with their line ends."""
+    """A prompt with the spans (start, stop) of its parts; the span of a needle includes its line breaks."""
 
     item: NeedleItem
-    tokens: list[int]  # `item.length - eval.needle.new_tokens` of them.
-    asked: tuple[tuple[int, int], ...]  # Needles that the question asks for, in its order.
-    others: tuple[tuple[int, int], ...]  # Needles that it does not.
-    question: tuple[int, int]  # With the beginning of the answer.
-    numbers: tuple[str, ...]  # The answer, as `asked`.
+    tokens: list[int]  # `item.length - eval.needle.new_tokens` token ids.
+    asked: tuple[tuple[int, int], ...]  # Spans of the queried needles, in the order of the question.
+    others: tuple[tuple[int, int], ...]  # Spans of the remaining needles.
+    question: tuple[int, int]  # Span of the question and of the beginning of the answer.
+    numbers: tuple[str, ...]  # The expected numbers, in the order of `asked`.
 
 
 class NeedlePrompts:
-    """The prompts of a run's `eval.needle`, the same for the same settings, haystack and tokenizer.
+    """The prompts of suite `needle`; the same settings, haystack and tokenizer always give the same prompts.
 
-    The samples of a case and length have the same haystack, cities, numbers and other needles at every depth.
+    A sample of a case and length has the same haystack, cities, numbers and remaining needles at every depth.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class NeedlePrompts:
         """Read the haystack.
 
         Args:
-            run: whose tokenizer, context and, perhaps, validation text are used.
-            settings: None: its `eval.needle`.
-            length_field: what the user set the lengths by, for messages.
-            case_field: and the cases.
+            run: the run whose tokenizer, context length and, without `haystack`, validation text are used.
+            settings: settings of the prompts; None: the run's `eval.needle`.
+            length_field: config field of the lengths, for messages.
+            case_field: config field of the cases, for messages.
 
         Raises:
-            UserError: a length is longer than the context, or does not hold a case; or there is no haystack.
+            UserError: a length exceeds the context or does not hold a case, or there is no haystack.
         """
         self._settings, self._tokenizer = settings or run.config.eval.needle, run.tokenizer
         self._length_field, self._case_field = length_field, case_field
@@ -126,8 +127,8 @@ class NeedlePrompts:
         question = self._question(cities[:queries])
         hay = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
         piece = self.haystack.piece(hay, rng)
-        # The first needles are asked for; they stand together, in an order of their own, and where others fell on the
-        # same place before these at the beginning, behind them at the end.
+        # The first `queries` needles are the queried ones. They are adjacent, in random order. If other needles fall on
+        # the same position, the queried ones come before them in the first half of the haystack, else after them.
         at, side = piece.place(item.depth), 1 if item.depth > 0.5 else -1
         placed = [(at, side, needle) for needle in rng.permutation(queries).tolist()]
         placed += [(piece.place(rng.random()), 0, needle) for needle in range(queries, needles)]
@@ -162,7 +163,7 @@ class NeedlePrompts:
                 f"{self._case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer"
             )
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
-        # No number takes more tokens than digits.
+        # An upper bound: a number has at most as many tokens as digits.
         digits = len(str(NUMBERS[0]))
         parts = [*(self._needle(city, "") for city in longest), self._question(longest[: case.queries])]
         needed = sum(map(len, parts)) + case.needles * digits + self._settings.new_tokens + SMALLEST_HAYSTACK

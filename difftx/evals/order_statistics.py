@@ -1,8 +1,9 @@
-"""Exact order statistics of magnitudes that are never held: counted on the devices, digit by digit (radix selection).
+"""Exact order statistics of magnitudes that do not fit in memory, by radix selection on the devices.
 
-The bits of a float32 without a sign, read as an integer, are in the order of the values. A first pass counts the high
-16 of them; then it is known which bins hold the wanted positions, and a second pass counts the low 16 bits of what lies
-in these. Both passes run the same program, so that a value has the same bits in both; that counts agree is checked.
+The bits of non-negative float32 values, read as integers, have the same order as the values. A first pass counts the
+high 16 bits (the high digit) of all magnitudes. These counts show which high digits the requested values have. A second
+pass counts the low 16 bits of the magnitudes with one of those high digits. Both passes run the same program, so that a
+magnitude has the same bits in both; a mismatch of their counts is an error.
 """
 #   N = devices, P = slots: high digits whose low digits are counted, V = 2**16 values of a digit
 
@@ -20,22 +21,23 @@ from difftx.errors import RunError, UserError
 DIGIT_BITS = 16
 V = 2**DIGIT_BITS
 
-type Counts = jax.Array  # uint32 [N, P, 2, V]: low and high words, as one would overflow; cut over all devices.
+# uint32 [N, P, 2, V], N sharded over all devices. Each count has a low and a high word, since one word could overflow.
+type Counts = jax.Array
 
 
 class Digit(NamedTuple):
-    """What a pass counts: 16 bits of those values whose high digit has a slot, by slot."""
+    """The 16 bits that a pass counts, for magnitudes whose high digit has a slot."""
 
-    slot_V: np.ndarray  # uint32, of each high digit; the number of slots: none.
-    shift: np.uint32  # Of the bits that are counted.
+    slot_V: np.ndarray  # uint32, slot of each high digit; P (the number of slots) for a high digit without a slot.
+    shift: np.uint32  # Position of the lowest of the 16 bits.
 
 
 class Statistics(NamedTuple):
-    """Of some magnitudes."""
+    """The order statistics of one set of magnitudes."""
 
     count: int
-    top: dict[int, float]  # Rank, the largest value's is 1, → value.
-    median: float  # The mean of the two in the middle, where they are two.
+    top: dict[int, float]  # Values by rank; the largest value has rank 1.
+    median: float  # For an even count, the mean of the two middle values.
 
 
 def order_statistics(
@@ -45,17 +47,17 @@ def order_statistics(
     *,
     field: str,
 ) -> dict[str, Statistics]:
-    """Return the statistics of several sets of values from two passes over them.
+    """Return the statistics of several sets of values, from two passes over the values.
 
     Args:
-        count: makes a pass; returns the counts of each set's digit, int64 `[P, V]`.
-        names: of the sets.
-        ranks: of the values that are wanted.
-        field: of the config that has the ranks.
+        count: function that makes a pass for the digit of each set, and returns each set's counts, int64 `[P, V]`.
+        names: names of the sets.
+        ranks: ranks of the values to return.
+        field: config field that holds the ranks, for messages.
 
     Raises:
         UserError: a set has fewer values than a rank.
-        RunError: the passes do not agree.
+        RunError: the two passes counted different values.
     """
     slots = slots_for(ranks)
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
@@ -73,19 +75,22 @@ def order_statistics(
 
 
 def slots_for(ranks: Sequence[int]) -> int:
-    """Return how many high digits the wanted values may have."""
+    """Return the largest possible number of distinct high digits: one per rank, and two for the median."""
     return len(ranks) + 2
 
 
 def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
-    """Return counts of nothing, on every device its own."""
+    """Return counts of zero for every device."""
     return jnp.zeros((mesh.size, slots, 2, V), jnp.uint32, out_sharding=P(mesh.axis_names))
 
 
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
-    """Return a device's counts with some values more: the magnitudes of those that are `counted`, fewer than 2**32."""
+    """Return one device's counts plus those of the magnitudes of `values` where `counted` is True.
+
+    A call may count fewer than 2**32 values.
+    """
     slots = counts_P2V.shape[0]
-    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Without the sign.
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
     place = jnp.where(counted, slot * V + ((bits >> digit.shift) & (V - 1)), slots * V)
     new_PV = jnp.zeros(slots * V, jnp.uint32).at[place.reshape(-1)].add(jnp.uint32(1), mode="drop").reshape(slots, V)
@@ -94,14 +99,14 @@ def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, dig
 
 
 def summed(counts: Counts) -> np.ndarray:
-    """Return the counts of all devices, int64 `[P, V]`, in every process."""
+    """Return the sum of all devices' counts, int64 `[P, V]`, in every process."""
     halves = np.asarray(_sum_of_halves(counts)).astype(np.int64)
     return np.sum(halves << (DIGIT_BITS * np.arange(4))[:, None], axis=1)
 
 
 @jax.jit
 def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
-    # Halves of words: their sum over up to 65,536 devices fits in a word.
+    # Sum halves of words: a sum of 16-bit numbers over up to 65,536 devices fits in 32 bits.
     halves = [counts_NP2V[:, :, word] >> shift & (V - 1) for word in range(2) for shift in (0, DIGIT_BITS)]
     return jax.sharding.reshard(jnp.sum(jnp.stack(halves, axis=2), axis=0), P())
 

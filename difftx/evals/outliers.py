@@ -1,6 +1,6 @@
 """Suite `outliers`: largest and median magnitudes of attention logits and hidden states (arXiv 2410.05258, Table 5)."""
-#   B = batch, T = S = tokens, D = model width, H = heads, K = key/value heads, R = H / K, G = groups (A1 and A2),
-#   C = queries of a chunk, N = devices
+#   B = batch, T = query tokens, S = key tokens (= T), D = model width, H = heads, K = key/value heads,
+#   R = H / K query heads per key/value head, G = groups (A1 and A2), C = queries of a chunk, N = devices
 
 import functools
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
 KINDS = ("logits", "hidden")
-PIECE_VALUES = 2**20  # Of hidden states, counted at once on a device; of logits, `xla.CHUNK_MAP_ELEMENTS`.
+PIECE_VALUES = 2**20  # Hidden-state values that a device counts per chunk; for logits, `xla.CHUNK_MAP_ELEMENTS`.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Return ranks and medians of |values|, exactly, over at most `eval.outliers.tokens` of each validation set.
+    """Return the exact largest and median magnitudes over at most `eval.outliers.tokens` of each validation set.
 
-    Logits: q·k/√d in float32, of every query with every key that it sees, of all layers, heads and groups; those of a
-    noise head of grouped differential attention once. Hidden states: the output of every layer, residual stream
-    included, before the final norm. Padding is left out.
+    Logits are q·k/√d in float32, for every query and every key that it sees, in all layers, heads and groups. Logits of
+    a noise head of grouped differential attention count once. Hidden states are the outputs of all layers, including
+    the residual stream, before the final norm. Padding does not count.
     """
     run, settings = evaluation.run, evaluation.run.config.eval.outliers
     passes = iter(range(1, 3))
@@ -49,7 +49,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
-    """Make a pass over the validation data."""
+    """Make a pass over the validation data, and return the counts of `digits` for logits and hidden states."""
     run, layout = evaluation.run, Layout.of(evaluation.run.config.mesh.context_method).with_whole_rows()
     graphdef = graph(run.config, layout)
     rows, limit = run.microbatch_rows, run.config.eval.outliers.tokens
@@ -79,7 +79,7 @@ def _add_batch(
     digits: Mapping[str, Digit],
     counts: Mapping[str, Counts],
 ) -> dict[str, Counts]:
-    """Count the values that a batch's first `rows` rows make."""
+    """Return `counts` plus those of the logits and hidden states of a batch's first `rows` rows."""
     model, ids_BT = nnx.merge(graphdef, params), batch.segment_ids_BT
     layout = model.layout
     row_BT = jax.lax.broadcasted_iota(jnp.int32, batch.tokens_BT.shape, 0, out_sharding=layout.act_BT)
@@ -114,7 +114,7 @@ def _add_batch(
 
 
 def _is_own(config: ModelConfig) -> np.ndarray:
-    """Return which logits of a token are nobody else's too, bool `[H, G]`: a noise head's are repeated in its group."""
+    """Return which heads and groups to count, bool `[H, G]`: of the repeated copies of a noise head, only the first."""
     if config.signal_heads is None:
         return np.ones((config.query_heads // config.groups, config.groups), bool)
     is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
@@ -122,7 +122,10 @@ def _is_own(config: ModelConfig) -> np.ndarray:
 
 
 def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
-    """On one device: those of its rows and heads, a chunk of queries at a time; devices that share them count once."""
+    """Return one device's counts plus those of its logits, computed in chunks of queries.
+
+    With `shared`, the devices along the axis `context` have the same logits, and only the first of them counts.
+    """
     real_BT, ids_BT = by_row
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, _, H, G, _ = q_BTHGd.shape
@@ -142,7 +145,10 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
 
 
 def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
-    """On one device: those of its tokens, some at a time; devices that share them count them once."""
+    """Return one device's counts plus those of its hidden states, in chunks of tokens.
+
+    The devices along the axis `tensor` have the same hidden states, and only the first of them counts.
+    """
     D = out_BTD.shape[2]
     counted = (real_BT & (jax.lax.axis_index("tensor") == 0)).reshape(-1)
     size = min(len(counted), max(1, PIECE_VALUES // D))

@@ -1,4 +1,4 @@
-"""Answers and references compared by their words: what needs no model."""
+"""Comparison of answers and references by their words."""
 
 import collections
 import itertools
@@ -7,20 +7,20 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 ARTICLES = {"a", "an", "the"}
-LONGEST_ABSTENTION = 20  # Words: a longer answer says something.
-ABSTAINING = re.compile(  # Of words without articles; "don't" is two.
+LONGEST_ABSTENTION = 20  # Words; a longer answer is not an abstention.
+ABSTAINING = re.compile(  # Matches texts after `words`, which removes articles and splits "don't" into two words.
     r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
     r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
     r"(know|say|answer|tell|determine|find|be (known|answered|determined|inferred|found)))\b"
 )
-ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # As a whole answer; "n" is left of N/A.
+ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # Whole answers; `words` reduces "N/A" to "n".
 
 
 def words(text: str) -> list[str]:
     """Return a text's words as SQuAD compares them: in lower case, without punctuation and articles.
 
-    Articles stay where there is nothing else. Commas within numbers go: 1,200 is 1200.
+    A text of articles alone keeps them. Commas within numbers are removed: 1,200 becomes 1200.
     """
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", unicodedata.normalize("NFKC", text).casefold())
     found = re.findall(r"\w+", plain)
@@ -28,14 +28,14 @@ def words(text: str) -> list[str]:
 
 
 def is_abstention(answer: str) -> bool:
-    """Whether an answer says that it does not know; an empty one says nothing."""
+    """Return whether an answer declines to answer; an empty answer is not an abstention."""
     found = words(answer)
     plain = " ".join(found)
     return len(found) <= LONGEST_ABSTENTION and (plain in ABSTENTIONS or bool(ABSTAINING.search(plain)))
 
 
 def contains(answer: str, reference: str) -> bool:
-    """Whether an answer has a reference's words in a row; "yes" and "no" must be its first word."""
+    """Return whether an answer contains a reference's words consecutively; "yes" and "no" must be the first word."""
     has, wanted = words(answer), words(reference)
     if is_yes_or_no(reference):
         return has[:1] == wanted
@@ -43,12 +43,15 @@ def contains(answer: str, reference: str) -> bool:
 
 
 def is_yes_or_no(reference: str) -> bool:
-    """Whether a reference is no part of a document."""
+    """Return whether a reference is "yes" or "no"."""
     return words(reference) in (["yes"], ["no"])
 
 
 def support(answer: str, sources: Sequence[str], length: int) -> float:
-    """Return the share of an answer's runs of `length` words that are in one of the sources; 0 without words."""
+    """Return the share of an answer's runs of `length` consecutive words that occur in one of the sources.
+
+    An answer with fewer words is a single run; an empty answer has support 0.
+    """
     has = words(answer)
     length = min(length, len(has))
     if not length:
@@ -59,17 +62,17 @@ def support(answer: str, sources: Sequence[str], length: int) -> float:
 
 
 def recall(answer: str, reference: str) -> float:
-    """Return the share of a reference's words that the answer has; one that it has n times counts n times at most."""
+    """Return the share of a reference's words that the answer contains; repeated words must be repeated there too."""
     return _share(_common(words(answer), words(reference)), len(words(reference)))
 
 
 def f1(answer: str, reference: str) -> float:
-    """Return SQuAD's F1: of words, without their order."""
+    """Return SQuAD's F1 of the words, regardless of their order."""
     return _f1(_common(words(answer), words(reference)), answer, reference)
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """Return ROUGE-L's F1: of the longest common subsequence of words."""
+    """Return ROUGE-L's F1, of the longest common subsequence of words."""
     return _f1(_longest_common_subsequence(words(answer), words(reference)), answer, reference)
 
 
@@ -86,7 +89,7 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    row = [0] * (len(second) + 1)  # Of what was seen of `first`, with each beginning of `second`.
+    row = [0] * (len(second) + 1)  # row[i] is the length for the words of `first` so far and for `second[:i]`.
     for word in first:
         diagonal = 0
         for i, other in enumerate(second, start=1):

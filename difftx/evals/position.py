@@ -12,18 +12,18 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import LineChart, Result, Series
 from difftx.training.run import Run
 
-POINTS = 64  # Of a curve, evenly spaced on a log axis.
-ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Standard errors on each side of a mean: 95 %.
+POINTS = 64  # Largest number of points of a curve, evenly spaced on a log axis.
+ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Half-width of a 95 % interval, in standard errors.
 
 
 class DocumentStarts:
-    """The first T tokens of documents that are longer than T, a row each: a `RowSource`."""
+    """A `RowSource` with one row per long document: the first T tokens of each document of more than T tokens."""
 
     def __init__(self, store: TokenStore, sequence_length: int, limit: int):
-        """Take at most `limit` of the documents, evenly spaced in the store."""
+        """Take at most `limit` long documents, evenly spaced in the store."""
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
-        found = offsets[:-1][lengths > sequence_length]  # The last of T inputs needs a target in the document.
+        found = offsets[:-1][lengths > sequence_length]  # T inputs need T + 1 tokens: the last input has a target too.
         count = min(limit, len(found))
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length = sequence_length
@@ -42,7 +42,7 @@ class DocumentStarts:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the nll of the first 1, 2, … T targets of long documents; the last average is `loss`."""
+    """Average the nll of the first 1, 2, … T targets of long documents; `loss` is the average of all T."""
     sources, length = long_documents(evaluation.run), evaluation.run.config.data.sequence_length
     at = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
     sets, series = {}, []
@@ -68,10 +68,10 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def long_documents(run: Run) -> dict[str, DocumentStarts]:
-    """Return the starts of long documents of each validation set of text.
+    """Return the rows of long documents for each validation set of text.
 
     Raises:
-        UserError: no document is longer than a row.
+        UserError: no validation set is text, or no document is longer than a row.
     """
     length, limit = run.config.data.sequence_length, run.config.eval.position_documents
     text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
@@ -88,7 +88,10 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
 
 
 def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
-    """Return the documents' mean cumulative average at positions `at`, from 1, with a band if there are two or more."""
+    """Return the mean over documents of the cumulative average at positions `at`, which start at 1.
+
+    Two or more documents also give a 95 % band.
+    """
     averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, at - 1] / at
     mean = averages.mean(axis=0)
     curve = {"name": name, "x": at.astype(float).tolist(), "y": mean.tolist()}

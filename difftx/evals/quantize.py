@@ -1,11 +1,11 @@
-"""Suite `quantize`: other suites, their attention logits rounded to few bits (arXiv 2410.05258, Figure 8)."""
+"""Suite `quantize`: results of other suites with attention logits rounded to few bits (arXiv 2410.05258, Figure 8)."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from difftx.config import Config
-from difftx.config.architectures import implementations
+from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
@@ -14,33 +14,34 @@ from difftx.evals.resume import resumable
 type Suites = Mapping[str, Callable[[Evaluation], Result]]
 
 UNQUANTIZED = 16
-# Not what a model can do: itself, and what measures speed, gradients, maps and the logits before they are quantised.
+# Excluded suites: quantize itself, and suites that measure speed, gradients, attention weights or unquantised logits
+# rather than the quality of a model.
 UNFIT = ("quantize", "throughput", "gradients", "attention", "outliers")
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A suite under so many bits."""
+    """A suite and the number of bits of its attention logits."""
 
     suite: str
     bits: int
 
     @property
     def id(self) -> str:
-        """Its name in the journal."""
+        """The item's name in the journal."""
         return f"{self.suite} {self.bits}"
 
 
 def evaluate(evaluation: Evaluation, suites: Suites) -> Result:
-    """Evaluate each of `eval.quantize.suites` under each of `eval.quantize.bits`; 16: as the suite does by itself.
+    """Run each of `eval.quantize.suites` with each of `eval.quantize.bits`; 16 bits means no quantisation.
 
-    Its numbers have their names, behind the suite's and before the bits.
+    A suite's number is named `<suite>_<number>_<bits>_bits` in the result.
 
     Raises:
-        UserError: a suite cannot run so.
+        UserError: a suite cannot be quantised, or raises the error itself.
     """
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
-    # By bits: suites that share a pass over the model share it.
+    # Ordered by bits, so that suites with the same bits share an `Evaluation` and its forward passes.
     items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config, suites)]
 
     @functools.lru_cache(maxsize=1)
@@ -64,16 +65,16 @@ def evaluate(evaluation: Evaluation, suites: Suites) -> Result:
         _chart(suite, name, by_bits)
         for suite, by_bits in found.items()
         for name in by_bits[settings.bits[0]]
-        if len({of_suite[name] for of_suite in by_bits.values()}) > 1  # Not how many tokens were scored.
+        if len({of_suite[name] for of_suite in by_bits.values()}) > 1  # Skip constants, such as the number of tokens.
     ]
     return Result(numbers=numbers, details={"granularity": settings.granularity}, charts=charts)
 
 
 def inner_suites(config: Config, suites: Suites) -> tuple[str, ...]:
-    """Return which suites are to run.
+    """Return `eval.quantize.suites`.
 
     Raises:
-        UserError: one is unknown, or has no use for it.
+        UserError: a suite is unknown or cannot be quantised.
     """
     for name in config.eval.quantize.suites:
         fit = [other for other in suites if other not in UNFIT]
@@ -83,9 +84,13 @@ def inner_suites(config: Config, suites: Suites) -> tuple[str, ...]:
 
 
 def quantized(config: Config, bits: int) -> Config:
-    """Return the config with attention logits of so many bits; 16: as a model without quantisation has them."""
+    """Return the config with attention logits of `bits` bits; 16 bits means no quantisation.
+
+    The attention implementation becomes "auto" if the configured one does not support the quantisation.
+    """
     model = config.model
-    serves = model.attention_implementation in implementations(model.architecture, quantized=bits != UNQUANTIZED)
+    backends = ARCHITECTURES[model.architecture].backends(quantized=bits != UNQUANTIZED)
+    serves = model.attention_implementation in backends
     changed = dataclasses.replace(
         model,
         attention_logit_bits=None if bits == UNQUANTIZED else bits,

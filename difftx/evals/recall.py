@@ -1,4 +1,4 @@
-"""Suite `recall`: the validation loss in two slices, AR-Hit and Others, as Zoology cuts it (arXiv 2312.04927, §3)."""
+"""Suite `recall`: the validation loss of the slices AR-Hit and Others of Zoology (arXiv 2312.04927, §3)."""
 #   T = tokens of a row
 
 import functools
@@ -22,11 +22,12 @@ SLICES = ("ar_hit", "others")
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the nll of each slice; sets are averaged without weights.
+    """Average the nll of each slice; losses are unweighted means over sets.
 
-    AR-Hit: the last token of a bigram that stands earlier in the row, in the same document where `data.document_mask`
-    hides the others, and occurs at most `eval.recall_max_bigram_count` times in the training data. Others: the rest,
-    and the first token of a document, which is in no bigram of the training data.
+    A target is an AR-Hit if its bigram (the previous token and the target) occurs earlier in the row, and occurs at
+    most `eval.recall_max_bigram_count` times in the training data. With `data.document_mask`, the earlier occurrence
+    must be in the same document. The slice Others has all remaining targets. They include the first token of each
+    document, since the training data's bigrams do not span documents.
     """
     run = evaluation.run
     counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
@@ -45,11 +46,11 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
     """Return which targets of a row are AR-Hits, bool [T]."""
-    # Where a target does not count, it need not be the next token.
+    # Outside the loss mask, a target is not necessarily the next token, so it forms no bigram.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])
     documents = row.get("segment_ids", np.zeros(len(row["tokens"]), np.int32))[counted]
-    order = np.lexsort((bigrams, documents))  # Stable: of equal ones, the first in the row comes first.
+    order = np.lexsort((bigrams, documents))  # Stable: equal bigrams keep the order of the row.
     same = (np.diff(bigrams[order]) == 0) & (np.diff(documents[order]) == 0)
     repeated = order[1:][same]
     hits = repeated[counts.of(bigrams[repeated]) <= limit]
@@ -59,7 +60,7 @@ def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.n
 
 
 def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: int) -> dict[str, float]:
-    """Return tokens and loss of each slice; an empty one, as of a short text without hits, has no loss."""
+    """Return the number of tokens and the loss of each slice; an empty slice has no loss."""
     nats, tokens, end = dict.fromkeys(SLICES, 0.0), dict.fromkeys(SLICES, 0), evaluation.run.tokenizer.eot_token
     for row, nll_T in evaluation.valid_rows(name):
         hit_T, counts_T = is_hit(row, counts, limit, end), row["loss_mask"] > 0
@@ -71,10 +72,11 @@ def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: i
 
 
 def training_counts(run: Run) -> BigramCounts:
-    """Return how frequent the bigrams are in the training data.
+    """Return the counts of bigrams in the training data.
 
     Raises:
-        UserError: nothing says so down to the limit, or no validation set is text.
+        UserError: no validation set is text, the training data is a store and `eval.bigrams_path` is not set, or the
+            file omits bigrams that `eval.recall_max_bigram_count` needs.
     """
     if not any(isinstance(rows, PackedRows) for rows in run.data.valid.values()):
         raise UserError("suite 'recall': no validation set is text; synthetic tasks have the suite 'exact_match'")
@@ -99,7 +101,7 @@ def training_counts(run: Run) -> BigramCounts:
 
 
 def _trained_on(config: DataConfig) -> dict[str, str | None]:
-    """Return name and path of the sources that ever have a weight."""
+    """Return the paths, by name, of the sources with a weight at the start or in any stage."""
     if not config.sources:
         return {ONLY_SOURCE: config.path}
     return {
@@ -111,5 +113,5 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
 
 @functools.lru_cache(maxsize=1)
 def _counted(stores: tuple[TokenStore, ...]) -> BigramCounts:
-    """Count once a run, not at each evaluation."""
+    """Return the counts of bigrams; the cache avoids counting again at every evaluation of a run."""
     return count_bigrams(stores)

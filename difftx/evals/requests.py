@@ -1,4 +1,4 @@
-"""Likelihoods and completions that somebody else's tasks ask for: many, repeated, resumed after a kill."""
+"""Likelihoods and completions for external tasks, without repeated work and resumable after a kill."""
 
 import dataclasses
 import functools
@@ -12,53 +12,56 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
 
-CONTINUATIONS = 64  # Of one context that make an item; a text's windows all follow <|endoftext|>.
-ITEMS_A_ROW = 8  # That go together: of many, rows of like lengths are found, and few are lost by a kill.
+# Largest number of continuations per item. Some contexts have many: all first windows of texts follow <|endoftext|>.
+CONTINUATIONS = 64
+# Items of a batch per row of a microbatch. Larger batches allow rows of more similar length, but a kill loses a whole
+# batch.
+ITEMS_A_ROW = 8
 
 type Tokens = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Choices:
-    """A context and what may follow it, whose likelihoods are asked for."""
+    """A context and the continuations to score after it."""
 
     context: Tokens
     continuations: tuple[Tokens, ...]
 
     @functools.cached_property
     def id(self) -> str:
-        """Its name in a journal."""
+        """The item's name in a journal."""
         return json_sha256([self.context, self.continuations])
 
     @property
     def tokens(self) -> int:
-        """Of context and longest continuation."""
+        """The number of tokens of the context and the longest continuation."""
         return len(self.context) + max(map(len, self.continuations))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A prompt to complete, and how."""
+    """A prompt to complete, with the settings of its completion."""
 
     prompt: Tokens
-    new_tokens: int  # At most.
+    new_tokens: int  # Largest number of new tokens.
     stop: tuple[str, ...]
     sampling: Sampling
     seed: int
 
     @functools.cached_property
     def id(self) -> str:
-        """Its name in a journal."""
+        """The item's name in a journal."""
         return json_sha256(dataclasses.asdict(self))
 
 
 def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
-    """Return how likely the second of each pair is after the first.
+    """Return the log-likelihood of each continuation after its context.
 
     Args:
-        evaluation: whose model scores, and whose journal keeps what is done.
-        pairs: context and continuation, a token each at least, both in the model's context.
-        what: they are, for the display.
+        evaluation: evaluation with the model, and the journal of finished items.
+        pairs: contexts and continuations of at least one token each, which together fit the model's context.
+        what: name of the pairs in the progress display.
     """
     by_context: dict[Tokens, dict[Tokens, None]] = {}
     for context, continuation in pairs:
@@ -68,7 +71,7 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
         for context, continuations in by_context.items()
         for part in itertools.batched(continuations, CONTINUATIONS)
     ]
-    items.sort(key=lambda item: -item.tokens)  # The longest first: if memory does not do, it shows at once.
+    items.sort(key=lambda item: -item.tokens)  # Longest first, so that a lack of memory shows immediately.
     rows = evaluation.run.microbatch_rows
 
     def answer(batch: Sequence[_Choices]) -> list[list[Score]]:
@@ -84,12 +87,12 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
 
 
 def complete_all(evaluation: Evaluation, wanted: Sequence[Wanted], *, what: str) -> list[str]:
-    """Return what follows each prompt, up to the first of its stop strings.
+    """Return the completion of each prompt, up to the first of its stop strings.
 
     Args:
-        evaluation: whose model writes, and whose journal keeps what is done.
+        evaluation: evaluation with the model, and the journal of finished items.
         wanted: prompts that fit the model's context together with their new tokens.
-        what: they are, for the display.
+        what: name of the prompts in the progress display.
     """
     texts: dict[Wanted, str] = {}
     alike: dict[tuple[Sampling, tuple[str, ...]], list[Wanted]] = {}
@@ -101,6 +104,6 @@ def complete_all(evaluation: Evaluation, wanted: Sequence[Wanted], *, what: str)
             requests = [Request(prompt=item.prompt, new_tokens=item.new_tokens, seed=item.seed) for item in batch]
             return [completion.text for completion in generate(evaluation.lm, requests, sampling, stop=stop)]
 
-        items.sort(key=lambda item: -len(item.prompt))  # The longest first, as above.
+        items.sort(key=lambda item: -len(item.prompt))  # Longest first, so that a lack of memory shows immediately.
         texts |= resumable(evaluation, items, answer, what=what, batch_items=evaluation.run.microbatch_rows)
     return [texts[item] for item in wanted]

@@ -1,4 +1,4 @@
-"""What a suite returns."""
+"""The result of a suite: numbers, details and charts."""
 
 import dataclasses
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of a chart, with a band around it if `low` and `high` are given: as many numbers each as `x` has."""
+    """A line of a chart, with a band around it if `low` and `high` are given; all lists have the same length."""
 
     name: str
     x: list[float]
@@ -17,22 +17,22 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Lines over a common axis; labels say the unit."""
+    """Lines over a common x-axis."""
 
-    name: str  # Of its file and of its place in the report.
+    name: str  # Name of the chart's file, and of its section in the report.
     title: str
-    x_label: str
+    x_label: str  # Labels include the unit.
     y_label: str
     series: list[Series]
     log_x: bool = False
     log_y: bool = False
-    over_steps: bool = False  # Where several steps were evaluated, the report also draws a line for each x over these.
+    over_steps: bool = False  # Whether the report also draws y over training steps, a line for each x.
     kind: Literal["line"] = "line"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """A value for each pair of `y` (rows, from the top) and `x` (columns); None where there is none."""
+    """A table of values as colours, with rows `y`, from the top, and columns `x`."""
 
     name: str
     title: str
@@ -40,17 +40,17 @@ class Heatmap:
     y_label: str
     x: list[float | str]
     y: list[float | str]
-    values: list[list[float | None]]
+    values: list[list[float | None]]  # One list per row; None: no value.
     value_label: str
-    low: float | None = None  # Ends of the colour scale; None: of the values.
-    high: float | None = None
+    low: float | None = None  # Lower end of the colour scale; None: the smallest value.
+    high: float | None = None  # Upper end of the colour scale; None: the largest value.
     kind: Literal["heatmap"] = "heatmap"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Numbers to compare and to plot, charts, and whatever else is worth keeping, as JSON."""
+    """The result of a suite, which can be written as JSON."""
 
-    numbers: dict[str, float]
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, float]  # Numbers that are compared between runs and plotted over steps.
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Any further JSON.
     charts: list[LineChart | Heatmap] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Long suites, item by item: what an evaluation that was killed has finished is not done again."""
+"""Resumption of long suites: items that a killed evaluation has finished are not computed again."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ def resumable[Item: Identified](
     what: str,
     batch_items: int,
 ) -> Iterator[tuple[Item, Any]]:
-    """Yield each item with its answer, in their order; an earlier evaluation's answers are not sought again.
+    """Yield each item with its answer, in order; answers that are in the journal are not computed again.
 
     Args:
-        evaluation: whose journal is read and written, if it has one.
-        items: the same for the same settings, since batches are cut from those that are left.
-        answer_batch: returns the answers, as JSON, of some items.
-        what: the items are, for the display.
-        batch_items: how many go together.
+        evaluation: evaluation whose journal, if any, is read and written.
+        items: the items of the suite; the same settings must always give the same items.
+        answer_batch: function that returns the answers of a batch of items, as JSON.
+        what: name of the items in the progress display.
+        batch_items: number of items per batch.
     """
     journal = evaluation.journal
     answers = {} if journal is None else journal.start(items)
@@ -31,7 +31,7 @@ def resumable[Item: Identified](
     batches = itertools.batched(left, batch_items)
     with evaluation.work.task(what, len(left)) as advance:
         for item in items:
-            if item.id not in answers:  # The first of those that are left.
+            if item.id not in answers:  # The first item of the next batch.
                 batch = next(batches)
                 found = dict(zip((member.id for member in batch), answer_batch(batch), strict=True))
                 answers |= found

@@ -1,4 +1,4 @@
-"""Examples of the synthetic task retrieval, with their parts marked as those of a needle prompt."""
+"""Examples of the synthetic task retrieval as needle prompts, with the spans of their parts."""
 
 import numpy as np
 
@@ -12,16 +12,17 @@ TASK = "retrieval"
 
 
 class RetrievalPrompts:
-    """Validation examples, as many at each depth: the pair that is asked for, other pairs, distractors, the key.
+    """Validation examples of the task retrieval, with the same number of examples at each depth.
 
-    An example is a sample of the depth that is nearest to its pair's place, as a share of the tokens before the key.
+    An example consists of the queried pair, other pairs, distractors, and last the queried key. Its depth is the entry
+    of `depths` that is nearest to the position of the queried pair, as a share of the tokens before the last key.
     """
 
     def __init__(self, run: Run, rows: SyntheticRows, *, depths: tuple[float, ...], samples: int):
-        """Look for them, in the order of their numbers.
+        """Select the first examples of each depth.
 
         Raises:
-            UserError: there are too few.
+            UserError: a depth has fewer than `samples` examples.
         """
         self._rows, self._settings = rows, run.config.data.synthetic
         self.depths = depths
@@ -63,7 +64,7 @@ class RetrievalPrompts:
 
     @staticmethod
     def text_of(tokens: list[int]) -> str:
-        """Return tokens by their numbers: they spell nothing."""
+        """Return the token ids as text, since the tokens of a synthetic task have no text."""
         return " ".join(map(str, tokens))
 
     def _example(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -1,4 +1,4 @@
-"""Suite `sample`: what the model writes after the first words of validation documents."""
+"""Suite `sample`: the model's continuations of the first tokens of validation documents."""
 
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -14,7 +14,10 @@ PROMPT_TOKENS = 48
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Continue the first validation documents by `eval.sample_tokens` tokens, or as many as the window holds."""
+    """Continue the beginnings of the first validation documents.
+
+    A continuation has `eval.sample_tokens` tokens, or fewer if the context holds fewer.
+    """
     run, config = evaluation.run, evaluation.run.config
     store = validation_text(run)
     prompt_tokens = min(PROMPT_TOKENS, config.data.sequence_length // 2)
@@ -42,7 +45,7 @@ def validation_text(run: Run) -> TokenStore:
     """Return the first validation set of text.
 
     Raises:
-        UserError: there is none.
+        UserError: no validation set is text.
     """
     stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
     if not stores:

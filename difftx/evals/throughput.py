@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from difftx.config import Config
-from difftx.config.architectures import unread_fields
+from difftx.config.model import default_specific_fields
 from difftx.data.loader import Batch, ordered_batches
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
@@ -22,18 +22,19 @@ from difftx.parallel.mesh import check_divisible
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
-ARCHITECTURES = ("transformer", "diff")  # The first is the measure of the others.
+COMPARED = ("transformer", "diff")  # The first is the baseline.
 PASSES = ("forward", "forward_backward")
 WARM_UP_STEPS = 2
 ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Time both models in turn on one microbatch of random tokens, `eval.throughput_rounds` × `throughput_steps`.
+    """Time both models in turn on a microbatch of random tokens.
 
-    forward: the loss of every token; forward_backward: that and its gradient by the parameters, without an update.
-    With r = tokens/s of diff / tokens/s of the Transformer, the median of the rounds' own, throughput drops by 1 - r
-    and time rises by 1/r - 1, which is what Table 7 prints.
+    Each of `eval.throughput_rounds` rounds makes `eval.throughput_steps` calls per model. `forward` is the loss of
+    every token. `forward_backward` adds the gradient with respect to the parameters, without an update. Let r be the
+    median over rounds of tokens/s of diff / tokens/s of the Transformer. Throughput drops by 1 - r, and time rises by
+    1/r - 1, the number that Table 7 prints.
     """
     run, settings = evaluation.run, evaluation.run.config.eval
     configs = pair(run.config)
@@ -47,11 +48,11 @@ def evaluate(evaluation: Evaluation) -> Result:
     rows, length = run.microbatch_rows, run.config.data.sequence_length
     numbers, details = {}, {}
     for kind in PASSES:
-        here = {name: calls[kind, name] for name in ARCHITECTURES}
+        here = {name: calls[kind, name] for name in COMPARED}
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
         rates = rates_in_turn(here, rounds, settings.throughput_steps, rows * length)
         ratio = median_ratio(rates["diff"], rates["transformer"])
-        numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in ARCHITECTURES}
+        numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in COMPARED}
         numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
         numbers[f"{kind}_time_rise_percent"] = 100 * (1 / ratio - 1)
         details[kind] = rates
@@ -61,25 +62,25 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart by architecture, in the order of `ARCHITECTURES`.
+    """Return the config and its counterpart by architecture, in the order of `COMPARED`.
 
     Raises:
-        UserError: the config is of another architecture, or has no counterpart.
+        UserError: the config's architecture is not in `COMPARED`, or the config has no counterpart.
     """
-    if config.model.architecture not in ARCHITECTURES:
+    if config.model.architecture not in COMPARED:
         raise UserError(
-            f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(ARCHITECTURES)}; "
+            f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
             "leave the suite throughput out"
         )
     both = {c.model.architecture: c for c in (config, counterpart(config))}
-    return {name: both[name] for name in ARCHITECTURES}
+    return {name: both[name] for name in COMPARED}
 
 
 def counterpart(config: Config) -> Config:
-    """Return the config of the other architecture with the same size (§3.1): a diff head stands for two of softmax.
+    """Return the config of the other architecture with the same size (§3.1): one diff head replaces two softmax heads.
 
     Raises:
-        UserError: a Transformer with an odd number of heads has none.
+        UserError: the model is a Transformer with an odd number of heads.
     """
     model = config.model
     other = "transformer" if model.architecture == "diff" else "diff"
@@ -100,14 +101,14 @@ def counterpart(config: Config) -> Config:
         num_heads=heads(model.num_heads),
         num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
         head_norm="rms_affine" if other == "diff" else "none",
-        **unread_fields(other),
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
+        **default_specific_fields(),
     )
     return dataclasses.replace(config, model=changed)
 
 
 def random_rows(config: Config, rows: int) -> PackedRows:
-    """Return rows of random tokens, the same for every config of a vocabulary and a length."""
+    """Return rows of random tokens, which depend only on the vocabulary size and the length of rows."""
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
@@ -117,16 +118,17 @@ def random_rows(config: Config, rows: int) -> PackedRows:
 def rates_in_turn(
     calls: Mapping[str, Callable[[], Any]], rounds: Any, steps: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Time `steps` calls of each, one after the other, in every round, so that a slow minute strikes all.
+    """Time functions in turn, `steps` calls of each per round, so that a temporary slowdown affects all of them.
 
     Args:
-        calls: what to time; returns arrays to wait for.
-        rounds: an iterable, an element a round.
-        steps: calls of a turn. The next one is dispatched before the last one is awaited, as in the training loop.
-        tokens: of a call.
+        calls: functions to time, by name; each returns arrays to wait for.
+        rounds: an iterable with one element per round.
+        steps: calls per function and round. As in the training loop, a call is dispatched before the previous call's
+            result is awaited.
+        tokens: number of tokens that a call processes.
 
     Returns:
-        Tokens/s of each round.
+        Tokens/s of each function in each round.
     """
     rates = {name: [] for name in calls}
     for _ in rounds:
@@ -141,7 +143,7 @@ def rates_in_turn(
 
 
 def median_ratio(rates: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the median of the ratios of the rounds."""
+    """Return the median over rounds of the ratio of `rates` to `baseline`."""
     return statistics.median(a / b for a, b in zip(rates, baseline, strict=True))
 
 
@@ -159,7 +161,7 @@ def _random_batch(evaluation: Evaluation) -> Batch:
 
 
 def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[[], Any]:
-    """Compile a pass, run it `WARM_UP_STEPS` times, and return the call."""
+    """Compile a pass, run it `WARM_UP_STEPS` times, and return a function that runs it."""
     graphdef = graph(config)
 
     def nll(params: Any, batch: Batch) -> jax.Array:

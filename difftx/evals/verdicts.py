@@ -1,4 +1,4 @@
-"""Replies of a judge that were paid for: a file that only grows, so that nothing is asked twice."""
+"""An append-only file of a judge's replies, so that no reply is paid for twice."""
 
 import json
 import os
@@ -11,13 +11,16 @@ from difftx.files import misfit
 
 
 class VerdictFile:
-    """JSON lines with `key`, what was asked, and what came back; `accurate` is null where that was no verdict."""
+    """A file of JSON lines, one reply each: the key of the request, the verdict and the reply.
+
+    `accurate` is null if the reply is not a verdict.
+    """
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
 
     def read(self) -> dict[str, Verdict]:
-        """Return the verdicts that are there, by key; lines that are none, such as half a line, are passed over."""
+        """Return the stored verdicts by key; lines without a verdict, such as incomplete lines, are skipped."""
         try:
             lines = self._path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -26,11 +29,12 @@ class VerdictFile:
         return {entry["key"]: Verdict(entry["accurate"], entry["why"]) for entry in entries}
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append a line, from any thread; after this it survives a kill of the machine."""
+        """Append a line, from any thread; the line is on disk when the function returns."""
         line = json.dumps(entry).encode() + b"\n"
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened anew for each line: another process may append too. A half line of a kill stays alone.
+            # Open the file for each line, since another process may append too. If a kill left an incomplete line, the
+            # new line starts after a line break.
             with self._path.open("a+b") as file:
                 if size := file.seek(0, os.SEEK_END):
                     file.seek(size - 1)

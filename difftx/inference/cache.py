@@ -1,7 +1,8 @@
-"""The cache of keys and values: slots by row, written for all layers at once, doubled when it is full.
+"""The cache of keys and values, with one slot per token of a row.
 
-What is cached of a token is whatever the model's attention says (`Decoder.extend`), so that every architecture has its
-cache here: two keys and one value twice as wide for a differential head, a key and a value for a softmax head.
+All layers are written in one update, and a full cache is doubled. `Decoder.extend` defines the arrays that are cached
+per token, so this cache serves every architecture: a differential head caches two keys and one value of twice the
+width; a softmax head caches one key and one value.
 """
 #   L = layers, B = rows, S = slots, T = new tokens, K = key/value heads
 
@@ -17,23 +18,26 @@ from difftx.kernels.cached import EMPTY, Ids, Past
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH
 
-UNIT = 256  # Slots of the smallest cache; larger ones double, so that few programs are compiled.
+UNIT = 256  # Slots per row of the smallest cache. Larger caches double, so that few programs are compiled.
 ROWS = P(BATCH, None)
 
-type Entries = tuple[jax.Array, ...]  # What is to be cached of new tokens: arrays [L, B, T, K, …, width].
+type Entries = tuple[jax.Array, ...]  # Keys and values of new tokens, [L, B, T, K, …, width] each.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Slot s of a row holds its token number s; which tokens see it, its segment says."""
+    """Cached keys and values. Slot s of a row holds the row's token number s.
+
+    A token sees the slots of its own segment.
+    """
 
     layers: Past  # Arrays [L, B, K, …, S, width], in the compute dtype.
-    segment_BS: jax.Array  # int32; EMPTY where there is no token.
+    segment_BS: jax.Array  # int32; EMPTY for a slot without a token.
 
 
 def capacity_for(tokens: int) -> int:
-    """Return the slots of a cache for so many tokens: the unit times a power of two."""
+    """Return the number of slots for rows of up to `tokens` tokens: `UNIT` times a power of two."""
     capacity = UNIT
     while capacity < tokens:
         capacity *= 2
@@ -41,7 +45,7 @@ def capacity_for(tokens: int) -> int:
 
 
 def empty_cache(model: Decoder, rows: int, capacity: int) -> Cache:
-    """Return a cache without tokens; under jit it is born in its shards."""
+    """Return a cache without tokens. Under jit, the cache is created sharded over the mesh."""
 
     def zeros(entry: jax.ShapeDtypeStruct) -> jax.Array:
         layers, _, _, *heads, width = entry.shape
@@ -59,14 +63,14 @@ def extend(
     segment_BT: jax.Array,
     branch_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Entries]:
-    """Return the last layer's normalised output `[B, T, D]` for new tokens, and what goes into the cache."""
+    """Return the normalised output `[B, T, D]` of the last layer for new tokens, and their entries for the cache."""
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
     ids = Ids(segment_BT, branch_BT, cache.segment_BS)
     return model.extend(tokens_BT, positions_BT=positions_BT, past=cache.layers, ids=ids)
 
 
 def write_chunk(cache: Cache, entries: Entries, segment_BT: jax.Array, start: jax.Array) -> Cache:
-    """Return the cache with T tokens of each row in slots `start` … `start + T - 1`, which it must have."""
+    """Return the cache with T tokens of each row in slots `start` … `start + T - 1`. These slots must exist."""
 
     def put(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=-2)
@@ -75,10 +79,10 @@ def write_chunk(cache: Cache, entries: Entries, segment_BT: jax.Array, start: ja
 
 
 def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: jax.Array) -> Cache:
-    """Return the cache with one token of each row in its slot; one that it does not have is left out."""
+    """Return the cache with one token of each row in slot `slot_B`. A token whose slot does not exist is dropped."""
 
     def put(old: jax.Array, new: jax.Array, slot_B: jax.Array) -> jax.Array:
-        # Indices of all axes but the last: with windows over more of them XLA on CPUs copies the cache.
+        # Index all axes except the last. With a window over more axes, XLA on CPUs would copy the whole cache.
         before = jnp.indices(old.shape[:-2], sparse=True)
         slot_B = jnp.expand_dims(slot_B, tuple(i for i in range(old.ndim - 2) if i != 1))
         return old.at[(*before, slot_B)].set(new[..., 0, :], unique_indices=True, mode="drop")
@@ -89,19 +93,19 @@ def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: j
 def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array, where: jax.Array) -> Cache:
     def on_one_device(layers: Past, segment_BS: jax.Array, entries: Entries, segment_BT: jax.Array, where: jax.Array):
         written = [put(old, jnp.moveaxis(new, 2, -2), where) for old, new in zip(layers, entries, strict=True)]
-        ids = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)  # As an array of one layer.
+        ids = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)  # With axes for layers and width.
         return tuple(written), ids[0, ..., 0]
 
     over_heads = jax.typeof(cache.layers[0]).sharding.spec[2]
     heads, by_token = P(None, BATCH, over_heads), P(None, BATCH, None, over_heads)
     in_specs = (heads, ROWS, by_token, ROWS, P(BATCH) if where.ndim else P())
-    # On each device by itself: rows and heads are cut, slots are not.
+    # Each device writes its own shard: rows and heads are sharded, slots are not.
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=(heads, ROWS), check_vma=False)
     return Cache(*call(cache.layers, cache.segment_BS, reshard(entries, by_token), segment_BT, where))
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
-    """Return the cache with more slots."""
+    """Return the cache with `capacity` slots per row. The additional slots are empty."""
     more = capacity - cache.segment_BS.shape[1]
 
     def pad(x: jax.Array, axis: int, value: int) -> jax.Array:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.config_reader import split_overrides
+from difftx.config.command_line import parse_overrides
 from difftx.errors import UserError, printable
 from difftx.files import json_sha256, require_local_paths, require_writable_file, write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from difftx.inference.generate import Request
     from difftx.inference.sampling import Sampling
 
-NEW_TOKENS = 256  # Where --new_tokens is not given and the context has room.
+NEW_TOKENS = 256  # Default of --new_tokens, if the context has room.
 PROGRESS_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags and generate. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    """Read the flags and generate text. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser("difftx generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--workdir", type=Path, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="checkpoint; the newest if not given")
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
     options, rest = parser.parse_known_args(arguments)
     require_local_paths(options)
-    overrides = {f"mesh.{name}": text for name, text in split_overrides(rest, "mesh").items()}
+    overrides = parse_overrides(rest, "mesh")
     prompts = _prompts(options)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 
-    # Slow to import, so after the flags are known to be good.
+    # These modules are slow to import, so the flags are checked first.
     from difftx.inference.load import load
     from difftx.inference.sampling import Sampling
 
@@ -111,7 +111,7 @@ def _request(lm: "LanguageModel", prompt: Prompt, new_tokens: int | None) -> "Re
 
 
 def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "Sampling", stop: list[str]) -> None:
-    """Print a prompt and its completion as it comes."""
+    """Print a prompt, and its completion while it is generated."""
     from difftx.inference.generate import generate
 
     def show(index: int, text: str) -> None:
@@ -119,9 +119,9 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
             print(printable(text), end="", flush=True)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # Where the terminal is not UTF-8.
+        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
     show(0, prompt.text)
-    with contextlib.suppress(KeyboardInterrupt):  # Enough of it.
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the completion.
         generate(lm, [request], sampling, stop=stop, on_text=show)
     show(0, "\n")
 
@@ -133,10 +133,10 @@ def _complete_file(
     sampling: "Sampling",
     options: argparse.Namespace,
 ) -> None:
-    """Complete all prompts and write them in their order, to a file, at once, or to stdout."""
+    """Complete all prompts, and write the completions in the order of the prompts, to --out atomically or to stdout."""
     from difftx.inference.generate import generate
 
-    # Prompts of like lengths go together: a batch is as slow as its longest row.
+    # Batch prompts of similar lengths: a batch takes as long as its longest row.
     order = sorted(range(len(prompts)), key=lambda i: len(requests[i].prompt))
     done: dict[int, dict[str, Any]] = {}
     began = reported = time.monotonic()

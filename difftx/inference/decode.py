@@ -1,7 +1,7 @@
-"""The compiled programs of generation: prefill of a chunk of the prompts, and a block of new tokens.
+"""Compiled programs for generation: prefill of a chunk of the prompts, and decoding of a block of new tokens.
 
-Rows of a batch have prompts of their own lengths: row b's token number i is in slot i of the cache, fillers behind a
-short prompt are in nobody's segment, and a new token overwrites the first of them.
+The prompts of a batch may differ in length. Token i of a row is in slot i of the row's cache. A short prompt is padded
+with tokens of segment EMPTY, which no token sees, and each new token overwrites the first padding token.
 """
 #   B = rows, T = tokens of a chunk, N = new tokens of a block, D = model width, V = vocabulary
 
@@ -23,22 +23,22 @@ from difftx.data.tokenizer import token_bytes
 from difftx.inference.cache import ROWS, Cache, capacity_for, empty_cache, extend, grow, write_chunk, write_token
 from difftx.inference.sampling import Sampling, choose
 from difftx.kernels.cached import EMPTY
+from difftx.model.abstract import vector_mask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
-from difftx.training.manifest import array_name
 from difftx.training.state import graph
 
-PREFILL_TOKENS = 256  # Of a chunk; short prompts take less,
-CHUNK_MAP_ELEMENTS = 2**22  # and long ones: the maps of one head, in float32, would take more than 16 MiB.
+PREFILL_TOKENS = 256  # Largest prefill chunk; short prompts use smaller chunks.
+CHUNK_MAP_ELEMENTS = 2**22  # Limits the chunks of long prompts: 16 MiB of float32 attention weights per head.
 SMALLEST_CHUNK = 32
-BLOCK_TOKENS = 16  # Made without the host, which then looks for stop strings and prints.
-NO_TOKEN = -1  # In a block, of a row that had ended.
+BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
+NO_TOKEN = -1  # Entry of a block for a row that has already ended.
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """Parameters and what reads and writes their tokens."""
+    """The parameters of a model, with its config, mesh and tokenizer."""
 
     config: Config
     mesh: jax.sharding.Mesh
@@ -47,30 +47,28 @@ class LanguageModel:
 
     @property
     def window(self) -> int:
-        """Tokens of a row that the model was trained for."""
+        """The length of a row in training, in tokens: the largest context."""
         return self.config.data.sequence_length
 
     @functools.cached_property
     def weights(self) -> Any:
-        """The parameters in the compute dtype, which the model would give them at each use: a token reads half as much.
+        """The parameters in the compute dtype.
 
-        What belongs to λ and sinks stays float32, as the maps have it.
+        The model would otherwise cast the parameters at each use, and each token would read twice as many bytes.
+        Vectors stay float32, because the model uses them in float32.
         """
-
-        def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            name = array_name(path)
-            return leaf if "lambda" in name or "sink" in name else leaf.astype(self.config.model.compute_dtype)
-
-        return jax.tree.map_with_path(cast, self.params)
+        dtype = self.config.model.compute_dtype
+        mask = vector_mask(self.config.model)
+        return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
 
     @functools.cached_property
     def bytes_of(self) -> list[bytes | None]:
-        """Each token's bytes."""
+        """The bytes of each token; None for ids that the tokenizer does not have."""
         return token_bytes(self.tokenizer)
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """Which ids of the embedding may be produced, bool `[V]`: those that the tokenizer has."""
+        """The mask of the token ids that may be generated, bool `[V]`: True for the ids that the tokenizer has."""
         allowed_V = np.zeros(self.config.model.vocab_size, bool)
         allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
         return allowed_V
@@ -78,15 +76,15 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Rows of tokens on the host, right-padded to whole chunks, int32 `[B, T]` each."""
+    """Rows of tokens on the host, right-padded to whole chunks. Each array is int32 `[B, T]`."""
 
     tokens_BT: np.ndarray
     positions_BT: np.ndarray
-    segment_BT: np.ndarray  # EMPTY: a filler.
+    segment_BT: np.ndarray  # EMPTY for padding.
 
     @classmethod
     def of(cls, rows: list[list[int]], count: int, chunk: int) -> "Tokens":
-        """Pad `rows`, each one segment, to whole chunks, one at least, and to `count` rows."""
+        """Pad `rows`, of one segment each, to a whole number of chunks, at least one, and to `count` rows."""
         length = -(-max(1, *map(len, rows)) // chunk) * chunk
         tokens_BT = np.zeros((count, length), np.int32)
         segment_BT = np.full((count, length), EMPTY, np.int32)
@@ -99,40 +97,40 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What goes from one new token to the next."""
+    """The state that decoding passes from one new token to the next."""
 
     cache: Cache
-    x_BD: jax.Array  # Of each row's last token: it makes the next one.
-    length_B: jax.Array  # int32: slots in use.
-    position_B: jax.Array  # int32: of the next token.
-    segment_B: jax.Array  # int32: of the next token.
-    seen_BV: jax.Array  # bool: tokens of the row.
-    seed_B: jax.Array  # uint32
-    count_B: jax.Array  # int32: new tokens.
-    limit_B: jax.Array  # int32: of new tokens.
-    done_B: jax.Array  # bool
+    x_BD: jax.Array  # Output of the last layer for each row's last token; gives the next token's logits.
+    length_B: jax.Array  # int32: number of slots in use.
+    position_B: jax.Array  # int32: position of the next token.
+    segment_B: jax.Array  # int32: segment of the next token.
+    seen_BV: jax.Array  # bool: tokens that occur in the row.
+    seed_B: jax.Array  # uint32: seed of the row's samples.
+    count_B: jax.Array  # int32: number of new tokens so far.
+    limit_B: jax.Array  # int32: largest number of new tokens.
+    done_B: jax.Array  # bool: the row has ended.
 
 
 def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the rows of a batch: a power of two on each shard, so that few programs are compiled."""
+    """Return the number of rows of a batch: a power of two per shard, so that few programs are compiled."""
     per_shard = -(-requests // batch_shards(mesh))
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
 
 def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the tokens of a chunk of prefill for rows of up to `longest` tokens: a power of two."""
+    """Return the number of tokens in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
     fitting = CHUNK_MAP_ELEMENTS // (rows // batch_shards(mesh) * capacity_for(longest))
     largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
     return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
 
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
-    """Return a host's array `[B, …]` with its rows where the mesh has them."""
+    """Return an array `[B, …]` of the host with its rows sharded over the mesh."""
     return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, P(BATCH)))
 
 
 def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarray, limit_B: np.ndarray) -> Rows:
-    """Return rows with their prompts in the cache. A row with a limit of 0 has ended before it began."""
+    """Return rows with their prompts in the cache. A row with a limit of 0 has already ended."""
     mesh, (rows, length) = lm.mesh, prompts.tokens_BT.shape
     real_BT = prompts.segment_BT != EMPTY
     length_B = np.sum(real_BT, axis=1, dtype=np.int32)
@@ -160,9 +158,10 @@ def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarra
 
 
 def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
-    """Return the rows after a block of new tokens, and these, int32 `[B, N]`: NO_TOKEN where a row had ended.
+    """Return the rows after a block of new tokens, and the new tokens, int32 `[B, N]`.
 
-    A row ends with the end-of-text token, or at its limit. Its cache must have room for the block, or up to its limit.
+    A row ends with the end-of-text token or at its limit. Later entries of the row are NO_TOKEN. Each row's cache must
+    have room for the block, or for the tokens up to the row's limit.
     """
     end = np.int32(lm.tokenizer.eot_token)
     rows, token_BN = programs_of(lm.config).decode(lm.weights, rows, lm.allowed, end, sampling)
@@ -170,7 +169,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
 
 
 def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
-    """Return the rows with a cache of at least so many slots."""
+    """Return the rows with a cache of at least `tokens` slots per row."""
     capacity = capacity_for(tokens)
     if capacity <= rows.cache.segment_BS.shape[1]:
         return rows
@@ -178,7 +177,7 @@ def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
 
 
 class Programs(NamedTuple):
-    """Functions under jit, compiled once for each shape."""
+    """Jitted functions, compiled once per shape."""
 
     empty: Callable[[Any, int, int], tuple[Cache, jax.Array]]
     prefill: Callable[..., tuple[Cache, jax.Array]]
@@ -188,7 +187,7 @@ class Programs(NamedTuple):
 
 @functools.cache
 def programs_of(config: Config) -> Programs:
-    """Return the programs of a config's model, for whatever mesh is current when they are called."""
+    """Return the programs for a config's model. They use the mesh that is current when they are called."""
     graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -199,7 +198,10 @@ def programs_of(config: Config) -> Programs:
 
     @functools.partial(jax.jit, donate_argnums=(1, 2))
     def prefill(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B):
-        """Add a chunk to the cache; x of row b is that of token `last` of the chunk, where that is in it."""
+        """Add a chunk to the cache, and update the outputs of the rows' last tokens.
+
+        `x_BD` changes only for rows whose last token, at index `last_B` of the chunk, is in this chunk.
+        """
         new_BTD, entries = extend(nnx.merge(graphdef, params), cache, tokens_BT, positions_BT, segment_BT)
         new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
         is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
@@ -222,7 +224,7 @@ def programs_of(config: Config) -> Programs:
             return i + 1, _append(model, rows, token_B, end, sampling), out_BN
 
         _, rows, out_BN = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows, out_BN))
-        return rows, reshard(out_BN, P())  # On every device: each process reads it.
+        return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
 
     return Programs(empty, prefill, decode, jax.jit(grow, static_argnums=1))
 
@@ -240,7 +242,10 @@ def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sa
 
 
 def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:
-    """Put each row's new token behind it; a row that has ended keeps its length, and its slot is written in vain."""
+    """Append a new token to each row.
+
+    A row that has ended keeps its length, and the token in its next slot has no effect.
+    """
     count_B = rows.count_B + ~rows.done_B
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
     segment_B1 = rows.segment_B[:, None]

@@ -1,4 +1,4 @@
-"""Text from a model: a batch of prompts to their completions, streamed if asked for."""
+"""Generation of text: completions for a batch of prompts, streamed on request."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,21 +16,20 @@ from difftx.inference.text import TextStream
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and what may follow it."""
+    """A prompt and the settings of its completion."""
 
-    prompt: Sequence[int]  # Token ids, one at least.
-    new_tokens: int  # At most.
-    seed: int  # Of its samples, below 2**32: the same beside any other requests.
+    prompt: Sequence[int]  # Token ids, at least one.
+    new_tokens: int  # Largest number of new tokens.
+    seed: int  # Seed below 2**32. The samples do not depend on other requests of the batch.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What followed a prompt."""
+    """The text generated after a prompt."""
 
-    tokens: list[
-        int
-    ]  # As they came, without the end-of-text token; a stop string and what follows it may be among them.
-    text: str  # Up to the stop string.
+    # Generated tokens without the end-of-text token. They may include a stop string and text after it.
+    tokens: list[int]
+    text: str  # Text before the stop string.
     ended_by: Literal["end of text", "stop string", "limit"]
 
 
@@ -45,14 +44,14 @@ def generate(
     """Complete all requests in one batch.
 
     Args:
-        lm: the model.
-        requests: what to complete.
-        sampling: how tokens are chosen.
-        stop: a text ends before the first of these that comes.
-        on_text: called with a request's index and text as it is made.
+        lm: Model to generate with.
+        requests: Prompts to complete.
+        sampling: Settings for the choice of tokens.
+        stop: Stop strings. A text ends before the first stop string that occurs.
+        on_text: Called with the index of a request and each new piece of its text.
 
     Raises:
-        UserError: a prompt is empty, or does not fit the window with its new tokens.
+        UserError: a prompt is empty, or the prompt and its new tokens do not fit the model's context.
     """
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
@@ -61,7 +60,7 @@ def generate(
 
 
 def check(lm: LanguageModel, request: Request, name: str) -> None:
-    """Raise `UserError` if a request cannot be served; `name` says which it is."""
+    """Raise `UserError` if a request cannot be served; `name` identifies the request in the message."""
     prompt, new, window = len(request.prompt), request.new_tokens, lm.window
     if not prompt:
         raise UserError(f"{name} is empty; give it at least one token")
@@ -92,14 +91,14 @@ def _generate(lm, requests, sampling, stop, on_text) -> list[Completion]:
             if not text.ended_by and (piece := text.add(token_BN[index].tolist())):
                 on_text(index, piece)
         if any(text.ended_by == "stop string" for text in texts):
-            # The device knows of the other ends itself.
+            # Tell the device, which detects only the other two ends itself.
             done_B = np.array([*(bool(text.ended_by) for text in texts), *[True] * (count - len(texts))])
             rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
     return [text.completion() for text in texts]
 
 
 class RowText:
-    """A request's new tokens and text."""
+    """The new tokens and the text of one request."""
 
     def __init__(self, lm: LanguageModel, request: Request, stop: Sequence[str]):
         self.ended_by: Literal["", "end of text", "stop string", "limit"] = ""
@@ -108,7 +107,7 @@ class RowText:
         self._stream = TextStream(lm.bytes_of, stop)
 
     def room(self) -> int:
-        """Slots that the row needs for its next block."""
+        """Return the number of slots that the row needs for its next block."""
         left = self._request.new_tokens - len(self._tokens)
         return len(self._request.prompt) + len(self._tokens) + min(left, decode.BLOCK_TOKENS)
 
@@ -132,6 +131,6 @@ class RowText:
         return "".join(pieces)
 
     def completion(self) -> Completion:
-        """Return what there is."""
+        """Return the completion; the row must have ended."""
         assert self.ended_by
         return Completion(tokens=self._tokens, text=self._stream.text, ended_by=self.ended_by)

@@ -1,4 +1,4 @@
-"""The model of a run's checkpoint, ready to generate; the run's data is not read."""
+"""Loading of a checkpoint's model for generation. The data of the run is not read."""
 
 import argparse
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
@@ -20,16 +20,16 @@ from difftx.training.state import init_state
 
 
 def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processes: argparse.Namespace) -> LanguageModel:
-    """Return the model of a step, or of the newest checkpoint that verifies.
+    """Return the model of one checkpoint of a run.
 
     Args:
-        workdir: of the run.
-        step: of the checkpoint, or None.
-        overrides: of the run's config, such as `{"mesh.tensor": "4"}`.
-        processes: all flags of the command, with those of `multihost`.
+        workdir: Directory of the run.
+        step: Step of the checkpoint. None selects the newest checkpoint that verifies.
+        overrides: Changes to the run's config, such as `{"mesh.tensor": "4"}`.
+        processes: All flags of the command, including those of `multihost`.
 
     Raises:
-        UserError: there is no such checkpoint, or it does not fit the devices or the tokenizer.
+        UserError: the checkpoint does not exist, or does not fit the devices or the tokenizer.
     """
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)

@@ -1,4 +1,4 @@
-"""Prompts from a file, checked line by line."""
+"""Reading of prompts from a JSON Lines file."""
 
 import dataclasses
 from pathlib import Path
@@ -14,17 +14,17 @@ SEEDS = 2**32
 class Prompt:
     """A text to complete."""
 
-    name: str  # Where it stands, for messages.
+    name: str  # Position in the file, for messages.
     text: str
     seed: int
-    record: dict[str, Any]  # What came with it.
+    record: dict[str, Any]  # All fields of the prompt's JSON object.
 
 
 def read_prompts(path: Path, seed: int) -> list[Prompt]:
-    """Read a JSON object a line, with "prompt" and, if it likes, "seed"; else prompt i has `seed + i`.
+    """Read one JSON object per line, with "prompt" and optionally "seed". The default seed of prompt i is `seed + i`.
 
     Raises:
-        UserError: the file cannot be read, or a line is not such an object; says which.
+        UserError: the file cannot be read, or a line is not such an object. The message names the line.
     """
     records = read_records(path, field="--prompts", what="prompts")
     return [_prompt(record, seed + i) for i, record in enumerate(records)]

@@ -1,4 +1,4 @@
-"""How the next token is chosen from its logits."""
+"""Choice of the next token from its logits."""
 #   B = rows, V = vocabulary, N = candidates, most likely first
 
 import dataclasses
@@ -11,14 +11,13 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of one call; filters act in the order of the fields, as in Hugging Face's `generate`."""
+    """Settings of one call. They apply in the order of the fields, as in Hugging Face's `generate`."""
 
-    repetition_penalty: (
-        float | None
-    )  # Logits of tokens in the row: divided by it if positive, else multiplied. None: 1.
-    temperature: float  # 0: the most likely token, whatever the rest says.
-    top_k: int | None  # So many candidates at most. None: all.
-    top_p: float | None  # The fewest most likely candidates whose probabilities sum to it. None or 1: all.
+    # Divides the positive and multiplies the other logits of tokens that occur in the row. None: no penalty.
+    repetition_penalty: float | None
+    temperature: float  # 0: the most likely token; top_k and top_p have no effect.
+    top_k: int | None  # Largest number of candidates. None: all tokens.
+    top_p: float | None  # Fewest most likely candidates whose probabilities sum to at least top_p. None or 1: all.
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
@@ -40,11 +39,11 @@ def choose(
     """Return the next token of each row, int32 `[B]`.
 
     Args:
-        logits_BV: float32; -inf for tokens that cannot be.
-        sampling: the settings.
-        seen_BV: which tokens the row has; read with a repetition penalty.
-        seed_B: uint32; what a row draws follows from its seed and `count_B` alone, not from the rows beside it.
-        count_B: int32, tokens drawn before by the row.
+        logits_BV: float32; -inf for tokens that must not be chosen.
+        sampling: Settings of the choice.
+        seen_BV: bool; tokens that occur in the row. Used only with a repetition penalty.
+        seed_B: uint32; a row's samples depend only on its seed and on `count_B`, not on the other rows.
+        count_B: int32; number of tokens that the row has drawn before.
     """
     if sampling.repetition_penalty is not None:
         logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
@@ -60,18 +59,21 @@ def choose(
 
 
 def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:
-    """Make tokens that were seen less likely (arXiv 1909.05858, §4.1, with the sign of the logit heeded)."""
+    """Return logits that make seen tokens less likely (arXiv 1909.05858, §4.1).
+
+    Unlike in the paper, negative logits are multiplied by the penalty, because division would increase them.
+    """
     lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return jnp.where(seen_BV, lower_BV, logits_BV)
 
 
 def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates' logits at the temperature, -inf for those left out, and their token ids, `[B, N]` each."""
+    """Return the candidates' logits after temperature, -inf for excluded ones, and their token ids, both `[B, N]`."""
     logits_BV = logits_BV / sampling.temperature
-    top_p = None if sampling.top_p == 1 else sampling.top_p  # A float32 sum can pass 1 before the last candidate.
+    top_p = None if sampling.top_p == 1 else sampling.top_p  # A float32 sum can exceed 1 before the last candidate.
     if sampling.top_k is None and top_p is None:
         return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
-    # Of equally likely tokens, the one with the lower id comes first.
+    # `top_k` sorts equally likely tokens by ascending id.
     logits_BN, token_BN = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
     if top_p is not None:
         p_BN = jax.nn.softmax(logits_BN, axis=-1)

@@ -1,6 +1,7 @@
-"""How likely given continuations of given contexts are, in batches: what multiple choice and label sets need.
+"""Log-likelihoods of given continuations of given contexts, in batches, for multiple choice and label sets.
 
-Continuations of one context are branches of one row: the context is prefilled once, and each branch sees it and itself.
+Several continuations of one context are branches of one row: the context is prefilled once, and each branch sees the
+context and itself.
 """
 #   B = rows, T = tokens of a chunk
 
@@ -26,36 +27,36 @@ from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
 from difftx.training.state import graph
 
-BRANCH_TOKENS = 256  # Of all branches of a row that are scored at once; a longer continuation gets a row of its own.
+BRANCH_TOKENS = 256  # Largest number of tokens, over all branches of a row, per pass; a longer branch gets its own row.
 
 
 class Item(NamedTuple):
-    """What is to be scored: token ids, one at least of context and of continuation."""
+    """Token ids to score: at least one of context and at least one of continuation."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
-    between: tuple[int, ...] = ()  # Follow the context and are not scored: a question after many demonstrations.
+    between: tuple[int, ...] = ()  # Tokens after the context that are not scored, such as a question.
 
     @property
     def branch(self) -> tuple[int, ...]:
-        """What follows the context."""
+        """All tokens after the context."""
         return self.between + self.continuation
 
 
 class Score(NamedTuple):
-    """Of a continuation."""
+    """The likelihood of a continuation."""
 
-    loglikelihood: float  # Nats: log p(continuation | context), over the whole embedding.
-    is_greedy: bool  # No token was more likely than any of its own.
+    loglikelihood: float  # log p(continuation | context) in nats, over the whole vocabulary.
+    is_greedy: bool  # At each position, no token was more likely than that of the continuation.
 
 
 def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int) -> list[Score]:
-    """Score each continuation after its context.
+    """Return the score of each continuation after its context, in the order of `items`.
 
     Args:
-        lm: the model.
-        items: in any order, of any lengths; those that share a context share its computation.
-        batch_rows: rows that go through the model at once.
+        lm: Model to score with.
+        items: Items in any order and of any length. Items that share a context share its computation.
+        batch_rows: Number of rows per batch.
 
     Raises:
         UserError: a context or continuation is empty, or both do not fit the model's context.
@@ -73,7 +74,7 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
         long = [entry for entry in group if len(entry.item.branch) > BRANCH_TOKENS]
         shared += [short] if len(short) > 1 else []
         alone += long if len(short) > 1 else group
-    # Rows of like lengths go together.
+    # Batch rows of similar lengths.
     alone.sort(key=lambda entry: len(entry.item.context) + len(entry.item.branch))
     shared.sort(key=lambda group: len(group[0].item.context))
     scores: dict[int, Score] = {}
@@ -86,19 +87,19 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
 
 
 class Prompt(NamedTuple):
-    """Token ids to choose a continuation of: prompts that share a context share its computation."""
+    """Token ids to choose a continuation for. Prompts that share a context share its computation."""
 
-    context: tuple[int, ...]  # One at least.
+    context: tuple[int, ...]  # At least one token.
     question: tuple[int, ...]
 
 
 def most_likely(
     lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
-    """Return for each prompt the number of the label that is its most likely continuation, the first of equals.
+    """Return, for each prompt, the index of the label that is its most likely continuation, the first of equals.
 
-    This is decoding constrained to the labels, exact where a greedy walk down their trie is not. Labels of which one
-    begins with another need an end of their own, such as a line's.
+    This is exact decoding constrained to the labels, unlike a greedy walk down their trie. If one label is a prefix of
+    another, the labels need an end marker, such as a newline.
     """
     items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
@@ -107,16 +108,16 @@ def most_likely(
 
 
 class _Numbered(NamedTuple):
-    """An item and its place among all: contexts may be too long to be hashed for each."""
+    """An item and its index among all items, which identifies the item without hashing its context."""
 
     number: int
     item: Item
 
 
 def _first_equals(items: Sequence[Item]) -> list[tuple[int, int]]:
-    """Return for each item the number of the first that is equal to it, and of its context's among the contexts."""
+    """Return, for each item, the index of the first equal item, and the index of its context among all contexts."""
     contexts: dict[tuple[int, ...], int] = {}
-    by_identity: dict[int, int] = {}  # Thousands of items may hold the same tuple, which is then hashed once.
+    by_identity: dict[int, int] = {}  # Hashes a tuple once that thousands of items may share.
     firsts: dict[Any, int] = {}
     found = []
     for number, (context, *rest) in enumerate(items):
@@ -130,7 +131,7 @@ def _first_equals(items: Sequence[Item]) -> list[tuple[int, int]]:
 def _check(lm: LanguageModel, item: Item, number: int) -> None:
     if not item.context or not item.continuation:
         raise UserError(f"item {number}: context and continuation need a token at least each")
-    tokens = len(item.context) + len(item.branch) - 1  # The last one is only a target.
+    tokens = len(item.context) + len(item.branch) - 1  # The last token is only a target.
     if tokens > lm.window:
         raise UserError(
             f"item {number} has {tokens} tokens, more than the model's context data.sequence_length={lm.window}; cut it"
@@ -142,7 +143,7 @@ def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def _score_rows(lm: LanguageModel, entries: Sequence[_Numbered]) -> dict[int, Score]:
-    """Score items in a row each, by prefill."""
+    """Score items by prefill, with one row per item."""
     inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
     rows = decode.rows_for(len(inputs), lm.mesh)
     chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
@@ -165,7 +166,10 @@ def _score_rows(lm: LanguageModel, entries: Sequence[_Numbered]) -> dict[int, Sc
 
 
 def _score_branches(lm: LanguageModel, groups: Sequence[list[_Numbered]]) -> dict[int, Score]:
-    """Score items of one context each group: the context in the cache but for its last token, which begins a branch."""
+    """Score groups of items, with one context and one row per group.
+
+    The cache holds the context without its last token, which begins each branch.
+    """
     rows = decode.rows_for(len(groups), lm.mesh)
     prefixes = [list(group[0].item.context[:-1]) for group in groups]
     chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
@@ -197,7 +201,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Numbered]]) -> dic
 
 
 def _passes(group: Sequence[_Numbered]) -> Iterator[list[_Numbered]]:
-    """Cut a group into lists of at most `BRANCH_TOKENS`."""
+    """Split a group into lists whose branches have at most `BRANCH_TOKENS` tokens in all."""
     members: list[_Numbered] = []
     tokens = 0
     for entry in group:
@@ -228,7 +232,7 @@ def _programs(config: Config) -> _Programs:
         x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
         x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
         scores = token_scores(x_BTD, model.unembedding(), targets_BT)
-        return entries, reshard(scores, P())  # On every device: each process reads them.
+        return entries, reshard(scores, P())  # Replicate the scores, because every process reads them.
 
     @functools.partial(jax.jit, donate_argnums=1)
     def chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT):

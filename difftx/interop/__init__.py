@@ -1,1 +1,1 @@
-"""Weights of other formats: `difftx convert`."""
+"""Conversion of weights from and to other formats: `difftx convert`."""

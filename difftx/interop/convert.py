@@ -1,4 +1,4 @@
-"""Weights in and out: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR."""
+"""Convert weights: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR."""
 
 import argparse
 import importlib.util
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from difftx.config import Config
-from difftx.config_reader import load_config, split_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
 from difftx.files import require_local_paths, require_writable
 
@@ -17,7 +18,7 @@ FORMATS = (OURS, "hf", "official")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    """Parse the flags and convert. The exit code is 0 on success, 2 for bad input and 1 for other errors."""
     parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="what --input is")
     parser.add_argument("--to", dest="target", required=True, choices=FORMATS, help="what --out shall be")
@@ -29,13 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="compare logits with transformers; both models must fit in memory"
     )
-    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, rest = parser.parse_known_args(arguments)
     require_local_paths(options)
     config = _checked(options, rest)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
 
-    # Slow to import, so after the flags are known to be good.
+    # Imported after the flags are checked, because the import is slow.
     from difftx.interop import runs
 
     if config is None:
@@ -43,17 +44,17 @@ def main(arguments: Sequence[str]) -> int:
             options.input, options.out, options.step, options.target, options.shard_mib * 2**20, options.verify
         )
     else:
-        decided = {name.partition(".")[2] for name in split_overrides(rest, "config") if name.startswith("model.")}
+        decided = {name.partition(".")[2] for name in parse_overrides(rest, "config") if name.startswith("model.")}
         lines = runs.import_run(options.input, options.out, options.source, config, decided, options.verify)
     print(*map(printable, lines), sep="\n")
     return 0
 
 
 def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
-    """Return the config of a run to make; None where one is read.
+    """Return the config of the run to create, or None if the input is a run.
 
     Raises:
-        UserError: flags do not fit together.
+        UserError: If a flag is invalid, or flags contradict each other.
     """
     if (options.source == OURS) == (options.target == OURS):
         raise UserError(f"--from={options.source} --to={options.target}: one of them, and only one, must be {OURS}")
@@ -72,8 +73,8 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
         if options.step is not None:
             raise UserError("--step is of a run that is read, with --from=difftx")
         if options.config is None:
-            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on: configs/base.py")
-        return load_config(options.config, split_overrides(rest, "config"))
+            raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on (docs/config.md)")
+        return load_config(options.config, parse_overrides(rest, "config"))
     if options.config is not None or rest:
         raise UserError(f"{options.config or rest[0]}: --config is for --to=difftx; a run that is read has its own")
     return None

@@ -1,4 +1,4 @@
-"""Fields of another format's config.json, and those of ours that no format has."""
+"""Fields of another format's config.json, and the `model` fields that have one value in all other formats."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from difftx.errors import UserError
 from difftx.files import read_json
 
-# What the models of other formats are, whatever their config says.
+# Values of `model` fields that are the same for every model of another format.
 FIXED = {
     "signal_heads": None,
     "top_k": None,
@@ -26,7 +26,7 @@ EXPECTED: dict[type, str] = {
 
 
 class Fields:
-    """A config.json whose fields are checked as they are read."""
+    """A config.json whose fields are checked when they are read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -35,10 +35,11 @@ class Fields:
             raise UserError(f"{path}: not an object")
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field of a type; `default` where it is absent or null.
+        """Return a field of the given type, or `default` if the field is absent or null.
 
         Raises:
-            UserError: it is missing without a default, of another type, or a number that is not positive.
+            UserError: If the field is missing and has no default, has another type, or is a number that is not
+                positive.
         """
         value = self._raw.get(name)
         if value is None and default is not None:
@@ -50,14 +51,14 @@ class Fields:
         return value
 
     def require(self, name: str, *values: Any) -> None:
-        """Raise `UserError` where a field has none of these values; the first is what it is where absent."""
+        """Raise `UserError` unless a field has one of `values`. An absent field counts as the first of them."""
         value = self._raw.get(name, values[0])
         if value not in values:
             raise UserError(f"{self.path}: {name}={value!r} does not convert; only {values[0]!r} does")
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
-    """Return the fields of our heads; what follows from the others is None, as a config file would have it."""
+    """Return the head fields of `model`. As in a config file, a field that follows from others is None."""
     usual = d_model % (groups * heads) == 0 and head_dim == d_model // (groups * heads)
     return {
         "num_heads": heads,

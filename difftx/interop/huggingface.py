@@ -1,4 +1,4 @@
-"""config.json of DiffLlamaForCausalLM and LlamaForCausalLM, both ways."""
+"""Conversion of the config.json of DiffLlamaForCausalLM and LlamaForCausalLM, in both directions."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from difftx.errors import UserError, did_you_mean
 from difftx.interop.fields import FIXED, Fields, heads_from
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer"}
-# Fields whose other values change what the model computes, in ways that ours does not.
+# Supported values of fields. Other values change the computation in ways that difftx does not implement.
 ONLY = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -19,10 +19,10 @@ ONLY = {
 
 
 def model_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json decides.
+    """Return the fields of `model` that a config.json determines.
 
     Raises:
-        UserError: it is of another class, or has what our model has not.
+        UserError: If the model is of another class, or has a feature that difftx lacks.
     """
     fields = Fields(path)
     (name, *_) = fields.get("architectures", list) or ["none"]
@@ -56,7 +56,7 @@ def model_fields(path: Path) -> dict[str, Any]:
 
 
 def _rope_theta(fields: Fields) -> float:
-    """Return the base of the rotary embedding: transformers 4 and 5 write it in different places."""
+    """Return the base of the rotary embedding, which transformers 4 and 5 store in different fields."""
     scaling: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
@@ -69,7 +69,7 @@ def _rope_theta(fields: Fields) -> float:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise `UserError` for what DiffLlama and Llama cannot represent."""
+    """Raise `UserError` for a model that DiffLlama and Llama cannot represent."""
     if model.architecture == "transformer":
         if model.head_norm != "none":
             raise UserError(f"model.head_norm={model.head_norm!r}: Llama has no norm behind its heads")
@@ -91,7 +91,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
-    """Return the config.json of a model that `check_model` lets through."""
+    """Return the config.json of a model that `check_model` accepts."""
     model = config.model
     groups = model.groups
     name = next(name for name, architecture in CLASSES.items() if architecture == model.architecture)
@@ -111,12 +111,12 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rope_theta": model.rope_theta,  # Where transformers 4 looks.
+        "rope_theta": model.rope_theta,  # For transformers 4.
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,
         "use_cache": True,
-        "bos_token_id": None,  # nosec B105: a token of text, no password, and so below
+        "bos_token_id": None,  # nosec B105: a token of text, not a password
         "eos_token_id": end_of_text,
         "pad_token_id": None,  # nosec B105
         "dtype": "float32",

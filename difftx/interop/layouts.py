@@ -1,6 +1,6 @@
-"""Which tensor of another format is which of our parameters, and in what order each has its axes."""
+"""Correspondence between the tensors of other formats and difftx's parameters, with the order of their axes."""
 #   D = model width, V = vocabulary, F = hidden width of the MLP, H = heads, K = key/value heads, G = 2 groups (A1 and
-#   A2), d = width of a query/key (sub-)head, p = 2 channels that the rotary embedding turns together, j = d / 2 pairs
+#   A2), d = width of a query/key (sub-)head, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs
 
 import dataclasses
 import math
@@ -16,16 +16,20 @@ Format = Literal["hf", "official"]
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter here and there. Letters that stand together are one axis of the array."""
+    """A parameter in another format and in difftx.
 
-    names: tuple[str, ...]  # There; with {layer} where each layer has one. Of several, ours is the stack.
-    axes: str  # There.
-    ours: str  # Without the layers' axis, which all below "blocks/" have in front.
-    our_axes: str
+    Several tensors of the other format form a stack in difftx. In strings of axes, letters without a space between them
+    form one axis of an array.
+    """
+
+    names: tuple[str, ...]  # Names in the other format, where {layer} stands for the layer's number.
+    axes: str  # Axes in the other format.
+    ours: str  # Path in difftx. Arrays below "blocks/" have a leading axis of layers.
+    our_axes: str  # Axes in difftx, without those of layers and of the stack.
 
     @property
     def is_stacked(self) -> bool:
-        """Whether ours holds all layers."""
+        """Return whether difftx's parameter holds all layers."""
         return self.ours.startswith("blocks/")
 
 
@@ -48,8 +52,8 @@ _LAMBDAS = [
     )
     for letter, word in (("q", "query"), ("k", "key"))
 ]
-# Hugging Face has the groups as two halves of the heads; the official code has them side by side in each head, and its
-# rotary embedding turns neighbouring channels, which stand d / 2 apart here.
+# Hugging Face stores the groups as two halves of the heads. The official code stores them next to each other in each
+# head, and its rotary embedding rotates neighbouring channels, which are d / 2 apart in difftx.
 _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
     ("hf", "diff"): _attention(
         ("q_proj.weight", "GHd D", "query_DHGd", "D H G d"),
@@ -82,7 +86,7 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
-    """Return every parameter of a model in a format. What is not attention has Llama's names in both."""
+    """Return every parameter of a model in a format. Outside of attention, both formats use Llama's names."""
     weights = [
         Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
         *_ATTENTION[format_, model.architecture],
@@ -106,12 +110,12 @@ def sizes_of(model: ModelConfig) -> dict[str, int]:
 
 
 def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of an array with these axes."""
+    """Return the shape of an array with the given axes."""
     return tuple(math.prod(sizes[letter] for letter in axis) for axis in axes.split())
 
 
 def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """Return the array with its axes cut apart, put in the new order and merged."""
+    """Return the array with its axes split into letters, put in the new order and merged."""
     letters, new_letters = axes.replace(" ", ""), new_axes.replace(" ", "")
     apart = array.reshape([sizes[letter] for letter in letters])
     return apart.transpose([letters.index(letter) for letter in new_letters]).reshape(shape_of(new_axes, sizes))

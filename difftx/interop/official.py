@@ -1,7 +1,8 @@
-"""config.json of the layout of microsoft/unilm's Diff-Transformer, both ways.
+"""Conversion of the config.json of microsoft/unilm's Diff-Transformer, in both directions.
 
-That repository publishes attention layers and no model. A folder here has their parameters, under `self_attn`, in a
-decoder whose other tensors are named as Llama's, and a config.json with the arguments of their classes.
+That repository publishes attention layers but no model. A folder in this layout holds a decoder, with the parameters of
+these layers under `self_attn` and Llama's names for all other tensors. Its config.json holds the arguments of the
+attention classes.
 """
 
 from pathlib import Path
@@ -12,14 +13,14 @@ from difftx.errors import UserError, did_you_mean
 from difftx.interop.fields import FIXED, Fields, heads_from
 
 CLASSES = {"MultiheadFlashDiff1": "diff", "MultiheadAttention": "transformer"}
-SUBLN_EPS = 1e-5  # A constant of the code.
+SUBLN_EPS = 1e-5  # Hard-coded in the official code.
 
 
 def model_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json decides.
+    """Return the fields of `model` that a config.json determines.
 
     Raises:
-        UserError: it is of another class, or a field is missing.
+        UserError: If the model is of another class, or a field is missing.
     """
     fields = Fields(path)
     name = fields.get("attention", str)
@@ -43,7 +44,7 @@ def model_fields(path: Path) -> dict[str, Any]:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise `UserError` for what the official code cannot represent."""
+    """Raise `UserError` for a model that the official code cannot represent."""
     if model.d_head * model.groups * model.num_heads != model.d_model:
         raise UserError(f"model.head_dim={model.head_dim}: the official code takes it from d_model and num_heads")
     if model.architecture == "transformer" and model.head_norm != "none":
@@ -53,7 +54,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
-    """Return the config.json of a model that `check_model` lets through."""
+    """Return the config.json of a model that `check_model` accepts."""
     model = config.model
     return {
         "attention": next(name for name, architecture in CLASSES.items() if architecture == model.architecture),

@@ -1,5 +1,8 @@
-"""Parameters of another format from ours and ours from theirs, bit for bit, a layer at a time."""
-#   L = layers, E = 2 d, width of a head's output
+"""Conversion of parameters from and to other formats, one layer at a time.
+
+Values stay bit-identical, except where the gain of a head norm is folded into W_O.
+"""
+#   L = layers, E = 2 d = width of a head's output
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,17 +27,17 @@ from difftx.interop.layouts import (
 from difftx.interop.safetensors import Tensor, Written
 from difftx.training.weights import ParamsReader, Streamed
 
-BLOCK_BYTES = 2**26  # Of rows of an embedding.
-DERIVED = ".rotary_emb.inv_freq"  # Old Llama files have it; it follows from the config.
+BLOCK_BYTES = 2**26  # Size of a block of embedding rows.
+DERIVED = ".rotary_emb.inv_freq"  # Present in old Llama files; follows from the config.
 
 
 def from_theirs(
     source: Path, tensors: Mapping[str, Tensor], format_: Format, model: ModelConfig
 ) -> dict[str, Streamed]:
-    """Return our parameters, to be read from `tensors` while they are written.
+    """Return difftx's parameters, which are read from `tensors` while they are written.
 
     Raises:
-        UserError: a tensor is missing, has another shape or has no place in the model.
+        UserError: If a tensor is missing, has another shape or does not belong to the model.
     """
     sizes, weights = sizes_of(model), weights_of(format_, model)
     expected = {name: shape_of(weight.axes, sizes) for weight in weights for name in _names(weight, model.num_layers)}
@@ -54,12 +57,13 @@ def from_theirs(
 
 
 def to_theirs(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Written]:
-    """Return the tensors of another format, to be read from a checkpoint while they are written.
+    """Return the tensors of another format, which are read from a checkpoint while they are written.
 
-    Those of one name in all layers follow each other: trainings on few devices store them in one piece.
+    Tensors of one name are adjacent over all layers, because runs on few devices store all layers in one chunk.
     """
     sizes, written = sizes_of(model), {}
-    # A few kilobytes, read once: another parameter in between would have the reader forget the chunks of W_O.
+    # The gain, a few kilobytes, is read once, because the reader caches the chunks of one parameter only. Reading the
+    # gain between layers would evict the chunks of W_O.
     folds = format_ == "hf" and model.head_norm == "rms_affine"
     gain_LE = reader.read(GAIN, slice(None)) if folds else None
     for weight in weights_of(format_, model):
@@ -79,7 +83,7 @@ def _names(weight: Weight, layers: int) -> list[str]:
 
 
 def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
-    """Raise `UserError` unless an output embedding that should not be there is the input embedding again."""
+    """Raise `UserError` unless an unexpected output embedding equals the input embedding."""
     same = unembedding.shape == embedding.shape and all(
         np.array_equal(unembedding.read(rows), embedding.read(rows)) for rows in _row_blocks(embedding.shape)
     )
@@ -126,10 +130,10 @@ def _layer_of(
     reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, place: int
 ) -> list[np.ndarray]:
     sizes = sizes_of(model)
-    if weight.ours == GAIN and model.head_norm != "rms_affine":  # The official code always has one.
+    if weight.ours == GAIN and model.head_norm != "rms_affine":  # The official code always has a gain.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]
     array = reader.read(weight.ours, layer)
     if weight.ours == OUTPUT and gain_LE is not None:
-        array = array * gain_LE[layer, :, None]  # What Hugging Face's norm lacks, W_O can do.
+        array = array * gain_LE[layer, :, None]  # Fold the gain into W_O, because Hugging Face's norm has none.
     part = array[place] if len(weight.names) > 1 else array
     return [rearrange(part, weight.our_axes, weight.axes, sizes)]

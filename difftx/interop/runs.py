@@ -1,4 +1,4 @@
-"""Run directories from folders of other formats, and such folders from runs."""
+"""Conversion between run directories and model folders of other formats."""
 
 import dataclasses
 import json
@@ -26,18 +26,18 @@ CONFIG = "config.json"
 def import_run(
     source: Path, out: Path, format_: Format, config: Config, overridden: Collection[str], verify: bool
 ) -> list[str]:
-    """Make a run directory of a model in another format; return what to tell the user.
+    """Create a run directory from a model in another format; return messages for the user.
 
     Args:
-        source: folder with config.json and safetensors files.
-        out: folder to make.
-        format_: of `source`.
-        config: of the run; what the model decides is replaced.
-        overridden: fields of `model` that the user has set, which must not be among those.
-        verify: compare logits with transformers.
+        source: Folder with config.json and safetensors files.
+        out: Run directory to create.
+        format_: Format of `source`.
+        config: Config of the run. The model in `source` replaces some of its fields.
+        overridden: Fields of `model` that the user has set. They must not be among the replaced fields.
+        verify: Compare logits with transformers.
 
     Raises:
-        UserError: the model has what ours has not, or a file is damaged.
+        UserError: If the model has a feature that difftx lacks, or a file is corrupt.
     """
     fields = FORMATS[format_].model_fields(source / CONFIG)
     if clash := sorted(fields.keys() & overridden):
@@ -57,18 +57,18 @@ def import_run(
 def export_run(
     workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool
 ) -> list[str]:
-    """Write a run's checkpoint in another format; return what to tell the user.
+    """Write a run's checkpoint in another format; return messages for the user.
 
     Args:
-        workdir: of the run.
-        out: folder to make.
-        step: of the checkpoint; None: the newest that verifies.
-        format_: of `out`.
-        shard_bytes: of the largest safetensors file.
-        verify: compare logits with transformers.
+        workdir: Run directory.
+        out: Folder to create.
+        step: Step of the checkpoint. None selects the newest one that verifies.
+        format_: Format of `out`.
+        shard_bytes: Size of the largest safetensors file.
+        verify: Compare logits with transformers.
 
     Raises:
-        UserError: the format cannot represent the model, or there is no such checkpoint.
+        UserError: If the format cannot represent the model, or there is no such checkpoint.
     """
     now = read_config(workdir)
     checkpointer = Checkpointer(workdir)
@@ -97,7 +97,7 @@ def export_run(
 
 
 def check_representable(model: ModelConfig, format_: Format) -> None:
-    """Raise `UserError` for what a format does not have."""
+    """Raise `UserError` for a model that a format cannot represent."""
     if model.architecture not in ("diff", "transformer"):
         raise UserError(f"model.architecture={model.architecture!r} has no other format; 'diff' and 'transformer' have")
     for name, usual in (("lambda_learned", True), ("lambda_init", None), ("post_scale", None)):

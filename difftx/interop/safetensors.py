@@ -1,6 +1,7 @@
-"""safetensors files, read by rows and written a tensor at a time (https://huggingface.co/docs/safetensors).
+"""safetensors files, read by rows and written one tensor at a time (https://huggingface.co/docs/safetensors).
 
-The library of that name writes a file from memory alone, and does not name the tensor that a truncated file lacks.
+The `safetensors` library writes a file from memory only, and its error for a truncated file does not name the missing
+tensor.
 """
 
 import dataclasses
@@ -22,31 +23,31 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-}  # What float32 holds exactly.
-LONGEST_HEADER = 100_000_000  # Bytes; the library's limit.
+}  # Dtypes whose values float32 represents exactly.
+LONGEST_HEADER = 100_000_000  # Bytes; the limit of the `safetensors` library.
 SHAPE = {"dtype": str, "shape": [int], "data_offsets": [int]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies."""
+    """The location of a tensor in a file."""
 
     name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # Of its first byte in the file.
+    offset: int  # Position of the first byte in the file.
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """Size in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: slice = slice(None)) -> np.ndarray:
-        """Return it, or so many rows of its first axis, as float32.
+        """Return the tensor, or the given rows of its first axis, as float32.
 
         Raises:
-            UserError: a value is not finite, or the file has become shorter.
+            UserError: If a value is not finite, or the file was truncated after its header was read.
         """
         start, stop, _ = rows.indices(self.shape[0])
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -60,10 +61,10 @@ class Tensor:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors`, or of the files that its index names, by name.
+    """Return the tensors of `model.safetensors`, or of the files that its index lists, by name.
 
     Raises:
-        UserError: a file is missing, damaged or without a tensor that the index says it has.
+        UserError: If a file is missing or corrupt, or lacks a tensor that the index assigns to it.
     """
     if not (folder / INDEX).is_file():
         if (folder / FILE).is_file():
@@ -93,7 +94,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """Return a file's tensors by name.
 
     Raises:
-        UserError: the file is damaged, or its tensors are not the whole file, one behind the other.
+        UserError: If the file is corrupt, or its tensors do not fill it without gaps and overlaps.
     """
     try:
         size = file.stat().st_size
@@ -140,19 +141,22 @@ def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A float32 tensor to write: its rows come in blocks."""
+    """A float32 tensor to write, as blocks of rows."""
 
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[np.ndarray]]
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in the file, in bytes."""
         return math.prod(self.shape) * DTYPES["F32"].itemsize
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Written], shard_bytes: int) -> list[str]:
-    """Write tensors to one file, or to several of at most `shard_bytes` with an index; return the files' names."""
+    """Write tensors to one file, or to several with an index; return the names of the files.
+
+    A file has at most `shard_bytes` of tensors, or a single larger tensor.
+    """
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name, tensor in tensors.items():
@@ -174,13 +178,13 @@ def write_folder(folder: Path, tensors: Mapping[str, Written], shard_bytes: int)
 
 
 def _write_file(path: Path, tensors: Mapping[str, Written]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry.
     end = 0
     for name, tensor in tensors.items():
         header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (end, end + tensor.bytes)}
         end += tensor.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # So that the tensors are aligned.
+    text += b" " * (-len(text) % 8)  # Aligns the tensors to 8 bytes.
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():

@@ -1,7 +1,8 @@
-"""tokenizer.json of Hugging Face's tokenizers, from encodings of tiktoken and back where they mean the same.
+"""Conversion between tiktoken encodings and Hugging Face's tokenizer.json, for tokenizers that both can represent.
 
-Both merge bytes by rank. tiktoken merges any two neighbours whose text is a token; a tokenizer.json lists the pairs, so
-it must list every cut of each token in two. Before that, cl100k_base's pattern cuts text into pieces, or nothing does.
+Both merge bytes by rank. tiktoken merges any two neighbours that form a token. A tokenizer.json lists the pairs to
+merge, so it must list every split of each token into two tokens. Before the merges, text is split by cl100k_base's
+pattern, or not at all.
 """
 
 import base64
@@ -19,7 +20,7 @@ from difftx.files import misfit, read_json, write_atomically
 
 FILE = "tokenizer.json"
 CL100K = "cl100k_base"
-# cl100k_base's pattern without possessive quantifiers, which the engine of tokenizers reads otherwise.
+# cl100k_base's pattern without possessive quantifiers, which the regex engine of `tokenizers` interprets differently.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,7 +28,7 @@ PATTERN = (
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
 SHAPE = {"model": {"type": str, "vocab": {str: int}, "merges": list}, "added_tokens": [{"id": int, "content": str}]}
-# Bytes that are no printable characters of Latin-1 stand as characters from 256 on, as in GPT-2's files.
+# As in GPT-2's files, characters from 256 on represent the bytes that are not printable Latin-1 characters.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
@@ -35,7 +36,7 @@ BYTES_OF = {character: byte for byte, character in CHARACTERS.items()}
 
 
 def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) -> str:
-    """Write tokenizer.json and tokenizer_config.json, if they can be; return what to tell the user."""
+    """Write tokenizer.json and tokenizer_config.json if the tokenizer converts; return a message for the user."""
     name = config.data.tokenizer
     if not _is_convertible(name):
         return f"tokenizer: not converted, only {BYTES}, {CL100K} and .tiktoken files are; use tiktoken's {name!r}"
@@ -51,13 +52,13 @@ def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) 
 
 
 def import_tokenizer(source: Path, folder: Path, out: Path, config: Config) -> tuple[Config, str]:
-    """Return the config with the tokenizer of a folder, and what to tell the user.
+    """Return the config with the tokenizer of a model's folder, and a message for the user.
 
     Args:
-        source: folder of the model.
-        folder: of the run that is made, for a .tiktoken file.
-        out: its name later.
-        config: of the run; its tokenizer stays where the model's is the same or does not convert.
+        source: Folder of the model.
+        folder: Temporary folder of the new run, for a .tiktoken file.
+        out: Final path of `folder`.
+        config: Config of the run. Its tokenizer stays if it equals the model's, or if the model's cannot be converted.
     """
     name, path = config.data.tokenizer, source / FILE
     if not path.is_file():
@@ -90,7 +91,7 @@ def import_tokenizer(source: Path, folder: Path, out: Path, config: Config) -> t
 
 
 def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
-    """Return a tokenizer.json of `encoding`, which is `data.tokenizer` = `name`."""
+    """Return the content of a tokenizer.json for `encoding`. `name` is its value of `data.tokenizer`."""
     ranks = {value: rank for rank, value in enumerate(token_bytes(encoding)) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
     cut = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
@@ -109,12 +110,12 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "dropout": None,
-            "unk_token": None,  # nosec B105: a token of text, no password
+            "unk_token": None,  # nosec B105: a token of text, not a password
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # tiktoken too looks a whole piece up first.
+            "ignore_merges": True,  # tiktoken, too, first looks up the whole piece.
             "vocab": {_text(value): rank for value, rank in ranks.items()},
             "merges": [[_text(left), _text(right)] for left, right in _merges(ranks)],
         },
@@ -126,7 +127,7 @@ def _is_convertible(name: str) -> bool:
 
 
 def _is_same(name: str, raw: dict[str, Any]) -> bool:
-    """Whether `data.tokenizer` = `name` is a tokenizer.json; one that cannot be had is not."""
+    """Return whether the tokenizer `name` (a value of `data.tokenizer`) can be loaded and equals a tokenizer.json."""
     if not _is_convertible(name):
         return False
     try:
@@ -141,7 +142,7 @@ def _with_tokenizer(config: Config, name: str) -> Config:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the cuts of each token into two tokens, tokens in the order of their ranks."""
+    """Return every split of each token into two tokens, in the order of the tokens' ranks."""
     merges = []
     for value in sorted(ranks, key=ranks.__getitem__):
         cuts = [(value[:i], value[i:]) for i in range(1, len(value))]
@@ -155,9 +156,9 @@ def _text(value: bytes) -> str:
 
 
 def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what decides which ids a text gets."""
+    """Return the parts of a tokenizer.json that determine the token ids of a text."""
     model = raw["model"]
-    # Older files have "left right" in place of ["left", "right"].
+    # Older files write "left right" instead of ["left", "right"].
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     added = {token["content"]: token["id"] for token in raw["added_tokens"]}
     vocabulary = {token: rank for token, rank in model["vocab"].items() if token not in added}

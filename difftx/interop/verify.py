@@ -1,4 +1,4 @@
-"""Logits of a checkpoint beside those that transformers computes from a folder."""
+"""Comparison of a checkpoint's logits with those that transformers computes from a model's folder."""
 
 import dataclasses
 from pathlib import Path
@@ -14,18 +14,18 @@ from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.training.checkpoint import restore_params
 from difftx.training.state import graph, init_state
 
-TOKENS = 64  # Of a row, at most.
-TOLERANCE = 1e-4  # Of the largest logit: float32 sums in another order.
+TOKENS = 64  # Largest number of tokens per row.
+TOLERANCE = 1e-4  # Relative to the largest logit; allows for float32 sums in another order.
 
 
 def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
-    """Return a line that says how far apart logits of random tokens are, both models in float32.
+    """Compare the logits of random tokens, both models in float32; return a message with the largest difference.
 
     Raises:
-        RunError: too far.
+        RunError: If the difference exceeds `TOLERANCE`.
     """
     mesh = make_mesh(config.mesh)
-    pieces = 2 * mesh.shape["context"]  # Of a row, if tokens are in zig-zag order.
+    pieces = 2 * mesh.shape["context"]  # Zig-zag order splits a row into this many pieces.
     length = min(TOKENS, config.data.sequence_length) // pieces * pieces
     tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
     theirs_BTV = transformers_logits(folder, tokens_BT)
@@ -54,11 +54,11 @@ def our_logits(checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens
 
 def transformers_logits(folder: Path, tokens_BT: np.ndarray) -> np.ndarray:
     """Return the logits of the model that transformers loads from a folder, in float32 on the CPU."""
-    import torch  # pyrefly: ignore[missing-import]  # Of `make parity`.
+    import torch  # pyrefly: ignore[missing-import]  # Installed by `make parity`.
     import transformers  # pyrefly: ignore[missing-import]
 
     transformers.utils.logging.disable_progress_bar()
-    # A folder of this machine, local_files_only: nothing is downloaded.
+    # The folder is local and local_files_only is set, so nothing is downloaded.
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=torch.float32, local_files_only=True)  # nosec B615
     with torch.no_grad():

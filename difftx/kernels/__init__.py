@@ -1,12 +1,17 @@
-"""Attention kernels: the dispatch between backends.
+"""Attention functions and their dispatch to backends.
 
-A backend that is named serves the call or says why it cannot; "auto" takes the first of the platform's list that can,
-and logs once which. Under a mesh with explicit axes a backend runs inside `jax.shard_map` over batch and heads, as the
-arrays' own types say; where they say that rows are cut along their tokens, keys and values are gathered (`context.py`).
-A Pallas backend that is named where there is no such device runs in its interpreter; `why_unavailable` refuses it for
-training, where a step would take minutes.
+A backend that the caller names serves the call or raises an error with the reason. "auto" picks the first backend in
+the platform's list that supports the call, and logs the choice once.
+
+Under a mesh with explicit axes, a backend runs inside `jax.shard_map` over batch and heads. The shardings come from the
+arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows
+(`context.py`).
+
+A Pallas backend runs in the Pallas interpreter if the caller names it on another platform. A training step would then
+take minutes, so `why_unavailable` rejects such a backend for training.
 """
-#   B = batch, T = query tokens, S = key tokens (= T), H = heads, K = key/value heads, G = 2 groups (A1 and A2),
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
+#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import functools
@@ -24,12 +29,12 @@ from difftx.kernels.maps import Map
 
 try:
     from difftx.kernels import pallas_gpu
-except ImportError:  # A jaxlib without Mosaic GPU's bindings, as on some laptops.
+except ImportError:  # This jaxlib lacks the Mosaic GPU bindings, as on some laptops.
     pallas_gpu = None
 
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
 
-# Differential attention: backends with a backward pass of their own, and functions that JAX differentiates.
+# Differential attention: `FUSED_BACKENDS` have their own backward pass; JAX differentiates `DIFF_FUNCTIONS`.
 FUSED_BACKENDS: dict[str, ModuleType] = {"xla": xla, "pallas_tpu": pallas_tpu}
 if pallas_gpu is not None:
     FUSED_BACKENDS["pallas_gpu"] = pallas_gpu
@@ -46,7 +51,14 @@ SOFTMAX_BACKENDS = {
 }
 MAPPED_BACKENDS = {"reference": reference.mapped_attention, "xla": mapped.attention}
 
-# Best first. The reference is an oracle, never a choice.
+# Function → all backends that implement it, on any platform.
+BACKENDS = {
+    "diff_attention": (*DIFF_FUNCTIONS, "xla", "pallas_tpu", "pallas_gpu"),
+    "attention": tuple(SOFTMAX_BACKENDS),
+    "mapped_attention": tuple(MAPPED_BACKENDS),
+}
+
+# Function → platform → the backends that "auto" tries, best first. "reference" is only an oracle for checks.
 AUTO = {
     "diff_attention": {
         "tpu": ("pallas_tpu", "xla"),
@@ -57,15 +69,16 @@ AUTO = {
     "mapped_attention": {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)},
 }
 
-# Platforms of backends that other platforms can at most interpret, which takes minutes per step of a small model.
+# Backend → the only platform it compiles for. Interpreted elsewhere, a step of a small model takes minutes.
 PLATFORMS = {"pallas_tpu": "tpu", "splash": "tpu", "pallas_gpu": "gpu", "cudnn_wide": "gpu", "cudnn": "gpu"}
 
 WHOLE_ROWS = "it takes whole rows, and these are cut along their tokens over {!r}"
 
 log = logging.getLogger(__name__)
 
-distrusted: dict[str, str] = {}  # Backends that gave wrong gradients when the program started, and how wrong.
-GRADIENT_TOLERANCE = 0.05  # Of `check_gradients`, relative; bfloat16 costs 0.01, a wrong kernel all of it.
+distrusted: dict[str, str] = {}  # Backends that failed `check_gradients` → the reason. "auto" skips these backends.
+# Largest relative error that `check_gradients` accepts. Rounding to bfloat16 costs 0.01; a wrong kernel exceeds 0.05.
+GRADIENT_TOLERANCE = 0.05
 
 
 def diff_attention(
@@ -79,24 +92,27 @@ def diff_attention(
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Causal differential attention, Eq. 1 of arXiv 2410.05258: (softmax(Q1 K1ᵀ/√d) - λ softmax(Q2 K2ᵀ/√d)) V.
+    """Compute causal differential attention, (softmax(Q1 K1ᵀ/√D) - λ softmax(Q2 K2ᵀ/√D)) V.
+
+    This is Eq. 1 of arXiv 2410.05258.
 
     Args:
-        q_BTHGD: queries, float32 or bfloat16; index 0 of G is A1's, index 1 is A2's.
-        k_BSKGD: keys, for as many tokens; query head n attends with key/value head n // (H / K).
-        v_BSKE: values, twice as wide as a sub-head.
-        lam: λ: a scalar, one value per head, `[H]`, or one per token and head, `[B, T, H]`; a number or an array of
-            any real dtype, computed with in float32 at least.
-        segment_ids_BT: int32; a token sees only its own segment. None: one segment a row.
-        window: a token sees itself and the `window - 1` tokens before it. None: all before it.
-        zigzag: tokens stand in zig-zag order, see `context.to_zigzag`, if rows are cut over devices.
-        implementation: a backend's name, or "auto".
+        q_BTHGD: Queries, float32 or bfloat16. Index 0 of G holds Q1, index 1 holds Q2.
+        k_BSKGD: Keys, with S = T. Query head n uses key/value head n // (H / K).
+        v_BSKE: Values, twice as wide as a query/key sub-head.
+        lam: λ as a scalar, per head `[H]`, or per token and head `[B, T, H]`. A Python number or an array of any real
+            dtype; the computation uses float32 or wider.
+        segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
+        window: Number of tokens that a token attends to: itself and the `window - 1` tokens before it. None: all
+            tokens up to itself.
+        zigzag: Whether the tokens of rows that are sharded over devices are in zig-zag order (`context.to_zigzag`).
+        implementation: Name of a backend, or "auto".
 
     Returns:
-        `[B, T, H, E]` in the values' dtype.
+        `[B, T, H, E]` in the dtype of the values.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or no backend can serve the call.
+        ValueError: Shapes or dtypes do not match, or no backend can serve the call.
     """
     lam = jnp.asarray(lam)
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
@@ -126,10 +142,12 @@ def attention(
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Causal softmax attention, the matched Transformer's: arguments and errors as in `diff_attention`.
+    """Compute causal softmax attention, as used by the baseline Transformer.
+
+    Arguments and errors are those of `diff_attention`, without groups and λ.
 
     Returns:
-        `[B, T, H, D]` in the values' dtype.
+        `[B, T, H, D]` in the dtype of the values.
     """
     if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
         raise ValueError(
@@ -159,18 +177,20 @@ def mapped_attention(
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Causal attention by a map of `difftx.kernels.maps`, for which there is no fused kernel: on XLA, in query chunks.
+    """Compute causal attention with a weight function of `difftx.kernels.maps`.
+
+    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
+    errors and the pairing of query heads with key/value heads are those of `diff_attention`.
 
     Args:
-        map_of: how logits become the map.
-        q: queries `[B, T, H, D]`, or `[B, T, H, G, D]` in groups, as many as the map takes.
-        k: keys `[B, S, K, D]` or `[B, S, K, G, D]`.
-        v_BSKE: values, of any width.
-        per_query: what the map takes besides, float32: a scalar, one for each head, `[H]`, or `[B, T, H]`.
-        segment_ids_BT: as in `diff_attention`, and so are the rest, the errors, and which heads attend together.
+        map_of: Function from logits to attention weights.
+        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes.
+        k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
+        v_BSKE: Values of any width E.
+        per_query: Last argument of `map_of` if `map_of` takes one, float32: a scalar, per head `[H]`, or `[B, T, H]`.
 
     Returns:
-        `[B, T, H, E]` in the values' dtype.
+        `[B, T, H, E]` in the dtype of the values.
     """
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     if k_BSKGD.shape[3:] != q_BTHGD.shape[3:] or v_BSKE.shape[:3] != k_BSKGD.shape[:3] or v_BSKE.ndim != 4:
@@ -189,13 +209,13 @@ def mapped_attention(
 def why_unavailable(
     implementation: str, q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct
 ) -> str | None:
-    """Return why a named backend cannot train or generate on this device, or None; "auto" always finds one.
+    """Return the reason why a backend cannot train or generate on this device, or None.
 
     Args:
-        implementation: a backend's name, or "auto".
-        q: queries as `diff_attention` takes them, `[B, T, H, 2, D]`, or as `attention` does, `[B, T, H, D]`.
-        k: keys.
-        v: values.
+        implementation: Name of a backend, or "auto", which finds a backend on every device.
+        q: Queries `[B, T, H, 2, D]` of `diff_attention`, or `[B, T, H, D]` of `attention`.
+        k: Keys.
+        v: Values.
     """
     if implementation == "auto":
         return None
@@ -208,15 +228,18 @@ def why_unavailable(
 
 
 def check_gradients(head_dim: int) -> dict[str, str]:
-    """Compare what "auto" may take on this device with the reference; return those that it shall not, and why.
+    """Compare the gradients of the backends that "auto" may pick on this device with the reference's gradients.
 
-    Compilers and libraries have given wrong gradients with right outputs (TransformerEngine 3216, cudnn-frontend 160).
-    Call it before a mesh is set.
+    Compilers and libraries have returned wrong gradients with correct outputs (issues TransformerEngine#3216 and
+    cudnn-frontend#160). Call this function before you set a mesh.
+
+    Returns:
+        `distrusted`: the backends that "auto" skips from now on, with the reason for each.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
     q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    names = [name for name in AUTO["diff_attention"][target.platform()] if name != "xla"]  # It needs no check.
+    names = [name for name in AUTO["diff_attention"][target.platform()] if name != "xla"]  # Plain XLA operations.
     names = [name for name in names if _diff_unsupported(name, q, k, v, None, None, None) is None]
     if not names:
         return distrusted

@@ -1,6 +1,10 @@
-"""Softmax attention for the matched Transformer: the best kept library kernel of each platform, with the same masks."""
-#   B = batch, T = query tokens, S = key tokens (= T, or all devices'), X, Y = S, T padded to whole tiles, H = heads,
-#   K = key/value heads, R = H / K query heads a key/value head, D = width of a head
+"""Softmax attention for the baseline Transformer, from the best maintained library kernel of each platform.
+
+The masks are those of differential attention.
+"""
+#   B = batch, T = query tokens, S = key tokens (= T, or the tokens of the whole row where rows are sharded),
+#   X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads, K = key/value heads,
+#   R = H / K = query heads per key/value head, D = width of a head
 
 import functools
 from typing import Literal
@@ -15,9 +19,9 @@ from difftx.kernels import mapped, maps, target
 from difftx.kernels.context import Cut
 
 SPLASH_TILE = 512
-SPLASH_FUSED_TOKENS = 4096  # Its fused backward pass keeps a dQ for every key tile: T² / 512.
-XLA_MAP_TOKENS = 1024  # XLA's own attention holds T × T maps; longer rows go by chunks of queries.
-DENSE_MASK_TOKENS = 16_384  # cuDNN takes segments only as a T × T bias, 0.5 GiB a row at this length.
+SPLASH_FUSED_TOKENS = 4096  # Splash's fused backward pass stores one dQ per key tile, T² / 512 rows in all.
+XLA_MAP_TOKENS = 1024  # `jax.nn` on XLA stores T × T attention weights, so longer rows are split into query chunks.
+DENSE_MASK_TOKENS = 16_384  # cuDNN takes segments only as a T × T bias: 0.5 GiB per row at this length.
 
 
 def xla_attention(
@@ -29,7 +33,10 @@ def xla_attention(
     window: int | None,
     cut: Cut | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`, or the same in chunks; arguments as in `difftx.kernels.attention`."""
+    """Compute softmax attention by XLA operations, in query chunks if rows are long or sharded.
+
+    The arguments are those of `difftx.kernels.attention`.
+    """
     if cut is None and q_BTHD.shape[1] <= XLA_MAP_TOKENS:
         return _library_attention(q_BTHD, k_BTKD, v_BTKD, segment_ids_BT, window=window, implementation="xla")
     options = {"window": window, "cut": cut}
@@ -64,7 +71,7 @@ cudnn_attention = functools.partial(_library_attention, implementation="cudnn")
 
 
 def cudnn_unsupported(q_BTHD: jax.Array, segment_ids_BT: jax.Array | None) -> str | None:
-    """Return why cuDNN cannot serve a call, or None."""
+    """Return the reason why cuDNN cannot serve a call, or None."""
     _, T, _, D = q_BTHD.shape
     if target.platform() != "gpu":
         return f"cuDNN runs on NVIDIA GPUs; this is {target.platform()}"
@@ -86,7 +93,10 @@ def splash_attention(
     window: int | None,
     cut: Cut | None = None,
 ) -> jax.Array:
-    """Splash attention, from jax, interpreted without a TPU. Arguments as in `difftx.kernels.attention`."""
+    """Compute softmax attention by JAX's splash attention kernel for TPU.
+
+    The arguments are those of `difftx.kernels.attention`. On other platforms the Pallas interpreter runs the kernel.
+    """
     B, T, H, D = q_BTHD.shape
     S, K = k_BTKD.shape[1:3]
     tile = _splash_tile(S, cut)
@@ -95,7 +105,7 @@ def splash_attention(
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
         mask = splash_mask.LocalMask((X, X), (window - 1, 0), offset=0)
-    if cut is not None:  # Of all devices' queries, one device after the other.
+    if cut is not None:  # The mask covers the queries of all devices, one device after the other.
         chunk = T // cut.chunks
         starts = [start for device in range(cut.devices) for start in cut.starts(device, chunk)]
         mask.q_sequence = np.concatenate([start + np.arange(chunk, dtype=np.int32) for start in starts])
@@ -136,14 +146,17 @@ def splash_attention(
 
 
 def _share_of(mask_info: jax.Array, cut: Cut) -> jax.Array:
-    """Return this device's part of an array of splash's `MaskInfo`: `[heads, query tiles, …]`, or `[queries]`."""
+    """Return this device's shard of an array of splash's `MaskInfo`: `[heads, query tiles, …]`, or `[queries]`."""
     axis = min(1, mask_info.ndim - 1)
     size = mask_info.shape[axis] // cut.devices
     return jax.lax.dynamic_slice_in_dim(mask_info, cut.device() * size, size, axis)
 
 
 def _splash_tile(tokens: int, cut: Cut | None) -> int:
-    """Return the side of a tile; where rows are cut, it divides a chunk, and is 0 if no multiple of 128 does."""
+    """Return the side of a tile in tokens, a multiple of 128.
+
+    If rows are sharded, the side divides a chunk. It is 0 if none of the supported sides does.
+    """
     if cut is None:
         return min(SPLASH_TILE, -(-tokens // 128) * 128)
     chunk = tokens // (cut.devices * cut.chunks)
@@ -151,7 +164,7 @@ def _splash_tile(tokens: int, cut: Cut | None) -> int:
 
 
 def splash_unsupported(q_BTHD: jax.Array, cut: Cut | None) -> str | None:
-    """Return why splash attention cannot serve a call, or None."""
+    """Return the reason why splash attention cannot serve a call, or None."""
     T = q_BTHD.shape[1]
     if cut is not None and not _splash_tile(T, cut):
         return f"rows of {T} tokens are cut in {cut.devices * cut.chunks}, which leaves no multiple of 128 tokens"

@@ -1,11 +1,12 @@
-"""Attention of new tokens to cached ones and to each other, in XLA's own operations: prefill, decode, scoring.
+"""Attention of new tokens to a key/value cache and to each other, for prefill, decoding and scoring.
 
-The cache is only read here; what new tokens add to it is written for all layers at once (difftx/inference/cache.py).
-Keys and values are cached with heads before tokens, as both products want them: nothing of the cache is transposed.
+This module uses XLA operations and only reads the cache. `difftx/inference/cache.py` writes the new keys and values of
+all layers in one update. The cache stores heads before tokens, the order that both matrix products expect, so that
+neither product transposes the cache.
 """
-#   B = batch, T = U = new tokens, S = slots of the cache, H = heads, K = key/value heads,
-#   R = H / K query heads a key/value head, G = groups (2: A1 and A2; 1: softmax attention), D = width of a sub-head,
-#   E = width of a value head
+#   B = batch, T = U = new tokens, S = slots of the cache, X = S + T = cached and new keys, H = query heads,
+#   K = key/value heads, R = H / K = query heads per key/value head,
+#   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head, E = width of a value head
 
 import functools
 from typing import NamedTuple
@@ -16,16 +17,17 @@ import jax.numpy as jnp
 from difftx.kernels import fused, target
 from difftx.kernels.maps import Map
 
-EMPTY = -1  # Segment of a slot, or of a filler token, that no token shall see.
+EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
 
-# A layer's cache: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
+# Key/value cache of one layer: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
 type Past = tuple[jax.Array, ...]
 
 
 class Ids(NamedTuple):
-    """Which keys a token sees, int32: the cached ones of its segment, and new ones of its segment and branch up to it.
+    """Integer ids, int32, that define the attention mask.
 
-    Branches continue one cached context in several ways side by side, in one row.
+    A token attends to the cached keys of its segment, and to the new keys of its segment and branch up to itself.
+    Branches are alternative continuations of one cached context that share a row.
     """
 
     segment_BT: jax.Array
@@ -43,9 +45,10 @@ def mapped_attention(
     *,
     per_query: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention by a map of `difftx.kernels.maps` over cached and new tokens; see `difftx.kernels.mapped_attention`.
+    """Attend to cached and new tokens with a weight function of `difftx.kernels.maps`.
 
-    The maps of groups are joined in float32, P1 - λ P2 say; then there is one product with V.
+    Shared arguments are those of `difftx.kernels.mapped_attention`. The groups are combined in float32, for example to
+    P1 - λ P2, before a single product with V.
     """
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
@@ -56,7 +59,7 @@ def mapped_attention(
 def _attend(
     map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved
 ):
-    """On one device: its rows and heads."""
+    """Attend on one device, for its shard of rows and heads."""
     keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape
     K, E = v_BUKE.shape[2:]
@@ -74,7 +77,7 @@ def _attend(
         ],
         axis=-1,
     )
-    # A token sees itself at least, so that no row is masked throughout.
+    # Every token attends to itself, so no row is masked completely.
     logits_BKGRTX = jnp.where(seen_BTX[:, None, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
     map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
     if per_query_BTH is not None:
@@ -86,7 +89,7 @@ def _attend(
 
 
 def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a product accumulated in float32."""
-    if target.platform() == "cpu":  # XLA has not all products of bfloat16 there (jaxlib 0.12.0: "BF16 x BF16 = F32").
+    """Return the product of two arrays, accumulated in float32."""
+    if target.platform() == "cpu":  # XLA lacks some bfloat16 products on CPUs (jaxlib 0.12.0: "BF16 x BF16 = F32").
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

@@ -1,10 +1,10 @@
-"""Context parallelism: rows that are cut along their tokens over a mesh axis.
+"""Context parallelism: attention over rows whose tokens are sharded along a mesh axis.
 
-Each device keeps its queries and gathers the keys and values of whole rows, for as long as a layer attends. Gathered
-they stand in the order of the text; the queries stand in it too, or in zig-zag order, in which device i of n has chunks
-i and 2n - 1 - i of a row's 2n (arXiv 2407.21783, §3.3.2), so that causality leaves every device as much to do.
+Each device keeps its queries. It gathers the keys and values of whole rows, in text order, while a layer attends. The
+queries are in text order or in zig-zag order. In zig-zag order a row has 2n chunks, and device i of n holds chunks i
+and 2n - 1 - i (arXiv 2407.21783, §3.3.2). Under a causal mask, every device then has the same amount of work.
 """
-#   B = batch, T = a device's tokens of a row, S = a row's tokens, N = pieces of a row, C = tokens of a piece
+#   B = batch, T = tokens of a row on one device, S = tokens of a whole row, N = chunks of a row, C = tokens of a chunk
 
 import dataclasses
 import functools
@@ -17,15 +17,18 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How rows are cut; except `of`, its methods that take arrays are for inside of `jax.shard_map`."""
+    """Sharding of rows along their tokens.
 
-    axis: str  # Of the mesh.
-    devices: int
-    zigzag: bool
+    Call `of` outside `jax.shard_map`. Call the methods that take or return arrays inside it.
+    """
+
+    axis: str  # Mesh axis that shards the tokens.
+    devices: int  # Size of that axis.
+    zigzag: bool  # Whether tokens are in zig-zag order.
 
     @classmethod
     def of(cls, x_BT: jax.Array, *, zigzag: bool) -> "Cut | None":
-        """Return how the rows of an array `[B, T, …]` are cut, as its type says; None: they are whole."""
+        """Return the token sharding of an array `[B, T, …]` from its type. None: rows are whole on each device."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or not mesh.are_all_axes_explicit:
             return None
@@ -34,27 +37,30 @@ class Cut:
 
     @property
     def chunks(self) -> int:
-        """Pieces of a row that a device has."""
+        """Number of contiguous chunks of a row on each device."""
         return 2 if self.zigzag else 1
 
     def starts[Index: (int, jax.Array)](self, device: Index, chunk_tokens: int) -> tuple[Index, ...]:
-        """Return where in the row a device's chunks start, in the order in which it has them."""
+        """Return the position in the row at which each chunk of a device starts, in the device's chunk order."""
         if not self.zigzag:
             return (device * chunk_tokens,)
         return device * chunk_tokens, (2 * self.devices - 1 - device) * chunk_tokens
 
     def device(self) -> jax.Array:
-        """Return this device's number."""
+        """Return the index of this device along `axis`."""
         return jax.lax.axis_index(self.axis)
 
     def positions(self, tokens: int) -> jax.Array:
-        """Return where in the row this device's tokens stand, int32 `[T]`."""
+        """Return the positions in the row of this device's tokens, int32 `[T]`."""
         chunk_tokens = tokens // self.chunks
         starts = jnp.stack(self.starts(self.device(), chunk_tokens))
         return (starts[:, None] + jnp.arange(chunk_tokens)[None]).reshape(tokens)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
-        """Return `[B, S, …]` of all devices' `[B, T, …]`, in the order of the text. JAX transposes it to its sums."""
+        """Return `[B, S, …]`, gathered in text order from the `[B, T, …]` of all devices.
+
+        JAX's transpose of this function is a reduce-scatter, see `scatter`.
+        """
         pieces_NBC = jax.lax.all_gather(x_BT, self.axis)
         if self.zigzag:
             half = x_BT.shape[1] // 2
@@ -62,24 +68,24 @@ class Cut:
         return jnp.moveaxis(pieces_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
 
     def scatter(self, x_BS: jax.Array) -> jax.Array:
-        """Return this device's `[B, T, …]` of the sum of all devices' `[B, S, …]`: the transpose of `gather`."""
+        """Sum `[B, S, …]` over all devices and return this device's shard `[B, T, …]`: the transpose of `gather`."""
         B, S, *rest = x_BS.shape
         local = jax.ShapeDtypeStruct((B, S // self.devices, *rest), x_BS.dtype)
         return jax.linear_transpose(self.gather, local)(x_BS)[0]
 
     def to_zigzag(self, x_BT: jax.Array) -> jax.Array:
-        """Return this device's tokens in zig-zag order, where it had those of the text's."""
+        """Exchange tokens between devices, from text order to zig-zag order, and return this device's `[B, T, …]`."""
         even_BC, odd_BC = (
             jax.lax.ppermute(piece_BC, self.axis, self._moves(parity))
             for parity, piece_BC in enumerate(jnp.split(x_BT, 2, axis=1))
         )
-        # Of its two chunks, i and 2n - 1 - i, one is even and the other odd.
+        # Exactly one of this device's chunks, i and 2n - 1 - i, has an even number.
         is_even = self.device() % 2 == 0
         first_BC, second_BC = jnp.where(is_even, even_BC, odd_BC), jnp.where(is_even, odd_BC, even_BC)
         return jnp.concatenate([first_BC, second_BC], axis=1)
 
     def from_zigzag(self, x_BT: jax.Array) -> jax.Array:
-        """Undo `to_zigzag`."""
+        """Exchange tokens between devices, from zig-zag order back to text order: the inverse of `to_zigzag`."""
         first_BC, second_BC = jnp.split(x_BT, 2, axis=1)
         is_even = self.device() % 2 == 0
         pieces = jnp.where(is_even, first_BC, second_BC), jnp.where(is_even, second_BC, first_BC)
@@ -90,18 +96,21 @@ class Cut:
         return jnp.concatenate(back, axis=1)
 
     def _moves(self, parity: int) -> list[tuple[int, int]]:
-        """Return where each device's even or odd chunk, 2i or 2i + 1, has its place in zig-zag order."""
+        """Return (source, destination) device pairs that move chunks 2i + `parity` from text to zig-zag order."""
         n = self.devices
         return [(i, min(2 * i + parity, 2 * n - 1 - 2 * i - parity)) for i in range(n)]
 
 
 def to_zigzag(x_BT: jax.Array) -> jax.Array:
-    """Return an array `[B, T, …]` with its tokens in zig-zag order, where they are cut; outside of `shard_map`."""
+    """Return an array `[B, T, …]` with its tokens in zig-zag order if they are sharded, else the array itself.
+
+    Call this function outside `jax.shard_map`.
+    """
     return _reordered(x_BT, Cut.to_zigzag)
 
 
 def from_zigzag(x_BT: jax.Array) -> jax.Array:
-    """Undo `to_zigzag`."""
+    """Return an array `[B, T, …]` with its tokens back in text order: the inverse of `to_zigzag`."""
     return _reordered(x_BT, Cut.from_zigzag)
 
 
@@ -114,9 +123,10 @@ def _reordered(x_BT: jax.Array, order: Callable[[Cut, jax.Array], jax.Array]) ->
 
 
 def with_whole_keys(call: Callable[..., Any], cut: Cut | None) -> Callable[..., Any]:
-    """Return a function of a device's queries, keys and values that calls with keys and values of whole rows.
+    """Wrap `call` to receive the keys and values of whole rows, for use inside `jax.shard_map`.
 
-    Two-dimensional arguments, segment ids, are those of whole rows too; `call` is given the cut as `cut`.
+    The returned function takes this device's shards of queries, keys, values and further arguments. It gathers keys,
+    values and two-dimensional arguments (segment ids), and passes `cut` as a keyword. If `cut` is None, it is `call`.
     """
     if cut is None:
         return call

@@ -1,38 +1,41 @@
-"""Differential attention from cuDNN's fused attention: the library path on NVIDIA GPUs.
+"""Differential attention on NVIDIA GPUs, as the difference of two softmax attentions by cuDNN.
 
-Both functions take what the fused kernels take, but for segment ids, and are differentiable in all
-four arrays; the subtraction is ours, cuDNN only sees softmax attention. Where head width D meets
-value width 2D: JAX's public API wants them equal, so `diff_attention` pads Q and K with zeros, which
-changes no logit. `diff_attention_wide_values` calls JAX's private binding, which leaves the widths
-alone (cuDNN >= 9.10 on Hopper) and so saves a quarter of the matmuls (12 instead of 16·T²·D).
+Both functions take the arguments of the fused kernels, except segment ids, and are differentiable in
+q, k, v and λ.
+
+JAX's public API requires equal widths of keys and values, but differential attention has widths D and
+2D. `diff_attention` therefore pads Q and K with zeros, which changes no logit.
+`diff_attention_wide_values` calls JAX's private binding, which accepts both widths (cuDNN >= 9.10.2
+on Hopper). This saves a quarter of the matrix multiplications: 12·T²·D instead of 16·T²·D.
 """
 
-#   B = batch, T = query length, S = key length = T, H = query heads
-#   K = key/value heads (query head h uses h // (H // K)), G = 2 maps
-#   D = query/key width, E = 2·D value width, N = G·H and M = G·K heads as cuDNN counts them
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads,
+#   K = key/value heads (query head h uses key/value head h // (H // K)),
+#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+#   D = query/key width, E = 2·D = value width, N = G·H = query heads of the cuDNN call
 
 import jax
 import jax.numpy as jnp
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as private
-except ImportError:  # a JAX that moved it: only the public path is left
+except ImportError:  # this JAX has moved the module, so only `diff_attention` works
     private = None  # pyrefly: ignore[bad-assignment]
 
 MAPS = 2
 # Odd lengths and lengths of 64 modulo 128 have given NaN gradients (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
 HEAD_WIDTH_MULTIPLE = 8
-# Largest width cuDNN's flash attention takes, by the major compute capability it starts with.
+# Minimal major compute capability → largest head width of cuDNN's flash attention.
 HEAD_WIDTH_LIMITS = {9: 256, 8: 128}
-WIDE_VALUES_VERSION = 91002  # 9.10.0 and 9.10.1 took them with a wrong backward pass
+WIDE_VALUES_VERSION = 91002  # 9.10.0 and 9.10.1 accept wide values but return wrong gradients
 
 
 def unsupported(q_shape, k_shape, v_shape, dtype, *, segment_ids=None, device=None):
-    """Why `diff_attention` cannot serve the call, or None.
+    """Return the reason why `diff_attention` cannot serve a call, or None.
 
-    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D], v_shape [B, S, K, E]; `device` is a
-    jax.Device, the default one when None.
+    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D] and v_shape [B, S, K, E]. `device` is a
+    jax.Device; None selects the first device.
     """
     if q_shape[-2] != MAPS or k_shape[-2] != MAPS:
         return f"q and k need {MAPS} maps in their second last axis, got {q_shape} and {k_shape}"
@@ -52,7 +55,10 @@ def unsupported(q_shape, k_shape, v_shape, dtype, *, segment_ids=None, device=No
 
 
 def wide_values_unsupported(*arguments, device=None, **keywords):
-    """Why `diff_attention_wide_values` cannot serve the call, or None; arguments of `unsupported`."""
+    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None.
+
+    The arguments are those of `unsupported`.
+    """
     device = jax.devices()[0] if device is None else device
     reason = unsupported(*arguments, device=device, **keywords)
     if reason is not None:
@@ -68,10 +74,10 @@ def wide_values_unsupported(*arguments, device=None, **keywords):
 
 
 def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """(A1 - λ·A2)·V [B, T, H, E] in q's dtype, causal: one public call of 2H heads of width 2D.
+    """Return causal (A1 - λ·A2)·V, [B, T, H, E] in the dtype of q, by one public call with 2H heads of width 2D.
 
-    lam_BTH is float32; a query sees itself and the window - 1 keys before it, all if None. segment_ids_BT must be
-    None, see `unsupported`.
+    lam_BTH is float32. A query attends to itself and to the window - 1 keys before it; window=None means all keys
+    before it. segment_ids_BT must be None.
     """
     assert segment_ids_BT is None
     length, heads, _, width = q_BTHGD.shape[1:]
@@ -89,7 +95,7 @@ def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, wi
 
 
 def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """`diff_attention` by two private calls of H heads, width D for Q and K and 2D for V."""
+    """Compute `diff_attention` by two private calls with H heads, of width D for Q and K and 2D for V."""
     assert segment_ids_BT is None
     assert private is not None  # See `wide_values_unsupported`.
     length, width = q_BTHGD.shape[1], q_BTHGD.shape[-1]
@@ -108,13 +114,20 @@ def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
 
 
 def _maps_first(x_BTHGD):
-    """[B, T, G·H, D]: in this order grouped queries find their heads, (g·H + h) // (H // K) = g·K + h // (H // K)."""
+    """Reshape [B, T, H, G, D] to [B, T, G·H, D], groups before heads.
+
+    This order pairs query head h of group g with key/value head h // (H // K) of the same group, because
+    (g·H + h) // (H // K) = g·K + h // (H // K).
+    """
     batch, length, heads, maps, width = x_BTHGD.shape
     return x_BTHGD.swapaxes(2, 3).reshape(batch, length, maps * heads, width)
 
 
 def _pad(x_BTND, *, widen=0):
-    """Zeros up to LENGTH_MULTIPLE, keys that no real query sees, and `widen` more columns."""
+    """Pad the length with zeros to a multiple of LENGTH_MULTIPLE, and the width with `widen` columns of zeros.
+
+    The causal mask hides the padded keys from all real queries.
+    """
     missing = -x_BTND.shape[1] % LENGTH_MULTIPLE
     return jnp.pad(x_BTND, ((0, 0), (0, missing), (0, 0), (0, widen)))
 

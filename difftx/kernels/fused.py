@@ -1,8 +1,10 @@
-"""The one custom gradient of differential attention, shared by every backend that has a backward pass of its own.
+"""The custom gradient (`jax.custom_vjp`) that all backends with their own backward pass share.
 
-It stands outside of `shard_map`: inside, JAX would sum over devices what each of them owns alone (jax issue 21855).
+The custom gradient wraps `jax.shard_map` rather than the other way round. Inside `shard_map`, JAX would sum gradients
+over devices although each device owns its own shard (jax issue 21855).
 """
-#   B = batch, T = query tokens, S = key tokens, H = heads, K = key/value heads, G = 2 groups, D, E: widths
+#   B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
+#   D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import functools
 from collections.abc import Callable
@@ -18,11 +20,14 @@ from difftx.kernels.context import Cut, with_whole_keys
 
 
 class Saved(NamedTuple):
-    """What a forward pass keeps for its backward pass: arrays `[B, T, H, …]`, `[B, H, T, …]` and `[B, H, G, T]`."""
+    """Arrays that a forward pass saves for the backward pass, one tuple for each order of axes.
 
-    by_token: Any = ()  # Tuples of arrays; in `per_shard`, one PartitionSpec for each.
-    by_head: Any = ()
-    by_map: Any = ()
+    `per_shard` builds a `Saved` that holds one PartitionSpec per field in place of the tuples.
+    """
+
+    by_token: Any = ()  # Arrays [B, T, H, …].
+    by_head: Any = ()  # Arrays [B, H, T, …].
+    by_map: Any = ()  # Arrays [B, H, G, T].
 
 
 def diff_attention(
@@ -36,12 +41,15 @@ def diff_attention(
     window: int | None,
     cut: Cut | None,
 ) -> jax.Array:
-    """Run `backend.forward` and, for the gradient, `backend.backward`; arguments as in `difftx.kernels`."""
+    """Run differential attention by `backend.forward`, with `backend.backward` as its gradient.
+
+    The other arguments are those of `difftx.kernels.diff_attention`.
+    """
     return _attend(backend, window, cut, q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
-    """Return λ, a scalar or one for each head, as `[B, T, H]`, float32 at least, sharded as the queries."""
+    """Broadcast λ from a scalar or `[H]` to `[B, T, H]`, in float32 or wider and sharded like the queries."""
     lam = lam.astype(jnp.promote_types(lam.dtype, jnp.float32))
     if lam.ndim == 3:
         return lam
@@ -70,7 +78,7 @@ def _backward(backend, window, cut, residuals, dout_BTHE):
     if cut is not None:
         call = functools.partial(_with_summed_keys, call)
     grads = per_shard(call, *residuals, dout_BTHE, saves=False, cut=cut)
-    # Integers have no gradient; JAX wants that said with its own empty dtype.
+    # JAX requires gradients of integer inputs to have the dtype float0.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
     return *grads, no_grad
 
@@ -94,20 +102,24 @@ def deltas(
 
 
 def is_explicit_mesh() -> bool:
-    """Whether the current mesh puts shardings into the arrays' types."""
+    """Return whether all axes of the current mesh are explicit, so that array types carry shardings."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.are_all_axes_explicit
 
 
 def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True, cut: Cut | None = None) -> Any:
-    """Run `call` on each device's batch rows, heads and, where rows are cut, tokens.
+    """Run `call` on each device with its shard of batch rows, heads and, if `cut` is given, tokens.
 
-    Attention needs no communication between rows or heads, and between tokens what `context.py` does. Operands are
-    `[B, T or S, H or K, …]`, or `[B, T]`, or None, or a `Saved`. Results: with `saves` an output and a `Saved`, else
-    arrays like the operands.
+    Attention needs no communication between rows or between heads. `context.py` communicates between tokens.
+
+    Args:
+        call: Function of the operands. It returns an output and a `Saved` if `saves`, else arrays like the operands.
+        operands: Arrays `[B, T or S, H or K, …]` or `[B, T]`, `Saved` tuples, or None. The first operand is q.
+        saves: Whether `call` returns a `Saved`.
+        cut: Sharding of the tokens. None: `call` requires whole rows.
 
     Raises:
-        ValueError: rows are cut, and no `cut` says so: `call` takes whole ones.
+        ValueError: Rows are sharded along their tokens and `cut` is None.
     """
     if not is_explicit_mesh():
         return call(*operands)
@@ -116,16 +128,16 @@ def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True, cut:
         raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
     call = with_whole_keys(call, cut)
     by_token, row = P(batch, tokens, heads), P(batch, tokens)
-    saved: Any = Saved(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))  # For all arrays of a kind.
+    saved: Any = Saved(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))
 
     def spec(operand: Any) -> Any:
         if isinstance(operand, Saved):
             return saved
         return None if operand is None else row if operand.ndim == 2 else by_token
 
-    # Ids and λ are small: wherever they come from, they follow the queries. Larger operands must be there already.
+    # Segment ids and λ are small, so they are resharded like the queries. Larger operands must match already.
     operands = tuple(jax.sharding.reshard(x, spec(x)) if getattr(x, "ndim", 9) <= 3 else x for x in operands)
-    # check_vma off: it wants the zeros that a backend accumulates into marked as varying, one by one.
+    # check_vma=True would require each zero-initialised accumulator of a backend to be marked as device-varying.
     sharded = jax.shard_map(
         call,
         in_specs=tuple(map(spec, operands)),

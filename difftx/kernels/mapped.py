@@ -1,10 +1,11 @@
-"""Attention by any map of `maps.py`, in XLA's own operations: for what no fused kernel computes.
+"""Attention with any weight function of `maps.py`, by XLA operations, for cases that fused kernels do not support.
 
-Memory is linear in the length of a row: queries are taken in chunks, as in `xla.py`, and the backward pass makes each
-chunk's map again. JAX differentiates it.
+Memory is linear in the length of a row: the queries are processed in chunks, as in `xla.py`, and the backward pass
+recomputes each chunk's attention weights. JAX derives the gradient.
 """
-#   B = batch, T = query tokens, S = key tokens, C = query tokens of a chunk, H = heads, K = key/value heads,
-#   R = H / K query heads a key/value head, G = groups, D = width of a sub-head, E = width of a value head
+#   B = batch, T = query tokens, S = key tokens, C = query tokens of a chunk, H = query heads, K = key/value heads,
+#   R = H / K = query heads per key/value head, G = groups of queries and keys, D = width of a query/key sub-head,
+#   E = width of a value head
 
 from typing import Any
 
@@ -27,10 +28,13 @@ def attention(
     window: int | None,
     cut: Cut | None = None,
 ) -> jax.Array:
-    """Return `[B, T, H, E]`; arguments as in `difftx.kernels.mapped_attention`."""
+    """Compute attention in chunks of queries and return `[B, T, H, E]`.
+
+    The arguments are those of `difftx.kernels.mapped_attention`.
+    """
     B, T, H, G, _ = q_BTHGD.shape
     K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
-    # The gradients of keys and values are sums over chunks: they shall run in float32, so the loop sees float32.
+    # The gradients of keys and values are sums over chunks. They accumulate in float32 because the loop's inputs do.
     wide = jnp.promote_types(dtype, jnp.float32)
     k_BSKGD, v_BSKE = k_BSKGD.astype(wide), v_BSKE.astype(wide)
 

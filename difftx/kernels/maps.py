@@ -1,10 +1,10 @@
-"""How logits become the map that multiplies V: softmax, its difference, and what else attention has been given.
+"""Functions from logits to the attention weights that multiply V: softmax, the difference of two, and variants.
 
-A map is a function of the masked logits of each of its groups and perhaps of a number for each query, all float32; what
-a query does not see has logits of minus infinity, or nearly. It needs whole rows of logits, wherever they are at hand:
-in the chunks of `mapped.py`, in the oracle of `reference.py`, over a cache in `cached.py`.
+A weight function takes one array of masked logits per group and, in some cases, one number per query, all float32.
+Masked logits are minus infinity or `MASKED`. The function requires whole rows of logits, which `mapped.py`
+(chunks of queries), `reference.py` and `cached.py` (key/value cache) provide.
 """
-#   C = queries, S = keys; leading axes (batch, heads) are left out of names
+#   C = queries, S = keys; names omit the leading axes (batch, heads)
 
 import functools
 from collections.abc import Callable
@@ -15,24 +15,26 @@ import jax.numpy as jnp
 
 from difftx.kernels.xla import MASKED
 
-# Logits [..., C, S], an array for each group, and for some maps a number for each query, [..., C, 1] → map [..., C, S].
+# Weight function: logits [..., C, S], one array per group, and optionally a number per query, [..., C, 1]
+# → attention weights [..., C, S].
 type Map = Callable[..., jax.Array]
 
 
 def softmax(logits_CS: jax.Array) -> jax.Array:
-    """Softmax over keys."""
+    """Return softmax over keys."""
     return jax.nn.softmax(logits_CS, axis=-1)
 
 
 def difference(logits1_CS: jax.Array, logits2_CS: jax.Array, lam_C1: jax.Array) -> jax.Array:
-    """A1 - λ A2, Eq. 1 of arXiv 2410.05258."""
+    """Return the differential attention weights A1 - λ A2, Eq. 1 of arXiv 2410.05258."""
     return softmax(logits1_CS) - lam_C1 * softmax(logits2_CS)
 
 
 def softmax_with_sink(logits_CS: jax.Array, sink_C1: jax.Array) -> jax.Array:
-    """exp(z) / (exp(s) + Σ exp(z)): a key of logit s whose value is zero, so that a row may sum to less than 1.
+    """Return exp(z) / (exp(s) + Σ exp(z)), softmax with an attention sink of logit s.
 
-    s = 0 is softmax-off-by-one (E. Miller, "Attention is off by one", 2023); gpt-oss learns an s for each head.
+    The sink acts as one more key, whose value is zero, so that the weights of a query may sum to less than 1. s = 0
+    gives softmax-off-by-one (E. Miller, "Attention is off by one", 2023). gpt-oss learns one s per head.
     """
     largest_C1 = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits_CS, axis=-1, keepdims=True), sink_C1))
     weights_CS = jnp.exp(logits_CS - largest_C1)
@@ -40,16 +42,16 @@ def softmax_with_sink(logits_CS: jax.Array, sink_C1: jax.Array) -> jax.Array:
 
 
 def top_k_softmax(logits_CS: jax.Array, *, k: int) -> jax.Array:
-    """Softmax over a row's k largest logits and what equals the k-th: explicit sparse attention, arXiv 1912.11637.
+    """Return softmax over the k largest logits of each row: explicit sparse attention, arXiv 1912.11637.
 
-    A query that sees fewer than k keys attends to them all.
+    Logits equal to the k-th largest are kept too. A query with fewer than k visible keys attends to all of them.
     """
     largest_Ck = jax.lax.top_k(jax.lax.stop_gradient(logits_CS), min(k, logits_CS.shape[-1]))[0]
     return softmax(jnp.where(logits_CS >= largest_Ck[..., -1:], logits_CS, -jnp.inf))
 
 
 def signed_softmax(logits1_CS: jax.Array, logits2_CS: jax.Array) -> jax.Array:
-    """Softmax of the first group × tanh of the second's logits: one map with a learned sign and size for each entry."""
+    """Return softmax(logits1) ∘ tanh(logits2), attention weights with a learned sign and scale for each entry."""
     return softmax(logits1_CS) * jnp.tanh(logits2_CS)
 
 
@@ -61,19 +63,20 @@ def quantized(
     granularity: Literal["query", "token"],
     mesh_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Another map of logits that are rounded to signed integers of so many bits and back: dynamic absmax quantisation.
+    """Return the attention weights of `map_of` for logits under dynamic absmax quantisation to `bits` bits.
 
-    z' = s round(z / s), s = max|z| / (2^(bits-1) - 1), so that |z' - z| <= s / 2; in the backward pass z' counts as z
-    (arXiv 1308.3432). The maximum is over keys that the query sees, in "query" of its head and group alone, in "token"
-    of all its heads and groups: neither depends on later tokens, chunks or the batch, and a cache changes nothing.
+    Each logit z becomes z' = s round(z / s) with s = max|z| / (2^(bits-1) - 1), so that |z' - z| <= s / 2. The backward
+    pass treats z' as z (straight-through estimator, arXiv 1308.3432). The maximum runs over the visible keys of one
+    query. It therefore does not depend on later tokens, on chunks, on the batch or on the use of a cache.
 
     Args:
-        map_inputs: those of `map_of`; its logits come first, what follows them is left as it is.
-        map_of: the other map.
-        groups: how many arrays of logits it takes.
-        bits: 2 at least.
-        granularity: what has a scale of its own.
-        mesh_axes: over which heads are cut, inside a `shard_map`.
+        map_inputs: Arguments of `map_of`, logits first. The arguments after the logits are not quantised.
+        map_of: Weight function to apply to the quantised logits.
+        groups: Number of arrays of logits in `map_inputs`.
+        bits: At least 2.
+        granularity: "query" gives each head and group of a query its own scale s; "token" shares s between all heads
+            and groups.
+        mesh_axes: Mesh axes that shard the heads, inside `jax.shard_map`.
     """
     logits, others = map_inputs[:groups], map_inputs[groups:]
     largest = [jnp.max(jnp.where(z_CS > MASKED, jnp.abs(z_CS), 0), axis=-1, keepdims=True) for z_CS in logits]
@@ -87,7 +90,7 @@ def quantized(
 
 def _rounded(logits_CS: jax.Array, largest_C1: jax.Array, bits: int) -> jax.Array:
     scale_C1 = largest_C1 / (2 ** (bits - 1) - 1)
-    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # A row of zeros, or of nothing.
+    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # All visible logits of a row may be 0, or none visible.
     seen_CS = jnp.where(logits_CS > MASKED, logits_CS, 0)
     fixed_CS = jax.lax.stop_gradient(seen_CS)
     straight_through_CS = jnp.round(fixed_CS / scale_C1) * scale_C1 + (seen_CS - fixed_CS)

@@ -1,14 +1,17 @@
 """Fused differential attention in Pallas Mosaic GPU, for Hopper: interface and forward pass.
 
-O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D), causal (arXiv:2410.05258, Eq. 1). A map's
-accumulator P_m·V is 64 x 2D in float32, 128 registers a thread at D = 128, so one warpgroup cannot
-hold both: each map gets a warpgroup, the two read the same V tiles, and at the end O2 = A2·V goes
-once through shared memory. Not yet run on a GPU: checked in the interpreter and by ptxas.
+The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D) (arXiv:2410.05258, Eq. 1).
+The accumulator of P_m·V is a 64 x 2D tile in float32, which takes 128 registers per thread at D = 128.
+One warpgroup cannot hold two such accumulators, so each softmax gets its own warpgroup. Both warpgroups
+read the same V tiles, and O2 = A2·V passes through shared memory once at the end.
+
+The kernels have not yet run on a GPU. They were checked in the interpreter and compiled by ptxas.
 """
 
-#   B = batch, T = query length, S = key length = T, H = query heads
-#   K = key/value heads (query head h uses h // (H // K)), G = 2 maps
-#   D = query/key width, E = 2·D value width, N = tiles in T, X: see pallas_gpu_backward
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads,
+#   K = key/value heads (query head h uses key/value head h // (H // K)),
+#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+#   D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
 
 import functools
 import math
@@ -53,9 +56,10 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def unsupported(q_shape, k_shape, v_shape, dtype):
-    """Why this backend cannot serve the call, or None. Where the target is no GPU, the interpreter serves.
+    """Return the reason why this backend cannot serve a call, or None.
 
-    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D], v_shape [B, S, K, E].
+    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D] and v_shape [B, S, K, E]. If the target is not a GPU, the
+    interpreter runs the kernels, without limits on dtype and device.
     """
     length, heads, maps, width = q_shape[1:]
     if maps != MAPS or k_shape[-2] != MAPS:
@@ -79,10 +83,11 @@ def unsupported(q_shape, k_shape, v_shape, dtype):
 
 
 def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
-    """O [B, T, H, E] in q's dtype, and what `backward` needs beside it: O2 = A2·V and the log-sum-exps.
+    """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2·V and the log-sum-exps.
 
-    lam_BTH is float32, segment_ids_BT int32 or None; a query sees itself and the window - 1 keys before it, all of
-    them if window is None. `interpret`: False, True or InterpretGPUParams; None: unless the target is a GPU.
+    lam_BTH is float32, and segment_ids_BT is int32 or None. A query attends to itself and to the window - 1 keys
+    before it; window=None means all keys before it. `interpret` is False, True or InterpretGPUParams; None interprets
+    the kernel unless the target is a GPU.
     """
     length = q_BTHGD.shape[1]
     pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
@@ -100,9 +105,9 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
 
 
 def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
-    """Gradients of `forward`'s output: of q, k and v in their dtypes, summed in float32, and of λ, float32.
+    """Return the gradients of q, k, v and λ, given the results of `forward` and the cotangent dout_BTHE.
 
-    out_BTHE and saved are `forward`'s, dout_BTHE the cotangent.
+    All sums run in float32. The gradients of q, k and v have the dtypes of q, k and v; the gradient of λ is float32.
     """
     (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_map
     delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
@@ -113,7 +118,7 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
     scale = q_BTHGD.shape[-1] ** -0.5
     stats_BHXGT = jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2)
-    # Padded queries add exact zeros (dO = 0, weight = 0); padded keys follow every real query.
+    # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
     arrays = (
         pad(q_BTHGD),
         pad(k_BSKGD),
@@ -130,7 +135,7 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
 
 
 def _whole_tiles(q_shape, segment_ids_BT, *, window):
-    """How to pad arrays to whole tiles, and the marks, key and query ranges of that length."""
+    """Return a function that pads arrays to whole tiles, and `marks` and both `tile_ranges` of the padded length."""
     batch, length = q_shape[:2]
     tiles = math.ceil(length / TILE)
     if segment_ids_BT is not None:
@@ -141,13 +146,13 @@ def _whole_tiles(q_shape, segment_ids_BT, *, window):
 
 
 def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
-    """`forward` on whole tiles: one CTA a (sequence, head, query tile)."""
+    """Run the forward kernel on arrays of whole tiles, with one CTA per (sequence, head, query tile)."""
     batch, length, heads, _, width = q_BTHGD.shape
     value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
     tiles, group = length // TILE, heads // k_BSKGD.shape[2]
     logit_scale = width**-0.5 * LOG2_E  # logits in base 2, for exp2
     registers = REGISTERS["H200", "forward"]
-    staged = bool(interpret)  # the interpreter knows no wgmma operand in registers
+    staged = bool(interpret)  # the interpreter does not support wgmma operands in registers
 
     def kernel(
         q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem,
@@ -159,7 +164,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
-        q_tile = tiles - 1 - lax.axis_index("tile")  # the longest rows first: a short tail
+        q_tile = tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
         queries = rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=True)
@@ -212,7 +217,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
             out = out * across(1.0 / total, out)
-            # Both maps have left K and V: from here their buffers carry the results.
+            # Once both warpgroups have finished with K and V, the K and V buffers hold results.
             plgpu.barrier_arrive(maps_done)
             plgpu.barrier_wait(maps_done)
 
@@ -255,7 +260,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         smem((STAGES, TILE, value_width), dtype),
         plgpu.SMEM((MAPS, TILE), jnp.float32),
         smem((MAPS, TILE, TILE), dtype) if staged else None,
-        plgpu.Barrier(num_barriers=MAPS),  # q_ready, one a map
+        plgpu.Barrier(num_barriers=MAPS),  # q_ready, one per group
         plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # k_ready: the two copies
         plgpu.Barrier(num_barriers=STAGES),  # v_ready
         plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # k_free

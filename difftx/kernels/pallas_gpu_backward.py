@@ -1,16 +1,19 @@
-"""Backward pass of fused differential attention on Hopper: a kernel for dK and dV, one for dQ.
+"""Backward pass of fused differential attention on Hopper: one kernel for dK and dV, one for dQ.
 
-With W_1 = 1 and W_2 = -λ the maps share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO, and
-dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m, dK_m = dS_mᵀ·Q_m. The producer warpgroup computes
-what is shared, the map warpgroups the rest; tiles of P and dP pass between them through shared
-memory. Two kernels compute S and dP twice (28·T²·D FLOPs a head, one would need 20), but no two
-CTAs add to one gradient, so that results repeat bit for bit.
+With weights W_1 = 1 and W_2 = -λ, both groups share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO. The
+other gradients are dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
+
+The producer warpgroup computes dP and dV. Warpgroups 0 and 1 compute P_m, dS_m, dK_m and dQ_m for one
+group m each. Tiles of P and dP pass between the warpgroups through shared memory.
+
+Two kernels compute S and dP twice: 28·T²·D FLOPs per head, where a single kernel would need 20·T²·D.
+In return, no two CTAs add to the same gradient, so that results are reproducible bit for bit.
 """
 
-#   B = batch, T = query length = key length in whole tiles, S = key length = T, H = query heads
-#   K = key/value heads (query head h uses h // (H // K)), G = 2 maps
-#   D = query/key width, E = 2·D value width, N = T // TILE tiles
-#   X = in stats: base-2 log-sum-exp, delta/√D; in marks: see pallas_gpu_tiles.marks
+#   B = batch, T = query tokens = key tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
+#   K = key/value heads (query head h uses key/value head h // (H // K)), G = 2 groups (A1 and A2),
+#   D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
+#   X = 2 statistics in `stats` (base-2 log-sum-exp, delta/√D); in `marks` see pallas_gpu_tiles.marks
 
 import functools
 
@@ -42,23 +45,24 @@ from difftx.kernels.pallas_gpu_tiles import (
     visible,
 )
 
-LSE, DELTA = 0, 1  # places of X in stats
+LSE, DELTA = 0, 1  # indices along X in stats
 
 
 def dkv_call(  # noqa: C901 - counts the bodies of both kinds of warpgroup
     q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE, stats_BHXGT, weight_BHGT, marks_BXT, queries_BN2,
     *, window, interpret,
 ):  # fmt: skip
-    """dK and dV: one CTA a (sequence, key/value head, key tile), over its query heads and tiles.
+    """Compute dK and dV, with one CTA per (sequence, key/value head, key tile).
 
-    Tiles are transposed, keys in rows, so that dSᵀ and Pᵀ are wgmma's operand in registers.
+    Each CTA loops over the query heads and query tiles that see its keys. Tiles are transposed, with keys in
+    rows, so that wgmma can read dSᵀ and Pᵀ from registers.
     """
     batch, length, heads, _, width = q_BTHGD.shape
     kv_heads, value_width, dtype = k_BSKGD.shape[2], v_BSKE.shape[-1], q_BTHGD.dtype
     tiles, group = length // TILE, heads // kv_heads
     scale = width**-0.5
     registers = REGISTERS["H200", "dkv"]
-    staged = bool(interpret)  # the interpreter knows no wgmma operand in registers
+    staged = bool(interpret)  # the interpreter does not support wgmma operands in registers
 
     def kernel(  # noqa: C901
         q_gmem, k_gmem, v_gmem, dout_gmem, stats_gmem, weight_gmem, marks_gmem, queries_gmem,
@@ -68,14 +72,14 @@ def dkv_call(  # noqa: C901 - counts the bodies of both kinds of warpgroup
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("kv_head")
-        k_tile = lax.axis_index("tile")  # the first keys are seen by most queries: longest first
+        k_tile = lax.axis_index("tile")  # key tiles with the most queries start first
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
         seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=False)
         steps_a_head = end - k_tile
         steps = at_least_one(group * steps_a_head)
 
         def place(i):
-            """Query head and query tile of step i."""
+            """Return the query head and the query tile of step i."""
             return kv_head * group + lax.div(i, steps_a_head), k_tile + lax.rem(i, steps_a_head)
 
         @pl.when(warpgroup < MAPS)
@@ -96,7 +100,7 @@ def dkv_call(  # noqa: C901 - counts the bodies of both kinds of warpgroup
                         return jnp.where(seen(q_tile, k_tile), p, 0.0)
 
                     p = lax.cond((q_tile == k_tile) | (q_tile >= full), mask, lambda p: p, p)
-                    # From L2: beside 2 x 2 rows of statistics shared memory is full at D = 128.
+                    # Read from L2: at D = 128, 2 x 2 rows of statistics fill the rest of shared memory.
                     weight = plgpu.load(
                         weight_gmem.at[sequence, head, warpgroup, rows_of(q_tile)],
                         layout=COLUMNS,
@@ -213,7 +217,7 @@ def dkv_call(  # noqa: C901 - counts the bodies of both kinds of warpgroup
         plgpu.SMEM((STAGES, 2, MAPS, TILE), jnp.float32),  # stats
         smem((WARPGROUPS, TILE, TILE), dtype) if staged else None,  # operand
         plgpu.Barrier(num_arrivals=MAPS + 1),  # kv_ready: two copies of k, one of v
-        plgpu.Barrier(num_arrivals=MAPS + 1, num_barriers=STAGES),  # q_ready: q twice, stats
+        plgpu.Barrier(num_arrivals=MAPS + 1, num_barriers=STAGES),  # q_ready: two copies of q, one of stats
         plgpu.Barrier(num_barriers=STAGES),  # dout_ready
         plgpu.Barrier(num_arrivals=MAPS, num_barriers=STAGES),  # q_free
         plgpu.Barrier(num_arrivals=MAPS),  # p_ready
@@ -244,13 +248,13 @@ def dq_call(  # noqa: C901
     q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE, stats_BHXGT, weight_BHGT, marks_BXT, keys_BN2,
     *, window, interpret,
 ):  # fmt: skip
-    """dQ: one CTA a (sequence, query head, query tile), over the key tiles it sees."""
+    """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles."""
     batch, length, heads, _, width = q_BTHGD.shape
     value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
     tiles, group = length // TILE, heads // k_BSKGD.shape[2]
     scale = width**-0.5
     registers = REGISTERS["H200", "dq"]
-    staged = bool(interpret)  # the interpreter knows no wgmma operand in registers
+    staged = bool(interpret)  # the interpreter does not support wgmma operands in registers
 
     def kernel(  # noqa: C901
         q_gmem, k_gmem, v_gmem, dout_gmem, stats_gmem, weight_gmem, marks_gmem, keys_gmem,
@@ -261,7 +265,7 @@ def dq_call(  # noqa: C901
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
-        q_tile = tiles - 1 - lax.axis_index("tile")  # the longest rows first: a short tail
+        q_tile = tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
         queries = rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=True)

@@ -1,12 +1,11 @@
-"""What the Mosaic GPU kernels share: tile sizes, memory layout, which tiles to visit, the mask.
+"""Shared parts of the Mosaic GPU kernels: tile sizes, memory layout, tile ranges and the mask.
 
-Every kernel gives one CTA three warpgroups: 0 and 1 own one softmax map each, 2 (the producer)
-feeds them by TMA.
+In every kernel a CTA has three warpgroups. Warpgroups 0 and 1 compute one softmax each. Warpgroup 2,
+the producer, loads their tiles by TMA.
 """
 
-#   B = batch, T = query length = key length (here always whole tiles), N = T // TILE tiles
-#   P = TILE places in a tile, X = marks of a position (see `marks`)
-#   H = query heads, D = query/key width, E = 2·D value width
+#   B = batch, T = query tokens = key tokens, padded to whole tiles, N = T // TILE = tiles,
+#   P = TILE = positions in a tile, X = marks of a position (see `marks`)
 
 import dataclasses
 
@@ -18,37 +17,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from difftx.kernels import target
 
 TILE = 64  # rows of a tile: the M of one wgmma, and 64 bf16 keys fill one 128-byte swizzled row
-STAGES = 2  # TMA buffers; a third does not fit into 227 KiB at D = 128
-MAPS = 2
-PRODUCER = 2  # the warpgroup after the maps'; a fourth would cap registers at 128 a thread at entry
-WARPGROUPS = 3
+STAGES = 2  # TMA buffers; a third does not fit into 227 KiB of shared memory at D = 128
+MAPS = 2  # groups of queries and keys, one softmax each
+PRODUCER = 2  # index of the producer warpgroup
+WARPGROUPS = 3  # a fourth would limit registers at entry to 128 per thread
 
-HEAD_WIDTHS = (32, 64, 96, 128)  # each one compiled in tests/compile/gpu_compile_test.py
+HEAD_WIDTHS = (32, 64, 96, 128)  # tests/compile/gpu_compile_test.py compiles each width
 
 LOG2_E = 1.4426950408889634
-# Masked logits, and where a row's running maximum starts: below every real logit, yet so far above
-# MASKED that a row which has seen no key adds exp2(-huge) = 0. Starting at MASKED would not do: with
-# one rounding (FMA), MASKED·scale less its own rounded value is ±1e21, and exp2 of that is infinite.
+# MASKED replaces masked logits. LOWEST is the initial value of a row's running maximum. It is below every
+# real logit, and so far above MASKED that a row without a visible key adds exp2(-huge) = 0. MASKED would
+# not work as the initial value: a fused multiply-add rounds once, so that MASKED·scale minus its rounded
+# value is ±1e21, and exp2(1e21) is infinite.
 MASKED = -1e30
 LOWEST = -1e20
 
-POSITION, SEGMENT = 0, 1  # places in `marks`
+POSITION, SEGMENT = 0, 1  # indices along X in `marks`
 
-MATRIX = plgpu.Layout.WGMMA  # how a warpgroup holds a tile in registers
-ROWS = MATRIX.reduce(1)  # a [TILE] vector, one value a row of an accumulator
-COLUMNS = MATRIX.reduce(0)  # a [TILE] vector, one value a column of it
+MATRIX = plgpu.Layout.WGMMA  # register layout of a tile in a warpgroup
+ROWS = MATRIX.reduce(1)  # layout of a [TILE] vector with one value per row of a tile
+COLUMNS = MATRIX.reduce(0)  # layout of a [TILE] vector with one value per column of a tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """Registers a thread in a map warpgroup and in the producer; 2·maps + producer <= 512."""
+    """Numbers of registers per thread. The limit is 2·maps + producer <= 512."""
 
-    maps: int
-    producer: int
+    maps: int  # in each of warpgroups 0 and 1
+    producer: int  # in the producer warpgroup
 
 
-# Chosen at D = 128, E = 256, where they are tight (ptxas 13.0): in "dkv" (152, 208) spills 4 bytes
-# in some calls, (160, 192) up to 36, and (168, 176) makes ptxas serialise wgmma.
+# Chosen at D = 128, E = 256, where registers are scarce (ptxas 13.0). In "dkv", (152, 208) spills 4 bytes
+# in some calls, (160, 192) spills up to 36 bytes, and (168, 176) makes ptxas serialise wgmma.
 REGISTERS = {
     ("H200", "forward"): Registers(maps=240, producer=24),
     ("H200", "dkv"): Registers(maps=152, producer=200),
@@ -58,26 +58,26 @@ REGISTERS_AT_ENTRY = 168  # 64 Ki registers over 384 threads, rounded down to a 
 
 
 def set_registers(count):
-    """Move this warpgroup from REGISTERS_AT_ENTRY to `count` registers a thread."""
+    """Change the registers of this warpgroup from REGISTERS_AT_ENTRY to `count` per thread."""
     plgpu.set_max_registers(count, action="increase" if count > REGISTERS_AT_ENTRY else "decrease")
 
 
 def smem(shape, dtype):
-    """A shared-memory buffer in the tiled, swizzled layout that TMA writes and wgmma reads."""
+    """Return a shared-memory buffer in the tiled, swizzled layout that TMA writes and wgmma reads."""
     itemsize = jnp.dtype(dtype).itemsize
-    # 96 bf16 columns are one and a half 128-byte rows, but three 64-byte ones.
+    # 96 bf16 columns fill one and a half 128-byte rows, but exactly three 64-byte rows.
     swizzle = 128 if shape[-1] * itemsize % 128 == 0 else 64
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def rows_of(tile):
-    """The slice of a sequence that tile `tile` covers."""
+    """Return the slice of a sequence that tile `tile` covers."""
     return pl.ds(tile * TILE, TILE)
 
 
 def product(a_smem, b_smem):
-    """a·b of two shared-memory tiles as a float32 register array, waited for."""
+    """Return the completed product of two shared-memory tiles as a float32 array in registers."""
 
     def run(accumulator):
         plgpu.wgmma(accumulator, a_smem, b_smem)
@@ -97,24 +97,30 @@ def down(column_values, like):
 
 
 def arrive_if(condition, barrier):
-    """Arrive at a barrier that will be waited for: none may be left with an arrival pending."""
+    """Arrive at a barrier if `condition` holds.
+
+    The condition must hold only if a later step waits on the barrier, because a kernel must not end with a
+    pending arrival.
+    """
     pl.when(condition)(lambda: plgpu.barrier_arrive(barrier))
 
 
 def at_least_one(count):
-    """`count`, which is never below 1, in a form in which the compiler sees that.
+    """Return `count`, which is always at least 1, in a form from which the compiler can infer this bound.
 
-    A loop that might run zero times gives the accumulators a second origin, and ptxas spills.
+    If the compiler had to allow for a loop of zero steps, the accumulators would have a second possible
+    source, and ptxas would spill registers.
     """
     return lax.max(count, 1)
 
 
 def visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
-    """The mask of one tile pair, [TILE, TILE] bool: causal, inside the window, of the same segment.
+    """Return the mask of a query tile and a key tile, bool [TILE, TILE]: causal, same segment, inside the window.
 
-    marks_gmem is one sequence's row of `marks`. Few tiles need a mask (the diagonal, the ends of
-    windows and segments), so the marks are read straight from L2. The positions too: an iota is
-    hoisted out of the loop and kept in registers, 120 bytes of spills in "dkv" at D = 128.
+    marks_gmem is the row of `marks` for one sequence. Few tiles need a mask (the diagonal and the edges of
+    windows and segments), so the marks are read directly from L2. Positions are read too, because the
+    compiler would hoist an iota out of the loop and keep it in registers. In "dkv" at D = 128, that spills
+    120 bytes.
     """
     row_tile, column_tile = (q_tile, k_tile) if queries_in_rows else (k_tile, q_tile)
 
@@ -137,7 +143,7 @@ def visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
 
 
 def marks(segment_ids_BT, *, batch, length):
-    """What the mask compares, int32 [B, X, T]: positions, then segment ids if there are any."""
+    """Return the inputs of the mask, int32 [B, X, T]: positions, then segment ids unless segment_ids_BT is None."""
     positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     if segment_ids_BT is None:
         return positions_BT[:, None]
@@ -145,15 +151,19 @@ def marks(segment_ids_BT, *, batch, length):
 
 
 def tile_ranges(segment_ids_BT, *, batch, tiles, window):
-    """Which key tiles a query tile visits, and the reverse: int32 [B, N, 2] twice.
+    """Return the key tiles that each query tile visits, and the query tiles that visit each key tile.
 
-    Query tile n visits key tiles first..n and needs no mask in full..n-1: keys[n] = first, full.
-    Key tile n is visited by query tiles n..end-1, which need no mask in n+1..full-1:
-    queries[n] = full, end. Tiles outside hold no visible pair, whatever the order of the segment
-    ids. Works on N x N flags, never T x T.
+    Pairs of tiles outside these ranges have no visible pair of tokens, in any order of the segment ids.
+    Memory is N x N flags rather than T x T.
+
+    Returns:
+        keys: int32 [B, N, 2], keys[n] = (first, full). Query tile n visits key tiles first..n and needs no
+            mask for full..n-1.
+        queries: int32 [B, N, 2], queries[n] = (full, end). Query tiles n..end-1 visit key tile n, and need
+            no mask for n+1..full-1.
     """
     n = jnp.arange(tiles)
-    behind_1NN = (n[:, None] - n[None, :])[None]  # query tile less key tile
+    behind_1NN = (n[:, None] - n[None, :])[None]  # query tile minus key tile
     needed_BNN = jnp.broadcast_to(behind_1NN >= 0, (batch, tiles, tiles))
     whole_BNN = jnp.broadcast_to(behind_1NN > 0, (batch, tiles, tiles))
     if window is not None:
@@ -163,7 +173,7 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
         ids_BNP = segment_ids_BT.reshape(batch, tiles, TILE)
         low_BN, high_BN = ids_BNP.min(-1), ids_BNP.max(-1)
         apart_BNN = (low_BN[:, :, None] > high_BN[:, None, :]) | (high_BN[:, :, None] < low_BN[:, None, :])
-        # One id in both tiles: the lowest of the two equals the highest of the two.
+        # Both tiles hold one and the same id if their common minimum equals their common maximum.
         same_BNN = jnp.minimum(low_BN[:, :, None], low_BN[:, None, :]) == jnp.maximum(
             high_BN[:, :, None], high_BN[:, None, :]
         )
@@ -180,7 +190,7 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
 
 
 def pad_rows(array, *, axis, tiles, mode="constant"):
-    """Lengthen `axis` to whole tiles: zeros, or copies of the last row with mode="edge"."""
+    """Pad `axis` to `tiles` whole tiles with zeros, or with copies of the last row if mode="edge"."""
     missing = tiles * TILE - array.shape[axis]
     if missing == 0:
         return array
@@ -189,7 +199,10 @@ def pad_rows(array, *, axis, tiles, mode="constant"):
 
 
 def interpret_params(interpret):
-    """`interpret` of a backend call as plgpu.kernel's argument; None: interpreted unless the target is a GPU."""
+    """Convert `interpret` of a backend call to the argument of plgpu.kernel.
+
+    None interprets the kernel unless the target is a GPU.
+    """
     if interpret is None:
         interpret = target.platform() != "gpu"
     return plgpu.InterpretGPUParams() if interpret is True else interpret

@@ -2,25 +2,25 @@
 
     O = (A1 - lam * A2) V,    A_m = softmax(Q_m K_m^T / sqrt(D)),    causal    (arXiv:2410.05258)
 
-Beside O the backward pass needs only O2 = A2 V and the two log-sum-exps L_m. With P_m =
-exp(S_m - L_m), dP = dO V^T and delta_m = rowsum(dO * O_m):
+The backward pass requires O, O2 = A2 V and the two log-sum-exps L_m. With P_m = exp(S_m - L_m),
+dP = dO V^T and delta_m = rowsum(dO * O_m), the gradients are:
 
     dS1 = P1 * (dP - delta1)        dQ_m = dS_m K_m        dV = (P1 - lam * P2)^T dO
     dS2 = lam * P2 * (delta2 - dP)  dK_m = dS_m^T Q_m
 
-so dP and dV are one product each for both maps, where two flash-attention calls make two of each.
+dP and dV are therefore one product each, where two flash-attention calls would compute two of each.
 
-Two decisions shape the grids:
+Two decisions determine the grids:
 
-* They do not walk the T x T square. `list_visits` lists on the host the tiles that causality and
-  the window leave, and the kernels read that list from scalar memory: no step is spent on a hidden
-  tile, and only the tiles that the list marks pay for a mask.
-* dQ needs a sum over keys where dK and dV need one over queries. While one key head's dQ fits in
-  VMEM it is kept there in float32 and one kernel makes all three gradients (20 units of T*T*D*H
-  matmul work instead of 28); longer rows take two kernels. Either way each sum has one fixed order,
-  so results repeat bit for bit.
+* The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that causality
+  and the window leave. The kernels read this list from scalar memory. They spend no step on hidden
+  tiles, and apply a mask only to tiles that the diagonal, the window or a segment boundary crosses.
+* dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits
+  in VMEM, one kernel computes all three gradients (20 units of T*T*D*H matmul work instead of 28).
+  Longer rows take two kernels. Each sum has a fixed order in both cases, so results are reproducible
+  bit for bit.
 
-Under a mesh, call these inside `jax.shard_map(..., check_vma=False)` over batch and heads.
+Under a mesh, call these functions inside `jax.shard_map(..., check_vma=False)` over batch and heads.
 """
 
 import dataclasses
@@ -35,24 +35,24 @@ from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
 from difftx.kernels.fused import Saved, deltas
 
-# Shapes:  B batch, T tokens (queries and keys), H query heads, K key/value heads, N = H / K query
-#          heads that share one key/value head, G = 2 attention maps, D sub-head width, E = 2D value
-#          width, R rows of per-query numbers, X = T padded to whole tiles, Y = X or, where rows are
-#          cut, a device's queries of it.
+# B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
+# N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
+# E = 2D = value width, R = rows of per-query numbers, X = T padded to whole tiles,
+# Y = X or, where rows are sharded, the number of queries on one device
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sides in tokens (multiples of 128), and VMEM in MiB."""
+    """Tile sides in tokens, and limits of VMEM in MiB."""
 
-    forward: int
-    backward: int
-    vmem_mib: int  # what a kernel may use in all
-    dq_mib: int  # what dQ may take of it before the backward pass splits in two kernels
+    forward: int  # tile side of the forward pass, a multiple of 128
+    backward: int  # tile side of the backward pass, a multiple of 128
+    vmem_mib: int  # VMEM that a kernel may use in total
+    dq_mib: int  # VMEM that dQ may take before the backward pass splits into two kernels
 
 
-# Keyed by (device kind, D), from the static schedules of benchmarks/tpu_schedule.py. VMEM is 64 MiB
-# on v5p and 7x, 128 MiB on v5e and v6e; an eighth is left to XLA.
+# Keyed by (device kind, D). Values come from the static schedules of benchmarks/tpu_schedule.py. VMEM is
+# 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
 _DEFAULT_TILES = Tiles(forward=512, backward=512, vmem_mib=16, dq_mib=0)
 _TILES = {
     **{("TPU v5", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
@@ -64,7 +64,7 @@ _SMEM_WORDS = 2**17  # half of the 1 MiB of scalar memory, for the visits and th
 
 
 def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None, cut=None) -> str | None:
-    """Returns why this call cannot be served, or None if it can."""
+    """Return the reason why this backend cannot serve a call, or None."""
     shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
     if len(q_shape) != 5 or len(k_shape) != 5 or len(v_shape) != 4:
         return f"needs q [B, T, H, 2, D], k [B, S, K, 2, D], v [B, S, K, 2D]; got {shapes}"
@@ -93,20 +93,21 @@ def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None, cut=None) -> s
 
 
 def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=None, interpret=None, block=None):
-    """Differential attention.
+    """Compute differential attention and the arrays that `backward` requires.
 
     Args:
-        q_BTHGD, k_BTKGD, v_BTKE: bfloat16 or float32; query head n reads key head n // (H // K).
+        q_BTHGD, k_BTKGD, v_BTKE: bfloat16 or float32. Query head n uses key/value head n // (H // K).
         lam_BTH: float32.
-        segment_ids_BT: int32 or None; a query sees only keys of its own segment.
-        window: None, or how many keys a query sees, itself included.
-        cut: None, or how rows are cut: q_BTHGD and lam_BTH are a device's, the others whole rows'.
-        interpret: False, True or a `pltpu.InterpretParams`; None: unless the target is a TPU.
-        block: tile side in tokens, a multiple of 128; None takes the table's.
+        segment_ids_BT: int32, or None for one segment. A query attends only to keys of its own segment.
+        window: Number of keys that a query attends to, including itself, or None for all.
+        cut: Sharding of the tokens: q_BTHGD and lam_BTH hold the queries of one device, the other arrays
+            whole rows. None: all arrays hold whole rows.
+        interpret: False, True or a `pltpu.InterpretParams`. None interprets unless the target is a TPU.
+        block: Largest tile side in tokens, a multiple of 128. None selects the value for the device.
 
     Returns:
-        out_BTHE in q's dtype and what `backward` needs beside it: out2_BHTE = A2 V in q's dtype, and
-        lse_BHGT, the float32 natural log-sum-exps of the scaled logits.
+        out_BTHE in the dtype of q, and a `Saved` with out2_BHTE = A2 V in the dtype of q and lse_BHGT, the
+        natural log-sum-exps of the scaled logits, float32.
     """
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     side = block or _tiles(d).forward
@@ -156,15 +157,15 @@ def backward(
     interpret=None,
     block=None,
 ):
-    """Gradients of `forward`'s output.
+    """Compute the gradients of q, k, v and lam.
 
     Args:
-        q_BTHGD ... segment_ids_BT, window, cut, interpret, block: as in `forward`.
-        out_BTHE, saved: from `forward`.
-        dout_BTHE: the cotangent, in q's dtype.
+        q_BTHGD ... segment_ids_BT, window, cut, interpret, block: As in `forward`.
+        out_BTHE, saved: Results of `forward`.
+        dout_BTHE: Cotangent of out_BTHE, in the dtype of q.
 
     Returns:
-        dq_BTHGD, dk_BTKGD, dv_BTKE in the dtype of q, and dlam_BTH, float32.
+        dq_BTHGD, dk_BTKGD and dv_BTKE in the dtype of q, and dlam_BTH in float32.
     """
     (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_map
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
@@ -189,7 +190,7 @@ def backward(
 
 
 def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
-    """Returns dK, dV and, from the same kernel if `with_dq`, dQ (else None)."""
+    """Compute dK, dV and, in the same kernel if `with_dq`, dQ (else None)."""
     block, group, d = call.block, call.group, call.d
     spec = functools.partial(_spec, call, lambda b, kv, step, n: (b, kv, n, step))
     q_BHGYD, k_BKGXD, v_BKXE, *_ = operands
@@ -258,9 +259,10 @@ def _run(
     interpret,
     **outputs,
 ):
-    """Runs a kernel over (B, K, *inner_grid); segment ids (or None) follow its operands.
+    """Run a kernel over the grid (B, K, *inner_grid), with segment ids or None after `operands`.
 
-    `products` counts those of (block, block) by D in a visit, one with E as two.
+    `products` is the number of matrix products per visit, in units of (block, block) x D. A product of
+    width E counts as two.
     """
     visits, offsets, lows, highs, segments_B1X = jnp.asarray(call.visits), None, None, None, None
     if call.cut is not None:
@@ -296,19 +298,23 @@ def _run(
 
 
 def _cost(call, products, arrays):
-    """What the compiler is told, to hide communication behind the kernel; each array moves at least once."""
+    """Return a cost estimate, which lets XLA hide communication behind the kernel.
+
+    The estimate of bytes assumes that each array moves once.
+    """
     scores = call.batch * call.kv_heads * call.group * call.steps * call.block**2
     return pl.CostEstimate(
         flops=products * 2 * scores * call.d,
-        transcendentals=2 * scores,  # Two maps, one exponential each.
+        transcendentals=2 * scores,  # One exponential per logit of each group.
         bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
     )
 
 
 def _spec(call, grid_order, shape, *, of, axis, has_heads=True):
-    """Block of `shape`, whose `axis` steps through the tokens of the visit's "query" or "key" tile.
+    """Return a BlockSpec of `shape` whose `axis` is indexed by a tile of the current visit.
 
-    `of` may also be "place", the key tile at which the queries stand, or "own", see `TileCall.own_tile`.
+    `of` selects the tile: "query", "key", "place" (the query tile's index in the whole row, see
+    `TileCall.place`) or "own" (see `TileCall.own_tile`). All other axes start at 0.
     """
 
     def index(*grid_and_scalars):
@@ -346,14 +352,17 @@ def _backward_specs(call, spec):
 
 
 def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
-    """Head-major, padded operands; q carries log2(e) / sqrt(D)."""
+    """Return padded operands with heads before tokens, and q multiplied by log2(e) / sqrt(D)."""
     q_BTHGD = q_BTHGD.astype(jnp.float32) * (call.scale * kernels.LOG2_E)
     q_BHGYD = _heads_first(q_BTHGD.astype(call.dtype), call.y)
     return [q_BHGYD, _heads_first(k_BTKGD, call.x), _heads_first(v_BTKE, call.x)]
 
 
 def _heads_first(x, length):
-    """[B, T, H, ..., W] to [B, H, ..., length, W]: a change of layout that XLA gives to the producer."""
+    """Transpose [B, T, H, ..., W] to [B, H, ..., length, W], padded.
+
+    XLA fuses this change of layout into the operation that produces `x`.
+    """
     return _pad(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
 
 
@@ -362,14 +371,14 @@ def _tokens_first(x, t):
 
 
 def _pad(x, length, *, axis, mode="constant"):
-    # Padded queries have no dO, and causality hides padded keys from the real queries.
+    # Padding is harmless: dO is zero for padded queries, and causality hides padded keys from real queries.
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
     return jnp.pad(x, widths, mode=mode)
 
 
 def _dq_bytes(call):
-    """VMEM of one key head's float32 dQ and its two output buffers."""
+    """Return the bytes of VMEM for the float32 dQ of one key head and for its two output buffers."""
     width = pl.cdiv(call.d, kernels.LANES) * kernels.LANES
     return call.group * 2 * width * (call.y * 4 + 2 * call.block * call.dtype.itemsize)
 

@@ -1,8 +1,8 @@
-"""The kernel bodies of `pallas_tpu`, and the list of score tiles that their grids walk.
+"""Kernel bodies of `pallas_tpu`, and the lists of score tiles that their grids visit.
 
-Score tiles are (keys, queries): everything that is per query (running maximum and sum, log-sum-exp,
-delta, lam) is then a row of lanes that broadcasts for free. Logits are base 2: q arrives multiplied
-by log2(e) / sqrt(D).
+Score tiles have the shape (keys, queries). Per-query values (running maximum and sum, log-sum-exp,
+delta, lam) are then rows of lanes, which broadcast without cost. Logits are in base 2, because q comes
+multiplied by log2(e) / sqrt(D).
 """
 
 import dataclasses
@@ -16,27 +16,31 @@ from jax.experimental import pallas as pl
 
 from difftx.kernels.context import Cut
 
-# Shapes:  T tokens (queries and keys), N query heads that share one key/value head, D sub-head
-#          width, E = 2D value width, X = T padded to whole tiles, Y = X or a device's queries of it,
-#          i a query tile, j a key tile.
+# T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
+# E = 2D = value width, X = T padded to whole tiles, Y = X or, where rows are sharded, the number of queries
+# on one device. In `_visits_of`, i = index of a query tile in the row, j = index of a key tile in the row,
+# n = index of a query tile on the device.
 #
-# Every kernel's references begin with visits_ref, offsets_ref, low_ref, high_ref in scalar memory:
-# the packed visits; for each chunk of queries how many tiles further back in the row they stand than
-# here (None where rows are whole); the lowest and highest segment id of each batch row's tiles (None
-# without segments). Where rows are cut, queries are a device's, keys and segment ids whole rows'.
+# The first four references of every kernel are in scalar memory:
+#   visits_ref         packed visits
+#   offsets_ref        per chunk of queries: index of a tile in the row minus its index on the device
+#                      (None if rows are whole)
+#   low_ref, high_ref  lowest and highest segment id of each tile of each batch row (None without segments)
+#
+# If rows are sharded, queries are those of one device, and keys and segment ids cover whole rows.
 
 LOG2_E = math.log2(math.e)
 LANES = 128
-HIDDEN = -1e30  # finite, so a tile whose rows see nothing yet does not compute inf - inf
+HIDDEN = -1e30  # finite, so that queries without a visible key so far do not compute inf - inf
 
-# One visit packs into an int32: query tile, key tile, then the flags.
+# A visit is the pair of a query tile and a key tile, packed into an int32: query tile, key tile, flags.
 _QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 19, 6, 2**13 - 1
-_FIRST, _LAST = 1, 2  # of the visits that share one accumulator
-MASKED = 4  # the diagonal or the window's edge crosses the tile
-_DQ_FIRST, _DQ_LAST = 8, 16  # of the visits to one query tile, when keys are the outer loop
-_EMPTY = 32  # nothing to compute: a key tile that no query here sees, or a filler
+_FIRST, _LAST = 1, 2  # flags: first and last of the visits that share one accumulator
+MASKED = 4  # flag: the diagonal or the edge of the window crosses the tile
+_DQ_FIRST, _DQ_LAST = 8, 16  # flags: first and last visit to one query tile, if keys are the outer loop
+_EMPTY = 32  # flag: nothing to compute, for padding or for a key tile that no query of the device sees
 
-# dot_general dimension numbers: contract last with last, last with first, first with first.
+# Dimension numbers of dot_general: contract last with last, last with first, first with first axis.
 _NT = (((1,), (1,)), ((), ()))
 _NN = (((1,), (0,)), ((), ()))
 _TN = (((0,), (0,)), ((), ()))
@@ -44,7 +48,7 @@ _TN = (((0,), (0,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class TileCall:
-    """What is known of a call while tracing it."""
+    """Static parameters of a kernel call, known while JAX traces it."""
 
     batch: int
     kv_heads: int
@@ -52,16 +56,16 @@ class TileCall:
     d: int
     x: int  # X
     y: int  # Y
-    block: int
+    block: int  # side of a tile in tokens
     window: int | None
     cut: Cut | None
-    segmented: bool
+    segmented: bool  # whether the call has segment ids
     dtype: np.dtype
-    visits: np.ndarray  # int32, packed as above; where rows are cut, with a row for each device
+    visits: np.ndarray  # packed visits in grid order, int32; if rows are sharded, one row per device
 
     @classmethod
     def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, *, keys_outer):
-        """Lays T out in equal tiles of at most `side` tokens."""
+        """Return the parameters of a call, with T split into equal tiles of at most `side` tokens."""
         b, _, h, _, d = q_BTHGD.shape
         t, kv_heads = k_BTKGD.shape[1:3]
         block = block_tokens(t, cut, side)
@@ -83,26 +87,26 @@ class TileCall:
 
     @property
     def tiles(self):
-        """Tiles along T."""
+        """Number of tiles along T."""
         return self.x // self.block
 
     def with_queries_outer(self):
-        """Returns the same call with its visits in the order of dQ's own kernel."""
+        """Return this call with its visits in the order of `dq_kernel`, queries in the outer loop."""
         visits = list_visits(self.tiles, self.block, self.window, self.cut, keys_outer=False)
         return dataclasses.replace(self, visits=visits)
 
     @property
     def steps(self):
-        """Visits of a device."""
+        """Number of visits per device."""
         return self.visits.shape[-1]
 
     @property
     def chunk_tiles(self):
-        """Query tiles that lie together in the row."""
+        """Number of query tiles in a contiguous chunk of the row."""
         return self.y // self.block // (1 if self.cut is None else self.cut.chunks)
 
     def place(self, visit, offsets_ref):
-        """Tile of the row at which a visit's queries stand."""
+        """Return the index in the row of a visit's query tile."""
         tile = query_tile(visit)
         if self.cut is None:
             return tile
@@ -111,9 +115,12 @@ class TileCall:
         return tile + jnp.where(tile < self.chunk_tiles, offsets_ref[0], offsets_ref[1])
 
     def own_tile(self, visit, offsets_ref):
-        """Query tile whose last visit this is, or was, when keys are the outer loop; 0 before the first."""
+        """Return the latest query tile on the device whose visits end at or before the visit's key tile, or 0.
+
+        Visits must have keys in the outer loop. A query tile's last visit is the one on the diagonal.
+        """
         if self.cut is None:
-            return key_tile(visit)  # The last key tile that a query tile sees is its own.
+            return key_tile(visit)
         own = -1
         for chunk in range(self.cut.chunks):
             start = offsets_ref[chunk] + chunk * self.chunk_tiles
@@ -127,24 +134,27 @@ class TileCall:
 
     @property
     def dot(self):
-        """Matrix product with float32 sums; float32 operands keep their precision."""
+        """`lax.dot_general` with float32 accumulation, and full precision for float32 operands."""
         precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
 def block_tokens(t, cut, side):
-    """Tokens of a tile: a multiple of 128; where rows are cut, one that divides a chunk, or 0 if none does."""
+    """Return the number of tokens in a tile, a multiple of 128.
+
+    If rows are sharded, the number divides a chunk. It is 0 if no multiple of 128 up to `side` does.
+    """
     if cut is None:
-        # Equal tiles waste less on padding: 640 tokens make 2 tiles of 384, not 2 of 512.
+        # Equal tiles need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
         return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
     chunk = t // (cut.devices * cut.chunks)
     return max((block for block in range(LANES, side + 1, LANES) if chunk % block == 0), default=0)
 
 
 def list_visits(tiles, block, window, cut=None, *, keys_outer):
-    """Packs the tiles that causality and the window leave, in grid order.
+    """Return the packed visits to all tiles that causality and the window leave, in grid order.
 
-    Where rows are cut there is a row for each device, filled up to the longest.
+    If rows are sharded, the list has one row per device, padded to the longest.
     """
     if cut is None:
         return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
@@ -159,7 +169,7 @@ def list_visits(tiles, block, window, cut=None, *, keys_outer):
 
 
 def _visits_of(places, tiles, block, window, keys_outer):
-    """Visits of the query tiles that stand at these tiles of the row."""
+    """Return the packed visits for the query tiles whose indices in the row are `places`."""
     n, j = (index.ravel() for index in np.indices((len(places), tiles)))
     i = places[n]
     nearest, farthest = (i - j) * block - (block - 1), (i - j) * block + block - 1
@@ -168,7 +178,7 @@ def _visits_of(places, tiles, block, window, keys_outer):
     np.minimum.at(oldest_key, n[keep], j[keep])
     crossed = (i == j) | (farthest >= (window or math.inf))
     flags = MASKED * crossed + _DQ_FIRST * (j == oldest_key[n]) + _DQ_LAST * (i == j)
-    if keys_outer:  # The gradients of keys that nobody here sees are zero, and shall be written.
+    if keys_outer:  # Keys that no query of the device sees need a visit that writes their zero gradients.
         unseen = (n == 0) & ~np.isin(j, j[keep])
         flags, keep = np.where(unseen, _EMPTY, flags), keep | unseen
     order = np.lexsort((n, j) if keys_outer else (j, n))
@@ -180,12 +190,12 @@ def _visits_of(places, tiles, block, window, keys_outer):
 
 
 def query_tile(visit):
-    """Query tile of a packed visit, among those here."""
+    """Return the query tile of a packed visit, as an index on the device."""
     return (visit >> _QUERY_SHIFT) & _TILE_MASK
 
 
 def key_tile(visit):
-    """Key tile of a packed visit."""
+    """Return the key tile of a packed visit, as an index in the row."""
     return (visit >> _KEY_SHIFT) & _TILE_MASK
 
 
@@ -205,11 +215,11 @@ def forward_kernel(
     lse_ref,
     max_ref,  # (2, queries) running maximum, in base-2 logits
     sum_ref,  # (2, queries) running sum of exp2
-    acc_ref,  # (2, E, queries) O_m^T before its division by the sum
+    acc_ref,  # (2, E, queries) O_m^T before the division by the sum
     *,
     call,
 ):
-    """Writes O, O2 and the natural log-sum-exps, each at its query tile's last visit."""
+    """Write O, O2 and the natural log-sum-exps of a query tile at the last visit to the tile."""
     visit = visits_ref[pl.program_id(3)]
 
     @pl.when(visit & _FIRST != 0)
@@ -219,7 +229,7 @@ def forward_kernel(
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def tile(masked):
-        # Both products before either softmax: 15 % fewer bundles on v6e, the same on v5p.
+        # Both products run before either softmax: 15 % fewer instruction bundles on v6e, as many on v5p.
         logits = [call.dot(k_ref[m], q_ref[m], _NT) for m in range(2)]
         if masked:
             visible = _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
@@ -261,14 +271,14 @@ def dkv_kernel(
     key_segment_ref,
     dk_ref,
     dv_ref,
-    dq_ref,  # (N, 2, queries, D), or None: dQ is another kernel's
+    dq_ref,  # (N, 2, queries, D), or None if `dq_kernel` computes dQ
     dk_acc,
     dv_acc,
     dq_acc,  # (N, 2, Y, D), or None
     *,
     call,
 ):
-    """Writes dK and dV at a key tile's last visit and, unless dq_ref is None, dQ."""
+    """Write dK and dV of a key tile at its last visit and, unless dq_ref is None, dQ of a query tile at its last."""
     visit, n = visits_ref[pl.program_id(2)], pl.program_id(3)
     queries = pl.ds(pl.multiple_of(query_tile(visit) * call.block, call.block), call.block)
 
@@ -302,7 +312,7 @@ def dkv_kernel(
 
     @pl.when((visit & _LAST != 0) & (n == call.group - 1))
     def _():
-        # q_ref carries scale * log2(e), so only log2(e) is left to undo.
+        # q_ref is multiplied by scale * log2(e). dK needs the factor scale, so only log2(e) is divided out.
         dk_ref[...] = (dk_acc[...] * (1 / LOG2_E)).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
@@ -324,7 +334,7 @@ def dq_kernel(
     *,
     call,
 ):
-    """Writes dQ at a query tile's last visit."""
+    """Write dQ of a query tile at the last visit to the tile."""
     visit = visits_ref[pl.program_id(3)]
 
     @pl.when(visit & _FIRST != 0)
@@ -345,9 +355,9 @@ def dq_kernel(
 
 
 def _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible):
-    """Returns [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the operands' dtype."""
+    """Return [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the dtype of the operands."""
     lse1, lse2, delta1, delta2, lam = (rows_ref[r : r + 1] for r in range(5))
-    # dP between the two logits: 4 % fewer bundles on v5p than before them.
+    # dP is computed between the two logits: 4 % fewer instruction bundles on v5p than before both.
     s1 = call.dot(k_ref[0], q_ref[0], _NT)
     dp = call.dot(v_ref[...], dout_ref[...], _NT)
     s2 = call.dot(k_ref[1], q_ref[1], _NT)
@@ -360,7 +370,7 @@ def _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible):
 
 
 def _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref):
-    """Returns the (keys, queries) mask of one tile."""
+    """Return the (keys, queries) mask of one tile."""
     shape = (call.block, call.block)
     first = (call.place(visit, offsets_ref) - key_tile(visit)) * call.block
     distance = first + lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -375,7 +385,10 @@ def _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref):
 
 
 def _run(call, visit, offsets_ref, low_ref, high_ref, tile):
-    """Runs `tile`: masked if an edge crosses it, not at all if no segment is on both its sides."""
+    """Call `tile` for this visit, with a mask if an edge crosses the tile.
+
+    The call is skipped for empty visits, and for tiles whose queries and keys have no segment in common.
+    """
     masked, seen = visit & MASKED != 0, True
     if (call.visits & _EMPTY != 0).any():
         seen = visit & _EMPTY == 0
@@ -386,7 +399,7 @@ def _run(call, visit, offsets_ref, low_ref, high_ref, tile):
         seen &= (low <= high_ref[key]) & (low_ref[key] <= high)
         one_segment = (low == high) & (low_ref[key] == low) & (high_ref[key] == low)
         masked |= ~one_segment
-    # A branch that no visit takes is not compiled.
+    # Branches that no visit takes are not compiled.
     if call.segmented or (call.visits & MASKED != 0).any():
         pl.when(masked & seen)(lambda: tile(True))
     if (call.visits & MASKED == 0).any() or call.segmented:

@@ -1,9 +1,11 @@
-"""A few rows of the maps that multiply V, to be looked at: what attends computes them in chunks, or not at all.
+"""Attention weights of a few selected queries, for analysis.
 
-Rows of all heads at once, `[B, C, H, S]`, but of few queries: memory is linear in the length of a row.
+Attention backends do not return their weights, so this module computes the selected rows separately. The result covers
+all heads but few queries, `[B, C, H, S]`, so that memory is linear in the length of a row.
 """
-#   B = batch, T = query tokens, S = key tokens (= T), C = queries that are looked at, H = heads, K = key/value heads,
-#   R = H / K query heads a key/value head, G = groups (2: A1 and A2; 1: softmax attention), D = width of a sub-head
+#   B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads, K = key/value heads,
+#   R = H / K = query heads per key/value head, G = groups (2 for A1 and A2, 1 for softmax attention),
+#   D = width of a query/key sub-head
 
 import functools
 from typing import NamedTuple
@@ -17,11 +19,11 @@ from difftx.kernels.maps import Map
 
 
 class MapRows(NamedTuple):
-    """What some queries of a layer attend to, float32."""
+    """Attention weights and logits of selected queries in one layer, float32."""
 
-    map_BCHS: jax.Array  # What multiplies V: A, or A1 - λ A2.
-    logits_BCHGS: jax.Array  # Of each group, scaled; minus infinity where the query does not see the key.
-    lam_BCH: jax.Array | None  # λ of each query, where the map is A1 - λ A2 with A_g = softmax(logits of g).
+    map_BCHS: jax.Array  # Attention weights that multiply V: for example A, or A1 - λ A2.
+    logits_BCHGS: jax.Array  # Scaled logits of each group; minus infinity for masked keys.
+    lam_BCH: jax.Array | None  # λ of each query. None unless the weights are A1 - λ A2 with A_g = softmax(logits_g).
 
 
 def map_rows(
@@ -33,15 +35,16 @@ def map_rows(
     per_query: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
 ) -> MapRows:
-    """Return rows of causal maps.
+    """Return the causal attention weights of selected queries.
 
     Args:
-        map_of: how logits become the map.
-        q: queries `[B, T, H, D]`, or `[B, T, H, G, D]` in groups, as many as the map takes; whole rows on each device.
-        k: keys `[B, S, K, D]` or `[B, S, K, G, D]`.
-        queries_BC: int32: the tokens whose rows to return.
-        per_query: what the map takes besides: a scalar, one for each head, `[H]`, or `[B, T, H]`.
-        segment_ids_BT: int32; a token sees only its own segment. None: one segment a row.
+        map_of: Function from logits to attention weights.
+        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes. Each
+            device must hold whole rows.
+        k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
+        queries_BC: Positions of the selected queries in their rows, int32.
+        per_query: Last argument of `map_of` if `map_of` takes one: a scalar, per head `[H]`, or `[B, T, H]`.
+        segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
     """
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
@@ -53,7 +56,7 @@ def map_rows(
 
 
 def _rows(map_of, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
-    """On one device: its rows and heads."""
+    """Compute the attention weights on one device, for its shard of rows and heads."""
     B, C = queries_BC.shape
     S, K, G, D = k_BSKGD.shape[1:]
     H = q_BTHGD.shape[2]

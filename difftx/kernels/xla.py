@@ -1,12 +1,12 @@
-"""Differential attention in XLA's own operations: any device.
+"""Differential attention by XLA operations, for any device.
 
-Memory is linear in the length of a row: queries are taken in chunks, and the backward pass makes each chunk's maps
-again from the saved log-sum-exps. The maps are subtracted before the product with V, P = P1 - λ P2 in float32, so that
-there is one such product instead of two.
+Memory is linear in the length of a row: the queries are processed in chunks, and the backward pass recomputes each
+chunk's attention weights from the saved log-sum-exps. The subtraction P = P1 - λ P2 runs in float32 before the product
+with V, which saves one of two such products.
 """
-#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = heads,
-#   K = key/value heads, R = H / K query heads a key/value head, G = 2 groups (A1, A2),
-#   D = width of a sub-head, E = 2 D = width of a value head
+#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = query heads,
+#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups (A1 and A2),
+#   D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import functools
 from typing import Any
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from difftx.kernels.context import Cut
 from difftx.kernels.fused import Saved
 
-CHUNK_MAP_ELEMENTS = 2**20  # Of one head's map in a chunk, 4 MiB in float32; rows of up to 1,024 tokens are one chunk.
-MASKED = -1e30  # Finite: a chunk's filler rows may see nothing at all, and -inf would make them NaN.
+# Maximal number of attention weights of one head in a chunk: 4 MiB in float32. Up to 1,024 tokens, a row is one chunk.
+CHUNK_MAP_ELEMENTS = 2**20
+MASKED = -1e30  # Finite, because padding rows of a chunk may have no visible key, and -inf would make them NaN.
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -33,7 +34,7 @@ def forward(
     window: int | None,
     cut: Cut | None = None,
 ) -> tuple[jax.Array, Saved]:
-    """Return the output `[B, T, H, E]` and, to be saved, the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
+    """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
     B, T, H = lam_BTH.shape
     K = k_BSKGD.shape[2]
 
@@ -63,10 +64,11 @@ def backward(
     window: int | None,
     cut: Cut | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v in their dtypes and of λ, float32 `[B, T, H]`.
+    """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
-    dP = dO Vᵀ and dV = (P1 - λ P2)ᵀ dO serve both maps; with D_m = rowsum(P_m ∘ dP), dS1 = P1 ∘ (dP - D1),
-    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. A chunk has all of its rows' keys, so D_m needs no saved output.
+    Both groups share dP = dO Vᵀ and dV = (P1 - λ P2)ᵀ dO. With D_m = rowsum(P_m ∘ dP), the other gradients are
+    dS1 = P1 ∘ (dP - D1), dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. A chunk covers all keys of its queries, so D_m does not
+    require the saved output.
     """
     del out_BTHE
     B, T, H, G, D = q_BTHGD.shape
@@ -102,9 +104,10 @@ def backward(
 def masked_logits(
     rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
 ) -> jax.Array:
-    """Return a chunk's scaled and masked logits, float32 `[B, K, R, G, C, S]`."""
+    """Return the scaled and masked logits of one chunk of queries, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
-    # Tied to the queries: else JAX makes the masks of all chunks in front of the scan over layers, T × T of them.
+    # The barrier ties the mask to the queries. Otherwise JAX hoists the masks of all chunks, T × T in size, out of the
+    # scan over layers.
     rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
     q_BCHGD, position_C = rows["q"], rows["position"]
     q_BCKRGD = q_BCHGD.reshape(B, -1, K, q_BCHGD.shape[2] // K, G, D)
@@ -124,7 +127,7 @@ def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, ja
 
 
 def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
-    """Return a number for each query and head as `[B, K, R, C, 1]`."""
+    """Reshape a number per query and head, `[B, C, H]`, to `[B, K, R, C, 1]`."""
     B, C, H = x_BCH.shape
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
 
@@ -132,10 +135,16 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 def chunks(
     segment_ids_BS: jax.Array | None, cut: Cut | None = None, maps: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
-    """Cut per-query arrays `[B, T, …]` into `[N, B, C, …]`, the last chunk filled up with zeros.
+    """Split per-query arrays `[B, T, …]` into chunks `[N, B, C, …]`, with the last chunk padded by zeros.
 
-    So many `maps` have `CHUNK_MAP_ELEMENTS` in a chunk together. Segment ids are those of the keys, and where rows are
-    cut, the queries are some of them.
+    Args:
+        segment_ids_BS: Segment ids of the keys. If rows are sharded, T of the S ids belong to this device's queries.
+        cut: Sharding of the tokens. None: whole rows.
+        maps: Number of arrays of attention weights that share the limit `CHUNK_MAP_ELEMENTS`.
+        arrays_BT: Arrays to split. "q" is required.
+
+    Returns:
+        The chunks by name, with "position" `[N, C]` and, if there are segment ids, "segment" `[N, B, C]`.
     """
     T = arrays_BT["q"].shape[1]
     keys = T if cut is None else T * cut.devices
@@ -155,6 +164,6 @@ def chunks(
 
 
 def joined(x_NBC: jax.Array, tokens: int) -> jax.Array:
-    """Join chunks `[N, B, C, …]` to `[B, T, …]` and drop the filler."""
+    """Concatenate chunks `[N, B, C, …]` to `[B, T, …]` and drop the padding."""
     x_BNC = jnp.moveaxis(x_NBC, 0, 1)
     return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :tokens]

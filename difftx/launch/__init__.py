@@ -1,1 +1,1 @@
-"""Before and around training: what a config costs on devices that are not here, and many runs at once."""
+"""Cost estimates for devices that are not attached, and sweeps of many training runs."""

@@ -1,7 +1,8 @@
-"""The arithmetic of a traced program, counted from its jaxpr: loops as often as they run, kernels included.
+"""FLOP counts of traced programs, from their jaxprs.
 
-XLA's own count takes the body of a loop once and a Pallas kernel not at all. Only matrix products are counted here:
-the rest of a decoder's operations is bound by memory, not arithmetic.
+XLA's cost analysis counts a loop's body once and ignores Pallas kernels. This module multiplies a body by the number of
+iterations and includes kernels. It counts matrix products only, because memory bandwidth, not arithmetic, bounds a
+decoder's other operations.
 """
 
 import math
@@ -10,18 +11,18 @@ from typing import Any
 
 from jax.extend import core
 
-# Mosaic GPU kernels state no cost, and their loops have lengths that only the device knows. Products of width D over
-# the causal half of T × T, a head (difftx/kernels/pallas_gpu*.py).
+# Number of matrix products of width D over the causal half of T × T, per head (difftx/kernels/pallas_gpu*.py). Mosaic
+# GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
 MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
-# cuDNN's, as jax binds it: S = Q Kᵀ and P V, and backward S again, dP, dV, dQ and dK.
+# The same for cuDNN's attention, as JAX binds it. Forward: S = Q Kᵀ and P V. Backward: S again, dP, dV, dQ and dK.
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
 
 def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
-    """Return the FLOPs of one device: two for each multiplication and addition in a matrix product.
+    """Return the FLOPs that one device executes in matrix products; a multiply-add is two FLOPs.
 
-    Arrays on an explicit mesh count as their shards; of branches the largest counts; a loop of unknown length counts
-    once.
+    An array on an explicit mesh counts as one shard of it. A conditional counts as its most expensive branch. A loop of
+    unknown length counts as one iteration.
     """
     equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
     return sum(map(_flops, equations))
@@ -50,15 +51,15 @@ def _product_flops(equation: core.JaxprEqn) -> float:
     size = 2 * out.size * math.prod(left.shape[i] for i in contracted)
     if out.sharding.mesh.empty:
         return size
-    # A device multiplies its shards of the output and of what is summed over; an axis that cuts a summed dimension of
-    # one operand only is gathered first, and then cuts nothing.
+    # A device computes its shard of the output from its shards of the contracted dimensions. A contracted dimension
+    # that is sharded in only one operand is gathered first, so its mesh axis does not divide the work.
     both = _axes(left, contracted) & _axes(right, other)
     axes = _axes(out, range(out.ndim)) | both
     return size / math.prod(out.sharding.mesh.shape[axis] for axis in axes)
 
 
 def _axes(array: Any, dimensions: Any) -> set[str]:
-    """Return the mesh axes that cut some dimensions of an array."""
+    """Return the mesh axes over which the given dimensions of an array are sharded."""
     cuts = [array.sharding.spec[i] for i in dimensions]
     return {axis for cut in cuts if cut is not None for axis in (cut if isinstance(cut, tuple) else (cut,))}
 
@@ -68,7 +69,7 @@ def _kernel_flops(params: Mapping[str, Any]) -> float:
         return params["cost_estimate"].flops
     grid = params["grid_mapping"].grid
     flops = executed_flops(params["jaxpr"]) * math.prod(grid)
-    # Splash attention, jax's, walks all square tiles of T × T but computes those that causality leaves.
+    # JAX's splash attention visits all square tiles of T × T, but computes only the tiles that the causal mask leaves.
     name = str(params.get("name") or params.get("name_and_src_info"))
     return flops * (grid[-1] + 1) / (2 * grid[-1]) if "splash" in name else flops
 
@@ -81,9 +82,12 @@ def _mosaic_gpu_flops(equation: core.JaxprEqn) -> float:
 
 
 def _causal_flops(equation: core.JaxprEqn, *, rank: int, products: int) -> float:
-    """Return the FLOPs of products over the causal half of T × T; queries are `[B, T, H, …, D]`, of `rank` axes."""
+    """Return the FLOPs of `products` matrix products over the causal half of T × T, for all heads.
+
+    The queries are the largest operand with `rank` axes, `[B, T, H, …, D]`.
+    """
     arrays: list[Any] = [v.aval for v in equation.invars]
-    batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)  # Of keys, heads may be fewer.
+    batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)  # Keys may have fewer heads.
     return products * batch * heads * tokens**2 * width
 
 

@@ -1,4 +1,4 @@
-"""What one train step costs on devices that are not here: compiled for them, nothing allocated, nothing run."""
+"""Cost of one train step on devices that are not attached: the step is compiled for them, but not run."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class DoesNotFitError(UserError):
-    """A compiler ended because the step needs more memory than the device has."""
+    """The compiler failed because the step needs more memory than the device has."""
 
     def __init__(self, needed_bytes: float, capacity_bytes: float):
         super().__init__(
@@ -37,49 +37,49 @@ class DoesNotFitError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The numbers of one step; bytes and seconds are one device's."""
+    """Cost of one train step. Bytes and seconds are per device."""
 
     device_kind: str
-    mesh: dict[str, int]  # Axis → devices.
+    mesh: dict[str, int]  # Axis → number of devices.
     slices: int
     remat: str
     accumulation: int
     argument_bytes: int  # Train state and batch.
     output_bytes: int
-    alias_bytes: int  # Of the output, what takes the place of arguments.
-    temporary_bytes: int  # Activations, gradients, gathered parameters, each counted by itself.
-    allocated_bytes: int  # For all of those: temporaries that do not live together share memory.
+    alias_bytes: int  # Part of the output that is written into the memory of donated arguments.
+    temporary_bytes: int  # Sum of all activations, gradients and gathered parameters.
+    allocated_bytes: int  # Arguments, outputs and temporaries; temporaries that are not alive together share memory.
     code_bytes: int
     capacity_bytes: float
     compile_seconds: float
-    executed_flops: float  # Of one device.
-    model_flops: float  # Of the step, over all devices: 6 N + 12 L T d a token.
-    model_flops_causal: float  # 6 N + 6 L T d a token.
-    peak_flops: float | None  # Of one device; None: unknown.
-    collectives: dict[str, dict[str, float]]  # Kind → runs, and bytes sent inside the slice and between slices.
-    interconnect: float | None  # Bytes/s that a device sends inside its slice; None: unknown.
-    network: float | None  # And between slices.
+    executed_flops: float  # FLOPs that one device executes, recomputation included.
+    model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d per token.
+    model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d per token.
+    peak_flops: float | None  # Peak FLOP/s of one device; None: unknown.
+    collectives: dict[str, dict[str, float]]  # Kind → number of runs, bytes sent within the slice and between slices.
+    interconnect: float | None  # Bytes/s that a device sends within its slice; None: unknown.
+    network: float | None  # Bytes/s that a device sends to other slices; None: unknown.
     step_tokens: int
-    steps: int
+    steps: int  # Steps of the configured run.
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def needed_bytes(self) -> int:
-        """Memory of a device while the step runs."""
+        """Memory that the step needs on one device, program code included."""
         return self.allocated_bytes + self.code_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much."""
+        """True if the needed memory is within the device's capacity."""
         return self.needed_bytes <= self.capacity_bytes
 
     @property
     def bound(self) -> "Bound | None":
-        """The least time of a step; None where the device's peak or its bandwidth is not known."""
+        """Lower bound of the step's time; None if the device's peak FLOP/s or a bandwidth is unknown."""
         if self.peak_flops is None or self.interconnect is None or self.network is None:
             return None
         inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
@@ -98,7 +98,7 @@ class Estimate:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, the derived ones too, for JSON."""
+        """Return all fields and derived numbers as a JSON object."""
         derived = ("devices", "needed_bytes", "fits")
         bound = {} if self.bound is None else dataclasses.asdict(self.bound)
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived} | bound
@@ -106,18 +106,18 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The least time of a step: arithmetic and communication at the data sheet's speed, each hiding the other."""
+    """Lower bound of a step's time: arithmetic and communication at the data sheet's speeds, fully overlapped."""
 
-    arithmetic_seconds: float  # The executed matrix products at the device's peak.
-    collective_seconds: float  # The bytes sent at the data sheet's bandwidth, inside and between slices at once.
-    step_seconds: float  # The larger of arithmetic and collectives.
-    mfu: float  # The most: model FLOPs / (devices × peak × step).
-    mfu_causal: float  # The same with attention halved.
-    days: float  # Of the configured run.
+    arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s.
+    collective_seconds: float  # Time to send all bytes; traffic within slices overlaps with traffic between slices.
+    step_seconds: float  # The larger of arithmetic and collective seconds.
+    mfu: float  # Upper bound of the MFU: model FLOPs / (devices × peak × step).
+    mfu_causal: float  # Upper bound of the MFU with causal attention.
+    days: float  # Lower bound of the configured run's time.
 
 
 def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
-    """Trace the train step that `difftx.training.loop` runs, from shapes alone; lower and compile it for its cost."""
+    """Trace the train step that `difftx.training.loop` runs, from array shapes only."""
     with jax.set_mesh(mesh):
         state = jax.tree.map(lambda x: _placed(x, mesh), jax.eval_shape(lambda: init_state(config)))
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
@@ -131,11 +131,11 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
-    """Compile the train step for these devices and read off its cost.
+    """Compile the train step for the given devices and return its cost.
 
     Raises:
-        DoesNotFitError: the compiler gave up for want of memory.
-        UserError: the mesh does not fit the devices or the model.
+        DoesNotFitError: The compiler failed because the step needs more memory than a device has.
+        UserError: The mesh does not fit the devices or the model, or cuDNN is needed and not installed.
     """
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
@@ -198,7 +198,10 @@ def _by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
 
 
 def _does_not_fit(message: str) -> DoesNotFitError | None:
-    """Read libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)"; it means arguments too."""
+    """Return the error for libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)", or None for others.
+
+    The first number includes the arguments, although libtpu calls it temporaries.
+    """
     found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
     if found is None:
         return None

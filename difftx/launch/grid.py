@@ -1,4 +1,4 @@
-"""The points of a sweep: a grid of names and values, crossed, as checked configs with readable names."""
+"""Points of a sweep: the product of a grid's values, each with a validated config and a readable name."""
 
 import dataclasses
 import itertools
@@ -9,29 +9,34 @@ from pathlib import Path
 from typing import get_type_hints
 
 from difftx.config import Config
-from difftx.config_reader import config_argument, load_config
+from difftx.config.recipes import argument_of, load_config
 from difftx.errors import UserError, did_you_mean
 
-SEED_FIELDS = ("train.seed", "data.seed")  # Together: a pair of architectures with one seed sees the same data order.
+# Fields that the grid name "seed" sets. Architectures with the same seed see the data in the same order.
+SEED_FIELDS = ("train.seed", "data.seed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep: `name` is its directory, `spec` and `overrides` are how train.py is told its config."""
+    """One run of a sweep."""
 
-    name: str
-    spec: str
-    overrides: Mapping[str, str]
+    name: str  # Name of the run directory.
+    spec: str  # `FILE.py` or `FILE.py:ARG`, for train.py's --config.
+    overrides: Mapping[str, str]  # Field → value, for train.py's --config.field flags.
     config: Config
 
     def flags(self, workdir: str | Path) -> list[str]:
-        """Return train.py's arguments."""
+        """Return the arguments with which train.py trains this run in `workdir`."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
         return [f"--config={self.spec}", f"--workdir={workdir}", *changes]
 
 
 def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Turn `["size=830m,1.4b", "seed=0,1"]` into `{"size": ["830m", "1.4b"], "seed": ["0", "1"]}`."""
+    """Parse `["size=830m,1.4b", "seed=0,1"]` to `{"size": ["830m", "1.4b"], "seed": ["0", "1"]}`.
+
+    Raises:
+        UserError: An argument is not of the form name=value,value, or repeats a name or a value.
+    """
     grid: dict[str, list[str]] = {}
     for argument in arguments:
         name, _, text = argument.partition("=")
@@ -45,18 +50,18 @@ def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str]) -> list[Point]:
-    """Cross the grid's values and load every point's config.
+    """Return a point with a loaded config for each combination of the grid's values.
 
     Args:
-        spec: `FILE.py`, or `FILE.py:ARG` where the grid fills none of the names in the file's own `ARG`.
-        grid: name → values. A name of the file's `ARG`; "seed"; or a config field, written with its dot.
-        overrides: field → value, the same for every point.
+        spec: `FILE.py`. If the grid sets none of the placeholders in the file's `ARG`, also `FILE.py:ARG`.
+        grid: Name → values. A name is a placeholder of the file's `ARG`, "seed", or a dotted config field.
+        overrides: Field → value, the same for every point.
 
     Raises:
-        UserError: an unknown name, a config that does not load, two points of one name.
+        UserError: A name is unknown, a config does not load, a field is set twice, or two points have the same name.
     """
     path, _, argument = spec.partition(":")
-    form = config_argument(path) or ""
+    form = argument_of(path) or ""
     slots = [slot for _, slot, _, _ in string.Formatter().parse(form) if slot]
     _check_names(path, argument, form, slots, grid)
     filled = any(slot in grid for slot in slots)
@@ -94,7 +99,7 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
 
 
 def _fields(group: type, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a group's fields, and of those of the groups in it."""
+    """Yield the dotted names of all config fields of a group and its nested groups."""
     for name, kind in get_type_hints(group).items():
         if dataclasses.is_dataclass(kind):
             yield from _fields(kind, f"{prefix}{name}.")
@@ -103,7 +108,7 @@ def _fields(group: type, prefix: str = "") -> Iterator[str]:
 
 
 def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the overrides of one point: those of all, and those of its values."""
+    """Return the overrides of one point: the sweep's overrides and the point's own grid values."""
     changes = dict(overrides)
     for name, value in varied.items():
         for field in SEED_FIELDS if name == "seed" else (name,):

@@ -1,8 +1,7 @@
-"""What a compiled program sends between devices, read from the text of its optimised HLO.
+"""Communication of a compiled program, parsed from the text of its optimised HLO.
 
-XLA's own statistics count the body of a loop once. Here a collective counts as often as it runs: `while` bodies by
-their known trip counts, through calls, fusions and asynchronous pairs; of a conditional's branches the one that sends
-most.
+XLA's statistics count a loop's body once. Here the collectives of a `while` body are multiplied by its trip count.
+Calls, fusions and asynchronous pairs are followed. A conditional counts as the branch that sends most.
 """
 
 import dataclasses
@@ -14,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
-# Others carry their width: bf16, s4, f8e4m3fn.
-BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # nosec B105: a type of XLA's, no password
+# Bits per element. Types that are not listed have the width in their names: bf16, s4, f8e4m3fn.
+BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # nosec B105: "token" is an XLA type.
 
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
@@ -24,7 +23,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computati
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LOOP = ("condition", "body")
-_REDUCE_SCATTER = re.compile(r"all-reduce-scatter")  # libtpu's fusion of an all-reduce with the slice that follows.
+_REDUCE_SCATTER = re.compile(r"all-reduce-scatter")  # libtpu's fusion of an all-reduce and the slice that follows it.
 _MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
 _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
@@ -33,17 +32,17 @@ _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 class Collective:
     """One collective instruction, and how often a step runs it."""
 
-    kind: str  # Of KINDS.
-    operand_bytes: float  # Of one device.
-    group: int  # Devices that take part together.
-    between_slices: bool  # They stand in different slices of a multi-slice TPU pod.
-    runs: int
-    shape: str  # Of the result.
-    source: str  # The operation in the program, as its author named it.
+    kind: str  # One of KINDS.
+    operand_bytes: float  # Size of the operands on one device.
+    group: int  # Number of devices that communicate with each other.
+    between_slices: bool  # Whether these devices belong to different slices of a multi-slice TPU pod.
+    runs: int  # Executions per step.
+    shape: str  # HLO type of the result.
+    source: str  # Name of the operation in the traced program (`op_name`).
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends over all runs, where each byte goes no more often than it must (a ring)."""
+        """Bytes that one device sends over all runs, with bandwidth-optimal (ring) algorithms."""
         others = self.group - 1
         if self.kind == "all-gather":
             return self.runs * self.operand_bytes * others
@@ -62,7 +61,7 @@ class _Instruction:
 
 
 def list_collectives(text: str) -> list[Collective]:
-    """Return the collectives that a step runs of a compiled program, given as `compiled.as_text()`."""
+    """Return the collectives of a compiled program, whose text is `compiled.as_text()`."""
     return _Program(text).collectives()
 
 
@@ -85,7 +84,7 @@ class _Program:
         return tuple(found)
 
     def _continues(self, computation: str) -> bool:
-        """Whether this is a fusion in which libtpu drives or ends a collective that another one started."""
+        """Return whether this is a fusion that continues or ends a collective which another fusion started."""
         attributes = [i.attributes for i in self._computations[computation] if i.opcode == "custom-call"]
         if any('"AsyncCollectiveStart"' in a for a in attributes):
             return False
@@ -96,11 +95,12 @@ class _Program:
         if kind in KINDS:
             yield self._collective(kind, instruction, types, self._groups(instruction).shape[1])
         elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
-            # libtpu compiles the program of one slice; what leaves it is handed to the host by kind and slices.
+            # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
+            # whose attributes name the kind of the collective and the slices.
             kind, group = between[2].lower().replace("_", "-"), _count(between[1])
             yield self._collective(kind, instruction, types, group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
-            return  # Their start was counted.
+            return  # The corresponding -start instruction is counted.
         elif branches := _BRANCHES.search(instruction.attributes):
             names = [name.strip().removeprefix("%") for name in branches[1].split(",")]
             yield from max(map(self._collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
@@ -113,10 +113,10 @@ class _Program:
                 yield from (dataclasses.replace(c, runs=c.runs * runs) for c in inner)
 
     def _trips(self, loop: _Instruction) -> int:
-        """Return how often a loop runs: what XLA wrote, else what its counter says.
+        """Return a loop's number of iterations: XLA's known trip count, or else derived from the loop's counter.
 
-        libtpu drops XLA's note, but its counters start from 0, grow by a constant and are compared with another. A loop
-        that ends on data counts once.
+        libtpu removes the known trip count. Its counters start at 0, grow by a constant and are compared with another
+        constant. A loop with a data-dependent end counts as one iteration.
         """
         if noted := _TRIPS.search(loop.attributes):
             return int(noted[1])
@@ -150,17 +150,17 @@ class _Program:
         )
 
     def _groups(self, instruction: _Instruction) -> np.ndarray:
-        """Return the devices that communicate with each other, `[groups, devices]`."""
+        """Return the ids of the devices that communicate with each other, `[groups, devices per group]`."""
         if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", instruction.attributes):
             return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
         return replica_groups(instruction.attributes, self._devices)
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-    """Read `replica_groups=…` in its three notations: lists, a transposed iota, axes of a mesh.
+    """Parse `replica_groups=…` in any of its three notations: lists, a transposed iota, or axes of a mesh.
 
     Returns:
-        Device numbers, `[groups, devices of a group]`.
+        Device ids, `[groups, devices per group]`.
     """
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
         return _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))
@@ -174,7 +174,10 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
-    """Read groups such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`: all of b, and the 4 within a that 2 stand before."""
+    """Parse groups over mesh axes, such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`.
+
+    `'b'` is the whole axis. `'a':(2)4` is a factor of 4 of axis a, with a factor of 2 before it.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     parts = {
         name: (int(before), int(size)) if size else (1, sizes[name])
@@ -194,7 +197,7 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Read `[2,4]T(1,0)`: 0 … 7 in that shape, transposed, in a row."""
+    """Return the numbers of `[2,4]T(1,0)`: 0 … 7 in shape (2, 4), transposed by (1, 0) and flattened."""
     shape, _, order = text.partition("T")
     sizes = _integers(shape.strip("[]"))
     ids = np.arange(math.prod(sizes)).reshape(sizes)
@@ -202,7 +205,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _count(ranges: str) -> int:
-    """Return how many numbers stand in `1,3:5`."""
+    """Return how many numbers a list of inclusive ranges has, such as 4 for `1,3:5`."""
     bounds = [_integers(part.replace(":", ",")) for part in ranges.split(",")]
     return sum(b[-1] - b[0] + 1 for b in bounds)
 
@@ -212,7 +215,7 @@ def _integers(text: str) -> list[int]:
 
 
 def type_bytes(text: str) -> float:
-    """Return the bytes of an HLO type, such as `bf16[8,128]{1,0}` or a tuple of them."""
+    """Return the size in bytes of an HLO type, such as `bf16[8,128]{1,0}` or a tuple of such types."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
         digits = re.search(r"\d+", dtype)
@@ -222,7 +225,7 @@ def type_bytes(text: str) -> float:
 
 
 def _split(body: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Return the instructions of each computation, and the entry's name."""
+    """Return the instructions of each computation, and the name of the entry computation."""
     computations: dict[str, list[_Instruction]] = {}
     entry, current = "", []
     for line in body.splitlines():
@@ -242,7 +245,7 @@ def _instruction(name: str, rest: str) -> _Instruction:
 
 
 def _constant(instructions: Sequence[_Instruction]) -> int | None:
-    """Return the first integer constant among instructions."""
+    """Return the value of the first integer constant among the instructions, or None."""
     return next((int(i.operands) for i in instructions if i.opcode == "constant" and i.operands.isdigit()), None)
 
 
@@ -251,7 +254,7 @@ def _names(operands: str) -> list[str]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Return where the parenthesis at `opening` closes."""
+    """Return the index of the parenthesis that closes the one at `opening`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if match[0] == "(" else -1

@@ -1,4 +1,4 @@
-"""Job files for a cluster, one a run, from the templates beside this file."""
+"""Job files for clusters, one per run of a sweep, made from the templates in `templates/`."""
 
 import dataclasses
 import json
@@ -14,29 +14,29 @@ from difftx.launch.grid import Point
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
-MOST_NAME_CHARACTERS = 40  # Of a JobSet: with what is appended, a pod's host name must fit 63.
-COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings that are integers.
+MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
+COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings whose values are integers.
 
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """One way to start a run elsewhere."""
+    """One way to start a run on other machines."""
 
-    template: str
-    submit: str  # The command that takes the file.
-    quote: Callable[[str], str]  # Turns a setting into a word of the template's language.
-    # Whether the job sees this machine's files (Slurm). Else it has a copy of the repository, and the workdir is below
-    # a shared file system that is mounted there at `mount`.
+    template: str  # Name of the file in `templates/`.
+    submit: str  # Command that submits a job file.
+    quote: Callable[[str], str]  # Quotes a setting for the template's language.
+    # Whether the job shares this machine's file system, as under Slurm. If not, the job has its own copy of the
+    # repository, and the workdir is below a shared file system that is mounted at `mount`.
     local_files: bool
 
 
 def _sbatch(text: str) -> str:
-    """Quote for a line of #SBATCH: as sbatch reads it, a backslash escapes within quotes, and $ means nothing."""
+    """Quote a value for an #SBATCH line, where a backslash escapes within quotes and $ is not expanded."""
     return '"' + re.sub(r'([\\"])', r"\\\1", text) + '"'
 
 
 def _yaml(text: str) -> str:
-    """Quote for YAML, whose double-quoted strings are JSON's."""
+    """Quote a value for YAML, whose double-quoted strings include those of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -49,7 +49,11 @@ LAUNCHERS = {
 
 
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
-    """Turn `["nodes=2", "time=24:00:00"]` into a dictionary."""
+    """Parse `["nodes=2", "time=24:00:00"]` to `{"nodes": "2", "time": "24:00:00"}`.
+
+    Raises:
+        UserError: An argument is not of the form name=value, or a name is given twice.
+    """
     settings = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -62,10 +66,16 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def write_jobs(name: str, points: Sequence[Point], out: Path, settings: Mapping[str, str]) -> None:
-    """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit them.
+    """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit these files.
+
+    Args:
+        name: Launcher, a key of `LAUNCHERS`.
+        points: Runs of the sweep.
+        out: Directory of the runs.
+        settings: Values for the template's placeholders, from --set.
 
     Raises:
-        UserError: no such launcher, or settings that its template does not know or lacks.
+        UserError: The launcher is unknown, or its template does not have a setting or lacks one.
     """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
@@ -85,7 +95,7 @@ def write_jobs(name: str, points: Sequence[Point], out: Path, settings: Mapping[
 
 
 def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
-    """Compare with what the template asks for, beside what each run gives it."""
+    """Raise `UserError` unless the settings are exactly the template's placeholders that runs do not fill."""
     wanted = {*template.get_identifiers()} - {"name", "command"}
     wanted = wanted - {"directory", "output"} if LAUNCHERS[name].local_files else wanted - {"label", "stop"} | {"mount"}
     for setting, value in settings.items():
@@ -101,11 +111,11 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
 def _values(
     launcher: Launcher, template: string.Template, point: Point, out: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what a run gives its template, quoted for its place there."""
+    """Return the values of the placeholders that a run fills, quoted for the template's language."""
     if launcher.local_files:
         here = Path.cwd()
         command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]
-        # sbatch replaces %j by the job's number, and %% by %.
+        # sbatch replaces %j by the job's id and %% by %.
         output = str(here / out / "jobs" / point.name).replace("%", "%%") + "-%j.out"
         values = {"directory": shlex.quote(str(here)), "output": launcher.quote(output)}
     else:
@@ -120,25 +130,32 @@ def _values(
     _check_printable(f"run {point.name}", [*command, *values.values()])
     shell = shlex.join(command)
     if launcher.quote is _yaml:
-        shell = shell.replace("$", "$$")  # Kubernetes replaces $(NAME) in a container's arguments, and $$ by $.
+        shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.
     return {"name": point.name, "command": shell, **values}
 
 
 def _stop_command(workdir: PurePosixPath) -> str:
-    """Return the command that sends SIGTERM to the process that trains in `workdir`, and not to itself."""
+    """Return the command that sends SIGTERM to the process that trains in `workdir`.
+
+    The regular expression ends in `( |$)`, which its own command line does not match, so pkill's shell gets no signal.
+    """
     escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
     return f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
 
 
 def _check_printable(what: str, texts: Iterable[str]) -> None:
-    """Raise `UserError` for line breaks and the like: they would end a comment, or a block of YAML."""
+    """Raise `UserError` for control characters: a line break would end a comment or a YAML block of the job file."""
     for text in texts:
         if not text.isprintable():
             raise UserError(f"{what}: {text!r} has control characters, which a job file cannot hold; remove them")
 
 
 def _in_repository(point: Point) -> Point:
-    """Return the point with its config file as it is called from the repository's root."""
+    """Return the point with the path of its config file relative to the repository's root.
+
+    Raises:
+        UserError: The file is outside of the repository.
+    """
     path, colon, arg = point.spec.partition(":")
     try:
         relative = Path(path).resolve().relative_to(ROOT)
@@ -148,7 +165,11 @@ def _in_repository(point: Point) -> Point:
 
 
 def _dns_label(name: str) -> str:
-    """Return the name as Kubernetes wants it: lower-case letters, digits and hyphens."""
+    """Return the name as a DNS label of lower-case letters, digits and hyphens, as Kubernetes requires.
+
+    Raises:
+        UserError: The label is too long.
+    """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if len(label) > MOST_NAME_CHARACTERS:
         raise UserError(f"run {name}: a job's name has at most {MOST_NAME_CHARACTERS} characters; vary fewer fields")

@@ -1,8 +1,8 @@
-"""difftx plan: what a config costs on devices that are not here, from the compiled train step.
+"""Estimate the memory and time of a config on devices that are not attached, by compiling its train step.
 
 python -m difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--search]
 
-Nothing is allocated and no data is read. Exit code 2 if the step does not fit the devices' memory.
+The command allocates no arrays and reads no data. Its exit code is 2 if the step does not fit the devices' memory.
 """
 
 import argparse
@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from difftx.config import Config
-from difftx.config_reader import load_config, override, split_overrides
+from difftx.config.build import override
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.files import require_local_paths, require_writable_file, write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile and print what it costs; with --search, what fits."""
+    """Print the cost of the config; with --search, print the meshes and remat policies that fit."""
     parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     parser.add_argument(
@@ -30,22 +32,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
     parser.add_argument("--hbm_gib", type=float, help="memory of a device, GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="share of the bound's speed for the likely days")
-    parser.epilog = "--config.path.to.field=value changes a field; configs/base.py describes them all"
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, rest = parser.parse_known_args(arguments)
     require_local_paths(args)
     topology = parse_topology(args.topology)
-    config = with_slices(load_config(args.config, split_overrides(rest, "config")), topology)
+    config = with_slices(load_config(args.config, parse_overrides(rest, "config")), topology)
     _check(args)
     prepare(topology)
     chip = topology.chip
     if args.hbm_gib is not None:
         chip = dataclasses.replace(chip, hbm_bytes=args.hbm_gib * GIB)
 
-    # Slow to import, so after the flags are known to be good.
+    # These modules are slow to import, so they are imported only after the flags are checked.
     from rich.console import Console
 
     from difftx.launch import estimate, search, tables
-    from difftx.model.flops import count_parameters
+    from difftx.model.abstract import count_parameters
     from difftx.parallel.presets import apply_preset
 
     devices, what = find_devices(topology), f"{args.config} on {topology}"
@@ -72,10 +74,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def with_slices(config: Config, topology: Topology) -> Config:
-    """Return the config with the topology's slices, where it does not ask for slices itself.
+    """Return the config with `mesh.slices` of the topology, if the config leaves `mesh.slices` at 1.
+
+    `mesh.data` becomes the number of slices, unless it is -1 or a multiple of that number.
 
     Raises:
-        UserError: it asks for another number.
+        UserError: The config sets another number of slices.
     """
     asked, there = config.mesh.slices, topology.slices
     if asked == there:

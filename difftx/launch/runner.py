@@ -1,4 +1,4 @@
-"""Runs a sweep's points on this machine, one process after another."""
+"""Training of a sweep's points on this machine, one process after another."""
 
 import json
 import os
@@ -22,18 +22,24 @@ from difftx.training.checkpoint import config_of
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
-# How the line with the reason begins: JAX writes a note below it, so that it is not always the last.
+# Beginning of a log line that names the reason of a failure. JAX may print a note after it, so it is not always the
+# last line.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
 
 class Sweep:
-    """Trains the runs one after another, each in a process of its own, and keeps `sweep.json` up to date."""
+    """A sweep that trains its runs one after another, each in its own process, and keeps `sweep.json` up to date."""
 
     def __init__(self, points: Sequence[Point], out: Path, description: Mapping[str, Any]):
-        """Look at what is in `out` already; `description` is the head of sweep.json.
+        """Read the state of the runs that already exist in `out`.
+
+        Args:
+            points: Runs of the sweep.
+            out: Directory of the runs.
+            description: Fields that `sweep.json` has besides its list of runs.
 
         Raises:
-            UserError: a finished run there is not the one of its point.
+            UserError: A finished run has other settings than its point, or train.py is not installed.
         """
         if not TRAIN.is_file():
             raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
@@ -48,7 +54,11 @@ class Sweep:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Train what is unfinished; return the sweep's exit code."""
+        """Train the unfinished runs.
+
+        Returns:
+            Exit code: 0 if all runs are finished, 1 if a run failed, 75 if a signal stopped the sweep.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         with self._view:
@@ -66,7 +76,7 @@ class Sweep:
         return int("failed" in states)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: at the first the run saves and ends, at a later one it ends at once."""
+        """Forward a signal as SIGTERM: the run saves and ends after the first, and ends immediately after another."""
         self._stopping = True
         if self._process:
             self._process.terminate()
@@ -74,7 +84,8 @@ class Sweep:
     def _train(self, status: RunStatus) -> None:
         self._set_state(status, "running")
         code, error = EXIT_PREEMPTED, ""
-        while code == EXIT_PREEMPTED and not self._stopping:  # Someone else's signal: the run is wanted still.
+        # Train again if another process sent the signal that stopped the run.
+        while code == EXIT_PREEMPTED and not self._stopping:
             code, error = self._run_process(status)
         status.refresh()
         status.exit_code = code
@@ -87,7 +98,7 @@ class Sweep:
             self._set_state(status, "failed")
 
     def _run_process(self, status: RunStatus) -> tuple[int, str]:
-        """Train until the process ends; return its exit code and the line that says why."""
+        """Run train.py until it ends; return its exit code and the line of output that gives the reason."""
         command = [sys.executable, str(TRAIN), *status.point.flags(status.workdir)]
         status.workdir.mkdir(parents=True, exist_ok=True)
         path = status.workdir / "train.log"
@@ -100,9 +111,9 @@ class Sweep:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # A terminal's Ctrl-C is for the sweep, which passes it on.
+                start_new_session=True,  # The sweep alone receives the terminal's Ctrl-C, and forwards it.
             )
-        if self._stopping:  # The signal came before there was a process to pass it on to.
+        if self._stopping:  # The signal arrived before the process existed.
             self._process.terminate()
         while True:
             try:
@@ -122,13 +133,16 @@ class Sweep:
 
 
 def find_reason(log: str) -> str:
-    """Return the line of a failed process's output that says why: the last error's, else the last."""
+    """Return the line of a failed process's output that gives the reason: the last error, or else the last line."""
     lines = log.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])
 
 
 def _refuse_other_settings(status: RunStatus) -> None:
-    """A finished run is skipped, so it must be the one that was asked for; an unfinished one train.py continues."""
+    """Raise `UserError` if a finished run, which the sweep would skip, was trained with other settings than its point.
+
+    Unfinished runs need no check: train.py compares settings when it resumes them.
+    """
     if not status.is_finished():
         return
     for change in changed_fields(config_of(status.last_checkpoint), status.point.config):

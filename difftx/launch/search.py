@@ -1,4 +1,4 @@
-"""Which mesh, remat policy and number of microbatches fit the devices, and which of them is fastest on paper."""
+"""Search for the meshes, remat policies and microbatch counts that fit the devices, by estimated speed."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -12,24 +12,26 @@ from difftx.launch.topology import GIB, Chip
 from difftx.model.flops import state_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 
-REMAT = ("none", "dots", "full")  # From most memory to most arithmetic; what offloading costs is not known on paper.
+# From most memory to most arithmetic. "offload" is left out because its cost cannot be estimated.
+REMAT = ("none", "dots", "full")
 TENSOR = (1, 2, 4, 8)
-STATE_SHARE = 0.75  # Of the parameters', moments' and gradient's 16 bytes, what persists between steps.
+STATE_SHARE = 0.75  # Parameters and moments persist between steps: 12 of the 16 bytes that include the gradient.
 
 
 def search(
     config: Config, devices: Sequence[jax.Device], chip: Chip, *, report: Callable[[str], None]
 ) -> list[Estimate]:
-    """Return what fits, fastest first. On each mesh, a choice that could only be slower is not compiled.
+    """Return the estimates that fit the devices' memory, fastest first.
 
-    Fewer microbatches gather the parameters less often, and a policy that keeps more computes less: so for each policy
-    the fewest microbatches that fit are taken, and a leaner policy is tried only with fewer microbatches still.
+    The search does not compile a choice that can only be slower than one that fits. Fewer microbatches gather the
+    parameters less often, and a policy that keeps more activations computes less. So the search takes the fewest
+    microbatches that fit for each policy, and tries a policy that keeps less only with still fewer microbatches.
 
     Args:
-        config: all but mesh, remat and accumulation stays; the context axis and the slices stay too.
-        devices: all of them are used.
-        chip: their memory and bandwidths.
-        report: takes a line on each attempt.
+        config: Config whose mesh, remat policy and accumulation are varied; its context axis and slices are kept.
+        devices: Devices to compile for; all of them are used.
+        chip: Memory and bandwidths of a device.
+        report: Called with one line of text per attempt.
     """
     found: list[Estimate] = []
     for candidate in meshes(config, devices, chip):
@@ -47,10 +49,10 @@ def search(
 
 
 def meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
-    """Yield the config on few sensible meshes, with tensor parallelism of 1 to 8.
+    """Yield the config on a few promising meshes, with tensor parallelism of 1, 2, 4 and 8.
 
-    The parameters are cut over all devices, or kept in as many copies as leave half of the memory, or between: groups
-    that span less of a torus are served better (docs/operations.md).
+    For each of these, the parameters are sharded over all devices, or replicated as often as half of the memory allows,
+    or replicated a medium number of times. Groups that span less of a torus communicate faster (docs/operations.md).
     """
     slices, context = config.mesh.slices, config.mesh.context
     for tensor in TENSOR:
@@ -68,14 +70,17 @@ def meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterato
 
 
 def accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
-    """Return the powers of two that cut the batch into microbatches which the mesh divides."""
+    """Return the powers of two that split the batch into microbatches whose rows divide over the mesh.
+
+    The list is empty if the mesh does not divide another dimension of the model or the data.
+    """
     mesh = make_mesh(config.mesh, devices)
     counts = [2**i for i in range(config.batch_rows.bit_length())]
     counts = [n for n in counts if config.batch_rows % (n * batch_shards(mesh)) == 0]
     try:
         for count in counts:
             check_divisible(_replace(config, train={"accumulation": count}), mesh)
-    except UserError:  # A width that this mesh does not divide.
+    except UserError:  # The mesh does not divide some dimension.
         return []
     return counts
 

@@ -1,4 +1,4 @@
-"""What is known of each run of a sweep: read from its directory, shown as a table or as lines."""
+"""Progress of a sweep's runs: read from their directories, shown as a table or as lines."""
 
 import dataclasses
 import datetime
@@ -22,34 +22,34 @@ from difftx.training.metrics import read_newest_metrics
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
 PLAIN_LINE_SECONDS = 60.0
-PLAIN_WIDTH = 160  # Of a table in a file or a pipe: wide enough for an error.
+PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; an error message fits.
 
 
 @dataclasses.dataclass
 class RunStatus:
-    """One run: its point of the grid, its directory, and how far it is."""
+    """State and progress of one run of a sweep."""
 
     point: Point
     workdir: Path
     state: State = "pending"
-    exit_code: int | None = None  # Of the last process; negative: killed by that signal.
+    exit_code: int | None = None  # Exit code of the last process; -N: killed by signal N.
     error: str = ""
-    step: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
+    step: int = 0  # Newest step in metrics.jsonl.
+    loss: float | None = None  # Training loss at that step, in nats per token.
+    tokens_per_second: float | None = None  # Median over the newest attempt's rows.
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.point.config.train.steps
 
     @property
     def last_checkpoint(self) -> Path:
-        """Folder of the checkpoint that a finished run has."""
+        """Folder of the last step's checkpoint, which a finished run has."""
         return self.workdir / "checkpoints" / str(self.steps)
 
     def refresh(self) -> None:
-        """Read the newest step from metrics.jsonl."""
+        """Update step, loss and tokens/s from the newest rows of metrics.jsonl."""
         rows = [row for row in read_newest_metrics(self.workdir / "metrics.jsonl") if row["split"] == "train"]
         if rows:
             self.step, self.loss = rows[-1]["step"], rows[-1]["loss"]
@@ -57,11 +57,11 @@ class RunStatus:
             self.tokens_per_second = statistics.median(row["tokens_per_second"] for row in attempt)
 
     def is_finished(self) -> bool:
-        """Whether the last step is in metrics.jsonl and in a checkpoint whose files have their sizes."""
+        """Return whether metrics.jsonl has the last step and its checkpoint's files have the recorded sizes."""
         return self.step == self.steps and damage(self.last_checkpoint, step=self.steps, content=False) is None
 
     def cells(self) -> list[str]:
-        """Return what the table shows."""
+        """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
         rate = self.tokens_per_second
         left = ""
         if rate and self.state == "running":
@@ -88,14 +88,17 @@ class RunStatus:
 
 
 class View:
-    """A live table in a terminal; elsewhere a line for each change of state, and one a minute. A table at the end."""
+    """Display of a sweep: a live table in a terminal, lines of text elsewhere.
+
+    Outside of a terminal, a line is printed for each change of state and once per minute, and a table at the end.
+    """
 
     def __init__(self, statuses: Sequence[RunStatus]):
         self._statuses = statuses
         self._printed = time.monotonic()
         terminal = sys.stdout.isatty()
         self._console = rich.console.Console(width=None if terminal else PLAIN_WIDTH)
-        # No thread of its own: the sweep starts processes.
+        # No refresh thread, because the sweep starts processes.
         self._live = rich.live.Live(console=self._console, auto_refresh=False) if terminal else None
 
     def __enter__(self) -> Self:
@@ -111,7 +114,7 @@ class View:
             self._console.print(self._table())
 
     def update(self, status: RunStatus, changed: bool = False) -> None:
-        """Show a run's numbers, or that its state has changed."""
+        """Show a run's current numbers; `changed`: its state has changed, so a line is printed in any case."""
         now = time.monotonic()
         if self._live:
             self._live.update(self._table(), refresh=True)

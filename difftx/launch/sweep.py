@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.config_reader import split_overrides
+from difftx.config.command_line import parse_overrides
 from difftx.errors import UserError
 from difftx.files import require_local_paths, require_writable
 from difftx.launch import jobs
@@ -12,10 +12,12 @@ from difftx.launch.grid import make_points, parse_grid
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags, then run the grid here, or write its job files.
+    """Train the grid's runs on this machine, or write their job files.
 
     Returns:
-        0: all runs are finished, or the jobs written; 1: a run failed; 75: stopped by a signal, call again to continue.
+        0: all runs are finished, or the job files are written.
+        1: a run failed.
+        75: a signal stopped the sweep; the same command continues it.
     """
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(arguments)
     require_local_paths(args)
     require_writable(args.out)
-    overrides = split_overrides(rest, "config")
+    overrides = parse_overrides(rest, "config")
     grid = parse_grid(args.grid)
     points = make_points(args.config, grid, overrides)
     if args.launcher is not None:
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.set:
         raise UserError(f"--set {args.set[0]}: only a --launcher has something to set")
 
-    # Slow to import, so after the flags are known to be good.
+    # This module is slow to import, so it is imported only after the flags are checked.
     from difftx.launch.runner import Sweep
 
     return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()

@@ -1,4 +1,4 @@
-"""Estimates as tables for a terminal."""
+"""Tables of cost estimates for a terminal."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,13 @@ from difftx.report.cost import format_bytes
 
 
 def plan_table(e: Estimate, title: str, efficiency: float) -> Table:
-    """Return one estimate, with how each number is counted; `efficiency`: a share of the bound, for the second days."""
+    """Return the table of one estimate, with an explanation of each number.
+
+    Args:
+        e: The estimate.
+        title: Title of the table.
+        efficiency: Share of the bound's speed that is assumed for the row "days, likely".
+    """
     out = Table(title=title, title_justify="left", show_header=False)
     out.add_column("what", no_wrap=True)
     out.add_column("value", justify="right", no_wrap=True)
@@ -66,7 +72,7 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> Table:
 
 
 def search_table(found: Sequence[Estimate], title: str) -> Table:
-    """Return what fits, one estimate a row, in the order given."""
+    """Return a table of estimates, one per row, in the given order."""
     out = Table(title=title, title_justify="left")
     for name in ("mesh", "remat", "accumulation", "memory", "arithmetic", "collectives", "MFU", "days"):
         out.add_column(name, justify="left" if name in ("mesh", "remat") else "right", no_wrap=True)
@@ -81,7 +87,7 @@ def search_table(found: Sequence[Estimate], title: str) -> Table:
 
 
 def mesh_text(e: Estimate) -> str:
-    """Return the axes that cut something, such as `fsdp=16 tensor=4`."""
+    """Return the mesh axes of more than one device, such as `fsdp=16 tensor=4`."""
     cut = [f"{axis}={size}" for axis, size in e.mesh.items() if size > 1]
     return " ".join(cut + [f"slices={e.slices}"] * (e.slices > 1)) or "one device"
 

@@ -1,7 +1,8 @@
-"""Become another command, which gets SIGTERM when this process's parent dies: tethered.py PARENT_PID PROGRAM ARG …
+"""Execute a command that receives SIGTERM when this process's parent dies: tethered.py PARENT_PID PROGRAM ARG …
 
-A sweep that is killed outright cannot stop its run, which would go on beside the one that the next sweep starts. The
-setting has to be made in the child itself and outlives exec. Only Linux has it; elsewhere the workdir's lock remains.
+A sweep that is killed with SIGKILL cannot stop its run, which would then train at the same time as the next sweep's.
+The kernel's parent-death signal prevents that. A process sets it for itself, and it survives exec. It exists on Linux
+only; on other systems the lock of the workdir is the only protection.
 """
 
 import ctypes
@@ -13,11 +14,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Tie this process to its parent and execute the command."""
+    """Set the parent-death signal and execute the command."""
     parent, *command = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(parent):  # It died first, and there will be no signal.
+        if os.getppid() != int(parent):  # The parent died before the call, so no signal will come.
             sys.exit(f"process {parent} is gone")
     os.execv(command[0], command)
 

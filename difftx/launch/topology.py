@@ -1,4 +1,4 @@
-"""Devices that are not here, to compile for: TPU slices through libtpu, H200s through the CUDA plugin, virtual CPUs."""
+"""Descriptions of devices to compile for: TPU slices (by libtpu), H200s (by the CUDA plugin) and virtual CPUs."""
 
 import dataclasses
 import importlib.util
@@ -18,17 +18,18 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What a data sheet says of one device, as jax counts devices. Peak FLOP/s: `difftx.model.flops.PEAK_FLOPS`."""
+    """Memory and bandwidths of one device, as JAX counts devices; its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
 
     hbm_bytes: float
-    interconnect: float | None  # Bytes/s that a device sends while it receives as many: half of "bidirectional".
-    network: float | None  # Bytes/s a device between slices, or between hosts of GPUs.
+    interconnect: float | None  # Bytes/s that a device sends while it receives: half of the "bidirectional" bandwidth.
+    network: float | None  # Bytes/s per device between TPU slices, or between hosts of GPUs.
 
 
-# Google: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "Bidirectional ICI bandwidth per chip" halved and "DCN
-# bandwidth per chip" (v5e, v6e: per pod of 256). HBM is what libtpu 0.0.50 gives a program, a little less than the
-# sheet's. tpu7x shows each chip as two devices. NVIDIA: H200 data sheet, NVLink 900 GB/s both ways; one 400 Gbit/s
-# ConnectX-7 a GPU.
+# Sources for TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. `interconnect` is half of the "Bidirectional
+# ICI bandwidth per chip"; `network` is the "DCN bandwidth per chip" (v5e and v6e: that per pod, over 256 chips).
+# `hbm_bytes` is the memory that libtpu 0.0.50 gives a program, a little less than the data sheet's. JAX counts a tpu7x
+# chip as two devices. Source for the H200: NVIDIA's data sheet, NVLink with 900 GB/s in both directions together; one
+# 400 Gbit/s ConnectX-7 per GPU.
 CHIPS = {
     "v4": Chip(hbm_bytes=30.75 * GIB, interconnect=300e9, network=3.125e9),
     "v5e": Chip(hbm_bytes=15.75 * GIB, interconnect=200e9, network=3.125e9),
@@ -38,7 +39,7 @@ CHIPS = {
     "h200": Chip(hbm_bytes=141e9, interconnect=450e9, network=50e9),
 }
 
-# An xla.GpuTargetConfigProto; the numbers are an H200's device properties under CUDA 13.
+# An xla.GpuTargetConfigProto with the device properties that an H200 has under CUDA 13.
 H200_TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -69,10 +70,10 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A number of devices of one kind, in one or more slices."""
+    """Devices of one kind, in one or more slices."""
 
     kind: str  # A key of CHIPS, or "cpu".
-    shape: tuple[int, ...]  # Of one slice: chips along each axis of its torus, or their number.
+    shape: tuple[int, ...]  # Chips along each axis of one slice's torus; GPUs and CPUs: their number.
     slices: int
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """The data sheet; of a virtual CPU only the memory is known, its share of the host's."""
+        """Memory and bandwidths of a device; a virtual CPU has its share of the host's memory, and no bandwidths."""
         if self.kind == "cpu":
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return Chip(hbm_bytes=host / math.prod(self.shape), interconnect=None, network=None)
@@ -88,10 +89,10 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Read `v5p:4x4x4`, `v5e:16x16*2` (two slices), `h200:8` or `cpu:8`.
+    """Parse a topology such as `v5p:4x4x4`, `v5e:16x16*2` (two slices), `h200:8` or `cpu:8`.
 
     Raises:
-        UserError: it is none of those.
+        UserError: The text has another form, or the kind of device is unknown.
     """
     match = re.fullmatch(r"([\w-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
     if match is None:
@@ -107,14 +108,14 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare(topology: Topology) -> None:
-    """Set what jax and libtpu read when they start; call it before jax is used.
+    """Set the environment variables that JAX and libtpu read at start; call this before the first use of JAX.
 
     Raises:
-        UserError: what compiles for these devices is not installed.
+        UserError: The plugin that compiles for these devices is not installed.
     """
-    # Compile-only: nothing runs but on CPU, nobody asks a metadata server, and several may hold libtpu at once.
+    # Only compile: programs run on the CPU, libtpu asks no metadata server, and several processes may load libtpu.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # Any: else libtpu complains.
+    os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # libtpu needs some value.
     if topology.kind == "cpu":
         flag = f"--xla_force_host_platform_device_count={math.prod(topology.shape)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
@@ -126,17 +127,17 @@ def prepare(topology: Topology) -> None:
 
 
 def has_cuda_plugin() -> bool:
-    """Whether jax's plugin for CUDA 13 is installed; it compiles without a GPU."""
+    """Return whether JAX's plugin for CUDA 13 is installed, which compiles for GPUs even without one."""
     return importlib.util.find_spec("jax_plugins") is not None and (
         importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
     )
 
 
 def find_devices(topology: Topology) -> "Sequence[jax.Device]":
-    """Return the devices of a topology that was prepared.
+    """Return the devices of a topology, after a call of `prepare`.
 
     Raises:
-        UserError: no slice has that shape.
+        UserError: No slice has that shape, or libtpu reports another error.
     """
     import jax
     from jax.experimental import topologies
@@ -150,9 +151,9 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
     name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
     options: dict[str, object] = {"num_slices": topology.slices} if topology.slices > 1 else {}
     if topology.kind == "v4":
-        options["chip_config_name"] = "megacore"  # A device is a chip, as on a real one; default: each of its cores.
+        options["chip_config_name"] = "megacore"  # One device per chip, as on real v4; the default is one per core.
     try:
         return topologies.get_topology_desc(name, "tpu", **options).devices
-    except Exception as error:  # Whatever libtpu calls its errors: a slice that it does not know, or a lock of its own.
+    except Exception as error:  # libtpu raises various types, for unknown slices and for its own lock file.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"--topology={topology}: {reason}") from error

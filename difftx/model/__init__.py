@@ -1,1 +1,1 @@
-"""What the network is."""
+"""The network: layers, attention architectures and the decoder, with their counts of parameters and FLOPs."""

@@ -1,41 +1,49 @@
-"""Differential attention (arXiv 2410.05258, §2.1) and the softmax attention it is matched with.
+"""Differential attention (arXiv 2410.05258, §2.1), softmax attention as its baseline, and their base class.
 
-All architectures have one interface: called with the layer's input, the rotary angles and the layer's `Depth`, they
-return the residual update and per-layer statistics. `project` gives queries and what is cached of a token; `extend` is
-the call for tokens that follow cached ones, and returns what is to be cached in place of statistics; `look` is the call
-with rows of the maps in their place. The others are in `variants.py`.
+An architecture is a subclass of `SelfAttention`. Class attributes and class methods describe the architecture to the
+rest of difftx, and methods compute the attention. `variants/` holds further architectures. docs/extend.md explains how
+to add an architecture.
 """
-#   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1 and A2),
-#   d = width of a query/key (sub-)head, E = width of a value head: 2d in differential attention, d in softmax attention
+#   B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
+#   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
+#   E = width of a value head (2d in differential attention, d in softmax attention)
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import reshard
+from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
+from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import Ids, Past
 from difftx.kernels.rows import MapRows, map_rows
-from difftx.model.layers import projection, rms_normalize, rotate
+from difftx.model.layers import projection, rms_normalize, rotate, vector
 from difftx.parallel.layout import Layout
 
 Angles = tuple[jax.Array, jax.Array]
 
 
 class Depth(NamedTuple):
-    """What depends on the layer alone, float32; the decoder scans over it, `[L]` each."""
+    """Constants that depend on the depth of a layer, float32.
+
+    Each field has shape `[L]` in the whole model. The decoder scans over layers, so that a layer receives scalars.
+    """
 
     lambda_init: jax.Array
-    post_scale: jax.Array  # A field of its own: with λ_init = 1 the paper's factor 1 - λ_init would zero the output.
+    post_scale: jax.Array  # Factor after the head norm. Separate from 1 - λ_init, which would be zero for λ_init = 1.
 
 
 def depth_schedule(config: ModelConfig) -> Depth:
-    """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)), l from 1, or the config's constants, and the post-norm scale."""
+    """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for layers l = 1, 2, ….
+
+    `config.lambda_init` and `config.post_scale` replace the schedules by constants.
+    """
     layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # l - 1
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
@@ -45,25 +53,92 @@ def depth_schedule(config: ModelConfig) -> Depth:
 
 
 class SelfAttention(nnx.Module):
-    """The way from a layer's input to its update; architectures say how they project, attend and end.
+    """Self-attention of one layer, from the layer's input to the residual update: base class of all architectures.
 
-    `project`, `map_of` and `output` have no answer here: each architecture gives its own.
+    A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three. The attributes
+    describe the architecture.
+
+    Attributes:
+        groups: Number of keys per key/value head, which is also the width of a value head in units of d.
+        kernel: Name of the function in `difftx.kernels` that computes the heads. It determines the backends.
+        fields: Fields in `SPECIFIC_FIELDS` of `difftx.config.model` that this architecture uses.
     """
+
+    groups: ClassVar[int] = 1
+    kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
 
+    # ── Description ──
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Raise `UserError` if the config has a value that the architecture does not support."""
+        bits = config.attention_logit_bits
+        if bits is not None and not 2 <= bits < 16:
+            raise UserError(f"model.attention_logit_bits={bits} must lie in 2 … 15; None: not quantised")
+        backends = cls.backends(quantized=bits is not None)
+        if config.attention_implementation not in backends:
+            served = f"architecture {config.architecture!r}" if bits is None else "quantised attention logits"
+            raise UserError(
+                f"model.attention_implementation={config.attention_implementation!r} does not serve {served}; "
+                f"use one of {', '.join(backends)}"
+            )
+
+    @classmethod
+    def backends(cls, *, quantized: bool) -> tuple[str, ...]:
+        """Return the valid values of `model.attention_implementation`."""
+        return ("auto", *kernels.BACKENDS["mapped_attention" if quantized else cls.kernel])
+
+    @classmethod
+    def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
+        """Return the number of sub-heads of `num_heads` heads. By default, d is d_model divided by this number."""
+        return cls.groups * num_heads
+
+    @classmethod
+    def query_heads(cls, config: ModelConfig) -> int:
+        """Return the number of queries of width d per token."""
+        return cls.sub_heads(config, config.num_heads)
+
+    @classmethod
+    def kv_heads(cls, config: ModelConfig) -> int:
+        """Return the number of key/value heads if `model.num_kv_heads` is not set."""
+        return config.num_heads
+
+    @classmethod
+    def configure(cls, c: ConfigDict, heads: int) -> None:
+        """Set the config fields in which the architecture differs from a Transformer with `heads` heads.
+
+        `difftx.model.matching.match` calls this method. It then adjusts `model.mlp_dim` to equalise the numbers of
+        parameters.
+        """
+        c.model.num_heads = heads
+
+    @classmethod
+    def matrices_by_group(cls, name: str, weight: jax.Array) -> dict[str, jax.Array]:
+        """Split a stacked weight `[L, …]` by groups, for example into "query_1" and "query_2".
+
+        A weight without groups is returned whole under its own name.
+        """
+        if weight.ndim != 5:  # The weight has no axis G.
+            return {name: weight}
+        return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
+
+    # ── Computation ──
+
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the residual update `[B, T, D]` and statistics, a float32 scalar each."""
+        """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
         heads_BTHE = self.attend(*self._placed(*self.project(x_BTD, angles)), depth, segment_ids_BT)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), self.statistics(x_BTD, depth)
 
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return the residual update of tokens that follow cached ones, and their keys and values."""
+        """Return the residual update of new tokens after cached tokens, and the keys and values of the new tokens."""
         q, k, v = self.project(x_BTD, angles)
         heads_BTHE = self.attend_cached(*self._placed(q, k, v), depth, past, ids)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), (k, v)
@@ -76,7 +151,7 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         queries_BC: jax.Array,
     ) -> tuple[jax.Array, MapRows]:
-        """Return the residual update, and the rows of the layer's maps that belong to some of its tokens."""
+        """Return the residual update, and the layer's attention weights for the queries at positions `queries_BC`."""
         q, k, v = self._placed(*self.project(x_BTD, angles))
         heads_BTHE = self.attend(q, k, v, depth, segment_ids_BT)
         map_of, per_query = self.map(x_BTD, depth)
@@ -85,46 +160,49 @@ class SelfAttention(nnx.Module):
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), rows
 
     def queries_and_keys(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-        """Return what the logits are products of, cut over devices as the layout says."""
+        """Return the queries and keys of the attention logits, sharded by the layout."""
         return self._placed(*self.project(x_BTD, angles))[:2]
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries and keys and the values, in the dtype of `x_BTD`."""
+        """Return rotated queries, rotated keys, and values, in the dtype of `x_BTD`."""
         raise NotImplementedError
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
-        """Return the heads `[B, T, H, E]`, cut over devices as the layout says."""
+        """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
         options = self._options(segment_ids_BT)
         return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
 
     def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
-        """Return the heads `[B, T, H, E]` of tokens that follow cached ones."""
+        """Return the outputs of the heads, `[B, T, H, E]`, for new tokens after cached tokens."""
         return cached.mapped_attention(self._map(), q, k, v, past, ids, per_query=self.per_query(depth))
 
     def map_of(self) -> maps.Map:
-        """Return how logits become what multiplies V."""
+        """Return the function from logits to the attention weights that the kernel applies to V."""
         raise NotImplementedError
 
     def per_query(self, depth: Depth) -> jax.Array | None:
-        """Return what the map takes besides: float32, a scalar or one for each head."""
+        """Return the last argument of `map_of`'s function, float32, a scalar or `[H]`; None if there is none."""
         return None
 
     def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
-        """Return how logits become the map that multiplies V, and what it takes besides: see `kernels.rows`."""
+        """Return the weight function that `kernels.rows` uses for analysis, and its last argument or None.
+
+        The result differs from `map_of` if the layer combines the outputs of several heads after the kernel.
+        """
         return self.map_of(), self.per_query(depth)
 
     def map_operands(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries and keys by the heads that have a map: those of `project`, if each has one."""
+        """Arrange queries and keys into groups for the weight function of `map`: unchanged by default."""
         return q, k
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Return the residual update `[B, T, D]`."""
+        """Return the residual update `[B, T, D]`, given the outputs of the heads."""
         raise NotImplementedError
 
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        """Return what is worth logging of a layer, a float32 scalar each."""
+        """Return statistics of the layer for logging, one float32 scalar each."""
         return {}
 
     def _map(self) -> maps.Map:
@@ -152,28 +230,50 @@ class SelfAttention(nnx.Module):
 class DiffAttention(SelfAttention):
     """Multi-head differential attention, Eq. 1-3 of arXiv 2410.05258.
 
-    head_i = (A1 - λ A2) V, A_g = softmax(Q_g K_gᵀ/√d); the output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
-    λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, one a layer; with `lambda_learned` off it is λ_init. Grouped queries
-    pair heads as the official flash code does: query head n, in both groups, uses key/value head n // (H / K).
+    head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
+
+    Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. With
+    grouped queries, query head n of both groups uses key/value head n // (H / K), as in the official flash code.
     """
+
+    groups = 2
+    kernel = "diff_attention"
+    fields = ("lambda_init", "lambda_learned", "lambda_std", "post_scale")
+
+    @classmethod
+    def configure(cls, c, heads):
+        """Set half as many heads as the Transformer (§3.1), and the head norm.
+
+        Each head has two queries, two keys and a value of width 2d.
+        """
+        c.model.num_heads = heads // 2
+        c.model.head_norm = "rms_affine"
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
         D, H, K, d = config.d_model, config.num_heads, config.kv_heads, config.d_head
-        # A head's A1 and A2; in grouped differential attention a noise head's A2 stands behind several heads' A1.
-        groups = (config.noise_heads, config.query_heads // config.noise_heads)
-        self.query_DHGd = projection(config, (D, *groups, d), 1, layout.query_DHGd, rngs=rngs)
+        self.query_DHGd = projection(config, (D, *self.query_shape(config), d), 1, layout.query_DHGd, rngs=rngs)
         self.key_DKGd = projection(config, (D, K, 2, d), 1, layout.key_DKGd, rngs=rngs)
         self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
         self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
-        if config.has_lambda_vectors:
+        if self.has_lambda_vectors:
             init = jax.nn.initializers.normal(config.lambda_std)
-            self.lambda_query_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-            self.lambda_key_Gd = nnx.Param(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
         self.head_norm = HeadNorm(config, 2 * d, layout)
 
+    @property
+    def has_lambda_vectors(self) -> bool:
+        """True if the layer learns λ by the vectors of Eq. 2."""
+        return self.config.lambda_learned
+
+    @classmethod
+    def query_shape(cls, config: ModelConfig) -> tuple[int, int]:
+        """Return the sizes of the axes H and G of the query weights."""
+        return config.num_heads, 2
+
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries `[B, T, H, 2, d]` and keys, and the values `[B, T, K, 2d]`."""
+        """Return rotated queries `[B, T, H, 2, d]`, rotated keys `[B, T, K, 2, d]` and values `[B, T, K, 2d]`."""
         layout, dtype = self.layout, x_BTD.dtype
         q_BTHGd = jnp.einsum("BTD,DHGd->BTHGd", x_BTD, self.query_DHGd.astype(dtype), out_sharding=layout.act_BTHGd)
         k_BTKGd = jnp.einsum("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd.astype(dtype), out_sharding=layout.act_BTHGd)
@@ -181,38 +281,40 @@ class DiffAttention(SelfAttention):
         return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
-        """Return λ, a float32 scalar: in bfloat16 its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
-        if not self.config.has_lambda_vectors:
+        """Return λ, a float32 scalar. In bfloat16 its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
+        if not self.has_lambda_vectors:
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
         return jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1]) + lambda_init
 
     def attend(self, q, k, v, depth, segment_ids_BT):
-        """(A1 - λ A2) V."""
+        """Return the outputs of the heads, (A1 - λ A2) V."""
         if self.config.attention_logit_bits is not None:
             return super().attend(q, k, v, depth, segment_ids_BT)
         return kernels.diff_attention(q, k, v, self.lam(depth.lambda_init), **self._options(segment_ids_BT))
 
     def map_of(self) -> maps.Map:
-        """A1 - λ A2."""
+        """Return the function A1 - λ A2."""
         return maps.difference
 
     def per_query(self, depth: Depth) -> jax.Array | None:
-        """λ."""
+        """Return λ of the layer."""
         return self.lam(depth.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Normalise and scale each head, and merge them."""
+        """Normalise and scale each head, then merge the heads."""
         heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        """Return `{"lambda": λ}`."""
+        """Return the statistic "lambda", the λ of the layer."""
         return {"lambda": self.lam(depth.lambda_init)}
 
 
 class Attention(SelfAttention):
-    """Multi-head softmax attention with 2h heads of width d: the parameters of h differential heads."""
+    """Multi-head softmax attention. 2h heads of width d have the parameters of h differential heads."""
+
+    kernel = "attention"
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         super().__init__(config, layout, rngs=rngs)
@@ -224,7 +326,7 @@ class Attention(SelfAttention):
         self.head_norm = HeadNorm(config, d, layout)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries and keys and the values, `[B, T, heads, d]`."""
+        """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
         q_BTHd, k_BTKd, v_BTKd = (
             jnp.einsum(
                 "BTD,DHd->BTHd",
@@ -237,31 +339,42 @@ class Attention(SelfAttention):
         return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
 
     def attend(self, q, k, v, depth, segment_ids_BT):
-        """A V."""
+        """Return the outputs of the heads, A V."""
         if self.config.attention_logit_bits is not None:
             return super().attend(q, k, v, depth, segment_ids_BT)
         return kernels.attention(q, k, v, **self._options(segment_ids_BT))
 
     def map_of(self) -> maps.Map:
-        """A."""
+        """Return the softmax function."""
         return maps.softmax
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Merge the heads; `depth` is for differential attention."""
+        """Normalise the heads if the config has a head norm, then merge them. Only `heads_BTHE` is used."""
         return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
 
 
+class MappedAttention(Attention):
+    """Softmax attention with another weight function in place of softmax: base class."""
+
+    kernel = "mapped_attention"
+
+    attend = SelfAttention.attend
+
+
 class HeadNorm(nnx.Module):
-    """RMSNorm over each head's output ("GroupNorm" in Figure 2); one gain, if any, for all heads of the layer."""
+    """RMSNorm over the output of each head ("GroupNorm" in Figure 2).
+
+    All heads of the layer share one gain. `model.head_norm` selects the norm, the gain, both or neither.
+    """
 
     def __init__(self, config: ModelConfig, width: int, layout: Layout):
         self.kind, self.eps = config.head_norm, config.head_norm_eps
         if self.kind in ("rms_affine", "scalar"):
             shape = (width,) if self.kind == "rms_affine" else ()
-            self.scale = nnx.Param(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
+            self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        """Normalise the last axis and multiply by the gain, or what the config's `head_norm` leaves of that."""
+        """Normalise the last axis and multiply by the gain, as far as `model.head_norm` includes these steps."""
         if self.kind in ("rms", "rms_affine"):
             heads_BTHE = rms_normalize(heads_BTHE, self.eps)
         if not hasattr(self, "scale"):

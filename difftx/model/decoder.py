@@ -1,5 +1,5 @@
 """The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
-#   B = batch, T = tokens, D = model width, V = vocabulary, L = layers
+#   B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
 
 from collections.abc import Callable
 from typing import Any
@@ -10,20 +10,19 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from difftx.config import ModelConfig
+from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
 from difftx.kernels.cached import Ids, Past
 from difftx.kernels.rows import MapRows
-from difftx.model.attention import Angles, Attention, Depth, DiffAttention, SelfAttention, depth_schedule
+from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
-from difftx.model.variants import VARIANTS
 from difftx.parallel.layout import Layout
 
-ATTENTION: dict[str, type[SelfAttention]] = {"diff": DiffAttention, "transformer": Attention, **VARIANTS}
+LAYER_INPUT = "layer_input"  # Name of a layer's input for the remat policies.
 
-LAYER_INPUT = "layer_input"  # A name for policies.
-
-# What the backward pass finds stored; the rest it computes again. "none" is no policy: one that saves everything would
-# also save the maps that `kernels/mapped.py` makes again chunk by chunk.
+# `model.remat` → policy that selects the values to save for the backward pass, which recomputes all other values.
+# "none" has no policy, because a policy that saves everything would also save the attention weights that
+# `kernels/mapped.py` recomputes chunk by chunk.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -37,24 +36,24 @@ REMAT_POLICIES = {
 
 
 class Block(nnx.Module):
-    """Y = X + Attention(RMSNorm(X)); Y + SwiGLU(RMSNorm(Y)): Eq. 4."""
+    """One layer: Y = X + Attention(RMSNorm(X)), output Y + SwiGLU(RMSNorm(Y)) (Eq. 4)."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps, layout)
-        self.attention = ATTENTION[config.architecture](config, layout, rngs=rngs)
+        self.attention = ARCHITECTURES[config.architecture](config, layout, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         self.mlp = SwiGLU(config, layout, rngs=rngs)
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the layer's output `[B, T, D]` and the attention's statistics."""
+        """Return the output of the layer, `[B, T, D]`, and the statistics of its attention."""
         return self._residual(x_BTD, lambda h_BTD: self.attention(h_BTD, angles, depth, segment_ids_BT))
 
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the layer's output for tokens that follow cached ones, and what is to be cached of them."""
+        """Return the output of the layer for new tokens after cached tokens, and the new cache entries."""
         return self._residual(x_BTD, lambda h_BTD: self.attention.extend(h_BTD, angles, depth, past, ids))
 
     def look(
@@ -65,7 +64,7 @@ class Block(nnx.Module):
         segment_ids_BT: jax.Array | None,
         queries_BC: jax.Array,
     ) -> tuple[jax.Array, MapRows]:
-        """Return the layer's output, and rows of its maps."""
+        """Return the output of the layer, and its attention weights for the queries at positions `queries_BC`."""
         return self._residual(
             x_BTD, lambda h_BTD: self.attention.look(h_BTD, angles, depth, segment_ids_BT, queries_BC)
         )
@@ -87,7 +86,7 @@ class Decoder(nnx.Module):
         init = jax.nn.initializers.normal(config.embedding_std)
         shape = (config.vocab_size, config.d_model)
         self.embedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
-        # One stacked block: every weight has a leading layer axis, so compile time does not grow with depth.
+        # Each weight of the stacked block has a leading layer axis, so compile time does not grow with depth.
         self.blocks = jax.vmap(lambda r: Block(config, layout, rngs=r))(rngs.split(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         if not config.tie_embeddings:
@@ -104,8 +103,8 @@ class Decoder(nnx.Module):
 
         Args:
             tokens_BT: int32 token ids.
-            positions_BT: int32 positions for the rotary embedding; None: 0, 1, 2, … in each row.
-            segment_ids_BT: int32; a token attends only inside its segment. None: one segment a row.
+            positions_BT: int32 positions for the rotary embedding. None: 0, 1, 2, … in each row.
+            segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
         """
         x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
         return self.logits(x_BTD), stats
@@ -117,7 +116,7 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics."""
+        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics, `[L]` each."""
         config, is_zigzag = self.config, self.layout.zigzag
         if is_zigzag:
             tokens_BT, positions_BT, segment_ids_BT = self._zigzag(tokens_BT, positions_BT, segment_ids_BT)
@@ -129,7 +128,7 @@ class Decoder(nnx.Module):
             return block(checkpoint_name(x_BTD, LAYER_INPUT), angles, depth, segment_ids_BT)
 
         if config.remat != "none":
-            # prevent_cse guards against the optimiser undoing the recomputation; inside a scan nothing could.
+            # Inside a scan, XLA cannot merge the recomputation with the forward pass, so prevent_cse is not needed.
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
         x_BTD = self.final_norm(x_BTD)
@@ -144,13 +143,15 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> State:
-        """Return what becomes of a state that goes through all layers, for what measures these and keeps none.
+        """Run the model, update a state by `visit` after each layer, and return the final state.
+
+        Use this method for measurements over all layers that should not store the arrays of every layer.
 
         Args:
-            visit: of a state, a layer's queries and keys as in `SelfAttention.attend`, and its output `[B, T, D]`;
-                returns the next state, of the same shapes.
-            state: arrays, of any structure.
-            tokens_BT, positions_BT, segment_ids_BT: as in `__call__`.
+            visit: Function (state, queries, keys, output) → next state, of the same shapes. Queries and keys are those
+                of `SelfAttention.attend`, and the layer's output is `[B, T, D]`.
+            state: Initial state, a tree of arrays.
+            tokens_BT, positions_BT, segment_ids_BT: As in `__call__`.
         """
         angles = self._angles(tokens_BT, positions_BT)
 
@@ -166,16 +167,17 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: Past, ids: Ids
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return `hidden`'s output for tokens that follow cached ones, and what is to be cached of them.
+        """Return the normalised output of the last layer for new tokens after cached tokens, and new cache entries.
 
         Args:
-            tokens_BT: int32 token ids.
+            tokens_BT: int32 ids of the new tokens.
             positions_BT: int32 positions for the rotary embedding.
-            past: the cache of all layers: each array with a leading layer axis.
-            ids: which tokens each sees.
+            past: Key/value cache of all layers. Each array has a leading layer axis.
+            ids: Segment and branch ids that define the attention mask.
 
         Returns:
-            `[B, T, D]`, and arrays `[L, B, T, K, …]`: what `project` of a layer's attention returns after the queries.
+            The output `[B, T, D]`, and the keys and values of the new tokens, `[L, B, T, K, …]`, as returned by
+            `SelfAttention.project`.
         """
         angles = rotary_angles(positions_BT, self.config.d_head, self.config.rope_theta)
 
@@ -196,16 +198,19 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Found]:
-        """Return `hidden`'s output, and what `of_layer` finds in rows of each layer's maps, arrays `[L, …]`.
+        """Return the normalised output of the last layer, and the results of `of_layer` on attention weights.
 
-        One layer's rows exist at a time, `[B, C, H, G, T]` of logits and as much of maps, float32: stack few of them.
+        Only one layer's weights exist at a time: float32 logits `[B, C, H, G, T]` and weights `[B, C, H, T]`. The
+        results of all layers are stacked, so `of_layer` should reduce its input.
 
         Args:
             tokens_BT: int32 token ids.
-            queries_BC: int32: the tokens of each row whose maps to look at.
-            of_layer: a pure function to arrays.
-            positions_BT: as in `__call__`, and so are segments.
-            segment_ids_BT: see there.
+            queries_BC: int32 positions of the selected queries in each row.
+            of_layer: Pure function from the attention weights of a layer's selected queries to a tree of arrays.
+            positions_BT, segment_ids_BT: As in `__call__`.
+
+        Returns:
+            The output `[B, T, D]`, and the results of `of_layer` with a leading axis `[L]`.
         """
         angles = self._angles(tokens_BT, positions_BT)
 
@@ -218,7 +223,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), found
 
     def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return shapes and dtypes of what `extend` has cached of one token in each of so many rows."""
+        """Return the shapes and dtypes of the cache entries (`extend`) for one token in each of `rows` rows."""
         config = self.config
 
         def entries() -> tuple[jax.Array, ...]:
@@ -233,7 +238,10 @@ class Decoder(nnx.Module):
         return jax.eval_shape(entries)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return float32 logits `[B, T, V]` of `hidden`'s output: for few tokens; losses never hold them all."""
+        """Return float32 logits `[B, T, V]`, given the output of `hidden`.
+
+        Call this method for few tokens only. Losses compute logits in chunks instead.
+        """
         return jnp.einsum(
             "BTD,VD->BTV",
             x_BTD,
@@ -243,7 +251,7 @@ class Decoder(nnx.Module):
         )
 
     def unembedding(self) -> jax.Array:
-        """Return the float32 table `[V, D]` that turns hidden states into logits."""
+        """Return the float32 matrix `[V, D]` that maps hidden states to logits."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
 
     def _angles(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> Angles:
@@ -260,7 +268,7 @@ class Decoder(nnx.Module):
         return tokens_BT, positions_BT, None if segment_ids_BT is None else context.to_zigzag(segment_ids_BT)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
-        # In float32: the gradient of a common token is a sum of thousands of terms.
+        # The lookup is in float32, because the gradient of a frequent token is a sum of thousands of terms.
         tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)

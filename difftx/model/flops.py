@@ -1,16 +1,16 @@
-"""Parameters, FLOPs and memory of a config, on paper: nothing is computed on a device.
+"""FLOPs and memory of a config, computed by formulas without a device.
 
-Model FLOPs count what the mathematics needs, not what a kernel executes, so that both architectures are held to the
-same number. A differential head needs, for each pair of tokens, two products of width d for its maps and one of
-width 2d for (A1 - λ A2) V: as many as the two softmax heads it replaces. Maps are counted once, however often a kernel
-makes them: A2 of grouped differential attention once for all of its signal heads.
+Model FLOPs are those that the mathematics requires, not those that a kernel executes, so that all architectures are
+measured by the same rule. For each pair of tokens, a differential head needs two products of width d for its logits
+and one product of width 2d for (A1 - λ A2) V. This equals the cost of the two softmax heads that it replaces. Attention
+weights count once even if a kernel recomputes them: in grouped differential attention, A2 counts once for all signal
+heads that share it.
 """
 
-import dataclasses
-
 from difftx.config import Config, ModelConfig
+from difftx.model.abstract import count_parameters
 
-# Peak dense bf16 FLOP/s of a device kind as jax names it (vendors' data sheets). No entry: no MFU, rather than a guess.
+# JAX's device kind → peak dense bf16 FLOP/s, from the vendors' data sheets. Devices without an entry report no MFU.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -24,40 +24,12 @@ PEAK_FLOPS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """Numbers of parameters."""
-
-    embedding: int  # One table if tied, else two.
-    projections: int  # Matrices of all layers: attention and MLP.
-    vectors: int  # Norm gains and λ vectors.
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.embedding + self.projections + self.vectors
-
-
-def count_parameters(config: ModelConfig) -> Parameters:
-    """Count the parameters of a `Decoder`, to the last one."""
-    D, d, H, groups = config.d_model, config.d_head, config.num_heads, config.groups
-    query, key_and_value = D * config.query_heads * d, 2 * D * config.kv_heads * groups * d
-    layer = query + key_and_value + H * groups * d * D + 3 * D * config.mlp_dim
-    layer += {"diff_v2": D * H, "gated": D * H * d}.get(config.architecture, 0)  # λ of each token; the gate.
-    vectors = (4 * d if config.has_lambda_vectors else 0) + (H if config.architecture == "sink" else 0)
-    head_norm = {"rms_affine": groups * d, "scalar": 1}.get(config.head_norm, 0)
-    return Parameters(
-        embedding=config.vocab_size * D * (1 if config.tie_embeddings else 2),
-        projections=config.num_layers * layer,
-        vectors=config.num_layers * (2 * D + vectors + head_norm) + D,
-    )
-
-
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
-    """Return the model FLOPs of training on one token: 6 N + 12 L T d, or 6 L T d where `causal` halves attention.
+    """Return the model FLOPs of training on one token, 6 N + 6 L T w, or 6 N + 3 L T w if `causal`.
 
-    N: parameters in matrix products, the unembedding among them; d = heads × head width; T tokens a row. In general
-    12 d stands for 6 × (width of all queries + width of all values that maps are multiplied with).
+    N is the number of parameters in matrix products, including the unembedding, L the number of layers and T the
+    sequence length. w is the total width of all queries plus the total width of all values that attention weights
+    multiply. For softmax attention with total head width d, w = 2 d gives the usual term 12 L T d.
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.vocab_size * config.d_model
@@ -67,15 +39,16 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return bytes of the train state: parameters, two Adam moments and the gradient, float32 each."""
+    """Return the bytes of the parameters, both Adam moments and the gradient, float32 each."""
     return 16 * count_parameters(config).total
 
 
 def activation_bytes(config: Config, rows: int) -> int:
-    """Estimate bytes kept for the backward pass of one microbatch of `rows` rows, and its logits.
+    """Estimate the bytes that the device stores for the backward pass of one microbatch of `rows` rows.
 
-    A layer keeps its input ("full" remat; "offload": on the host), or its matrix products too ("dots"), or all of its
-    intermediate values (counted as three times the products). Logits are float32, once, with their gradient.
+    `model.remat` selects what a layer stores: "full" its input, "offload" nothing on the device, "dots" its input and
+    matrix products, "none" all intermediate values, counted as the input and three times the products. The estimate
+    includes float32 logits and their gradient.
     """
     model = config.model
     tokens = rows * config.data.sequence_length

@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU, rotary embedding and the initialisers of projections."""
+"""RMSNorm, SwiGLU, rotary embedding and initialised parameters."""
 #   B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from difftx.parallel.layout import Layout
 
 
 def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """Divide by the root mean square over the last axis, in float32; returns the dtype of `x`."""
+    """Divide `x` by its root mean square over the last axis, in float32, and return the dtype of `x`."""
     x_f32 = x.astype(jnp.float32)
     return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -23,16 +23,16 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, eps: float, layout: Layout):
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+        self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last axis of `x`, of the gain's width."""
+        """Normalise the last axis of `x` and multiply by the gain."""
         gain = jnp.expand_dims(self.scale[...].astype(x.dtype), tuple(range(x.ndim - 1)))
         return rms_normalize(x, self.eps) * gain
 
 
 class SwiGLU(nnx.Module):
-    """(silu(x W_gate) ∘ x W_up) W_down, Eq. 5 of arXiv 2410.05258."""
+    """The MLP (silu(x W_gate) ∘ x W_up) W_down, Eq. 5 of arXiv 2410.05258."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.layout = layout
@@ -42,7 +42,7 @@ class SwiGLU(nnx.Module):
         self.down_FD = projection(config, (F, D), 1, layout.mlp_out_FD, rngs=rngs, output=True)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Return `[B, T, D]` in the dtype of `x_BTD`."""
+        """Return the output of the MLP, `[B, T, D]` in the dtype of `x_BTD`."""
         layout, dtype = self.layout, x_BTD.dtype
         gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF.astype(dtype), out_sharding=layout.act_BTF)
         up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(dtype), out_sharding=layout.act_BTF)
@@ -59,22 +59,36 @@ def projection(
     rngs: nnx.Rngs,
     output: bool = False,
 ) -> nnx.Param:
-    """Return a float32 weight whose first `inputs` axes are contracted; `output`: it ends a residual branch."""
+    """Return an initialised float32 weight.
+
+    Args:
+        config: Config of the model, which selects the initialisation.
+        shape: Shape of the weight.
+        inputs: Number of leading axes that the product contracts.
+        spec: Sharding of the weight.
+        rngs: Random number generators.
+        output: Whether the weight is the last of a residual branch, which `model.zero_init_output` starts at zero.
+    """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:
         init = jax.nn.initializers.zeros
     elif config.init == "fan_in":
-        # torch's Linear default, U(±1/√fan_in): what the official code trains from.
+        # U(±1/√fan_in) is the default of torch's Linear, which the official code uses.
         init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
     else:
         init = jax.nn.initializers.normal(config.init_std)
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec))
 
 
-def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Return cosines and sines, float32, `positions.shape + (width / 2,)` (arXiv 2104.09864).
+def vector(value: jax.Array) -> nnx.Param:
+    """Return a parameter without weight decay that stays float32 in inference: a norm gain, a λ vector or a sink."""
+    return nnx.Param(value, is_vector=True)
 
-    float32 throughout: bfloat16 rounds position 257 to 256.
+
+def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Return the cosines and sines of the rotary embedding (arXiv 2104.09864), `positions.shape + (width / 2,)`.
+
+    All values are float32, because bfloat16 rounds position 257 to 256.
     """
     frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
@@ -82,9 +96,10 @@ def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.A
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn channel i with channel i + d/2 of `x`, `[B, T, heads…, d]`, by angles of `[B or 1, T, d/2]`.
+    """Rotate channels i and i + d/2 of `x`, `[B, T, heads…, d]`, as a pair, by angles `[B or 1, T, d/2]`.
 
-    Half-split pairs, as in Hugging Face; the official code turns neighbours (2i, 2i + 1), a permutation of channels.
+    Hugging Face uses the same half-split pairs. The official code rotates neighbouring channels 2i and 2i + 1, which
+    is equivalent up to a permutation of the channels.
     """
     head_axes = tuple(range(2, x.ndim - 1))
     cos, sin = (jnp.expand_dims(a, head_axes) for a in angles)

@@ -1,1 +1,1 @@
-"""Where arrays live."""
+"""Device meshes, array sharding and the coordination of processes."""

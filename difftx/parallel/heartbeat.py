@@ -1,7 +1,7 @@
-"""How a process notices that another one has gone, or that it makes no progress itself.
+"""Detection of processes that have died or that make no progress.
 
-A collective that one process never enters hangs the others for ever and says nothing (jax issue 38503). So each of
-several processes runs a `Heartbeat` from its start, and a training a `Monitor`.
+If one process never enters a collective, the other processes hang forever without a message (jax issue 38503). With
+several processes, each one therefore runs a `Heartbeat` from its start. Each training process also runs a `Monitor`.
 """
 
 import atexit
@@ -17,70 +17,73 @@ import traceback
 from types import TracebackType
 from typing import Any, Self
 
-from jax._src import distributed  # The coordination service's client: jax has no public name for it.
+from jax._src import distributed  # For the coordination service's client, which has no public name.
 
 from difftx.config import MultihostConfig
 from difftx.errors import explained
 
-# JAX has a heartbeat too. It aborts the process (exit code 134) and names no host. JAX beats twice per timeout, so it
-# may notice a frozen process after half of its timeout. With this multiple of our timeout, `Heartbeat` comes first.
+# JAX's own heartbeat aborts the process (exit code 134) and names no host. It beats twice per timeout, so it may notice
+# a frozen process after half of its timeout. JAX gets this multiple of our timeout, so that `Heartbeat` acts first.
 JAX_FACTOR = 4
-_heartbeat: "Heartbeat | None" = None  # Of this process; None where it is the only one.
+_heartbeat: "Heartbeat | None" = None  # Heartbeat of this process; None if it is the only process.
 
 
 def start(timeout_seconds: float) -> None:
-    """Start this process's heartbeat, once it has joined the others."""
+    """Start the heartbeat of this process, after the process has joined the other processes."""
     global _heartbeat
     _heartbeat = Heartbeat(timeout_seconds)
 
 
 def service() -> Any:
-    """Return this process's client of the coordination service; None before it has joined and after it has left."""
+    """Return this process's client of the coordination service; None before joining and after leaving the service."""
     return distributed.global_state.client
 
 
 def who_am_i() -> str:
-    """Return host and process id."""
+    """Return the host name and the process id as text."""
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def outlast_the_others() -> None:
-    """Wait in process 0 until the others have ended too: its end ends the coordinator, and so JAX aborts the others."""
+    """Wait in process 0 for the other processes to end.
+
+    Process 0 runs the coordination service, and JAX would abort the other processes when the service ends.
+    """
     if _heartbeat is not None and distributed.global_state.process_id == 0:
         time.sleep(3 * _heartbeat.period)
 
 
 @dataclasses.dataclass
 class Peer:
-    """What another process last said of itself."""
+    """The last message from another process."""
 
     text: str
-    heard: float  # time.monotonic() of when its text last changed.
+    heard: float  # time.monotonic() of the last change of `text`.
 
 
 class Heartbeat:
-    """Threads that tell the other processes that this one lives, and end it when one of them has gone silent."""
+    """Threads that send this process's heartbeat, and end this process when another process falls silent."""
 
     def __init__(self, timeout_seconds: float):
         self.period = timeout_seconds / 10
-        self.step = 0  # That this process got to, for the others to know.
+        self.step = 0  # Last step of this process, sent with the heartbeat.
         state, now = distributed.global_state, time.monotonic()
         self._timeout, self._me, self._count = timeout_seconds, state.process_id, state.num_processes
         self._peers = {process: Peer("", now) for process in range(self._count) if process != self._me}
         self._coordinator_heard = now
         self._ended = threading.Event()
-        # Two threads: where process 0 is frozen, a call to it does not return.
+        # Two threads, because a call to the service does not return while process 0 is frozen.
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._watch)]
         for thread in self._threads:
             thread.start()
-        # Python ends a daemon thread wherever it is at the exit. Inside of JAX's C++ that aborts the process.
+        # At exit, Python stops a daemon thread wherever it is. Inside JAX's C++ code, this aborts the process.
         atexit.register(self._end)
 
     def silent_peers(self, seconds: float) -> list[str]:
-        """Return the processes that have said nothing for so long, in words."""
+        """Return a description of each process that has been silent for more than `seconds`."""
         now = time.monotonic()
         silence = now - self._coordinator_heard
-        if self._me != 0 and silence > seconds:  # It is through process 0 that the others are heard.
+        if self._me != 0 and silence > seconds:  # All messages pass through process 0.
             where = distributed.global_state.coordinator_address
             return [f"process 0, the coordinator at {where}, has been silent for {silence:.0f} s"]
         return [
@@ -93,7 +96,7 @@ class Heartbeat:
     def _end(self) -> None:
         self._ended.set()
         for thread in self._threads:
-            thread.join(3 * self.period)  # A call to a frozen process 0 does not return.
+            thread.join(3 * self.period)  # Timeout for a call that does not return because process 0 is frozen.
 
     def _watch(self) -> None:
         while not self._ended.wait(self.period):
@@ -107,12 +110,12 @@ class Heartbeat:
                 return
 
     def _exchange(self, tick: int) -> None:
-        """Say that this process lives, and listen to the others."""
+        """Send this process's message, and read the messages of the other processes."""
         client = service()
         try:
             client.key_value_set(f"difftx/alive/{self._me}", f"{who_am_i()} at step {self.step} tick {tick}", True)
             heard = client.key_value_dir_get("difftx/alive")
-        except Exception:  # One lost message is not a lost process, whatever the service calls it. `_watch` counts.
+        except Exception:  # A lost message is not yet a lost process: `_watch` measures how long a process is silent.
             return
         self._coordinator_heard = time.monotonic()
         for key, text in heard:
@@ -122,10 +125,10 @@ class Heartbeat:
 
 
 class Monitor:
-    """A thread that ends this process, and prints its stacks, when it makes no progress.
+    """A thread that prints all stacks and ends this process when the process makes no progress.
 
-    As a context manager it also says who has gone when an error ends the block, which is how a collective ends when one
-    of the processes in it has died.
+    As a context manager, the monitor also names the silent processes when an error ends the block. A collective ends
+    with an error when one of its processes has died.
     """
 
     def __init__(self, config: MultihostConfig):
@@ -136,7 +139,7 @@ class Monitor:
         self._thread.start()
 
     def beat(self, step: int) -> None:
-        """Note that this process got as far as `step`."""
+        """Record that this process has reached `step`."""
         self._step, self._beat = step, time.monotonic()
         if _heartbeat is not None:
             _heartbeat.step = step
@@ -146,7 +149,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if error is not None and _heartbeat is not None and explained(error) is None:
-            # At once: on the way out JAX would wait for the processes that are no more.
+            # End now: a normal exit would wait in JAX for processes that no longer exist.
             traceback.print_exception(error)
             time.sleep(3 * _heartbeat.period)
             _give_up("; ".join(_heartbeat.silent_peers(2 * _heartbeat.period)) or f"{type(error).__name__}: {error}")
@@ -164,7 +167,7 @@ class Monitor:
 
 
 def _give_up(reason: str) -> None:
-    """End the process at once: its main thread is inside a call that never returns."""
+    """Print the reason and all stacks, and end the process even if its main thread is in a call that never returns."""
     me = distributed.global_state.process_id
     print(f"error: process {me} stops: {reason}; stacks of all threads:", file=sys.stderr)
     faulthandler.dump_traceback(sys.stderr, all_threads=True)

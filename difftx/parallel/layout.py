@@ -1,4 +1,4 @@
-"""How every array of the model is cut over the mesh, in one place.
+"""The sharding of all arrays of the model over the mesh.
 
 B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = query/key groups of a head (A1 and A2),
 d = width of a (sub-)head, E = width of a value head, F = hidden width of the MLP, V = vocabulary.
@@ -14,19 +14,20 @@ BATCH = ("data", "fsdp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """PartitionSpecs of weights (one layer's; the scan adds a leading, uncut axis) and activations."""
+    """PartitionSpecs of one layer's weights and of activations. The scan over layers adds a leading, unsharded axis."""
 
     embedding_VD: P = P("tensor", "fsdp")
     query_DHGd: P = P("fsdp", "tensor", None, None)
     key_DKGd: P = P("fsdp", "tensor", None, None)
     value_DKE: P = P("fsdp", "tensor", None)
     output_HED: P = P("tensor", None, "fsdp")
-    lambda_DH: P = P("fsdp", "tensor")  # V2's λ of each token and head.
+    lambda_DH: P = P("fsdp", "tensor")  # Projection to V2's λ of each token and head.
     mlp_in_DF: P = P("fsdp", "tensor")
     mlp_out_FD: P = P("tensor", "fsdp")
-    vector: P = P()  # Norm gains, λ vectors, sinks: a few kilobytes, on every device.
+    vector: P = P()  # Norm gains, λ vectors and sinks: a few kilobytes, replicated.
 
-    # Tokens travel to the columns of the embedding, not its columns to the tokens: far fewer bytes, forward and back.
+    # The embedding lookup. Each device looks up tokens in its own columns of the embedding and exchanges the results:
+    # far fewer bytes than gathering the columns, in the forward and in the backward pass.
     lookup_BT: P = P("data", "context")
     lookup_BTD: P = P("data", "context", "fsdp")
 
@@ -36,36 +37,36 @@ class Layout:
     act_BTHE: P = P(BATCH, "context", "tensor", None)
     act_BTH: P = P(BATCH, "context", "tensor")
     act_BTF: P = P(BATCH, "context", "tensor")
-    logits_BTV: P = P(BATCH, None, "tensor")  # Of few tokens: a loss has its own, in chunks.
+    logits_BTV: P = P(BATCH, None, "tensor")  # Logits of a few tokens; a loss computes its own in chunks.
 
-    # In attention each device holds whole rows of a share of the heads: tokens are exchanged for heads over `context`
-    # (DeepSpeed Ulysses, arXiv 2309.14509), so that kernels, masks and load balance stay those of one device. Or rows
-    # stay cut, and keys and values are gathered (`kernels/context.py`): see `Layout.of`.
+    # Operands of attention. By default each device holds whole rows of a share of the heads: tokens are exchanged for
+    # heads over `context` (DeepSpeed Ulysses, arXiv 2309.14509), so kernels, masks and load balance stay those of one
+    # device. Alternatively rows stay sharded, and keys and values are gathered (`kernels/context.py`): see `Layout.of`.
     attend_BTHGd: P = P(BATCH, None, ("tensor", "context"), None, None)
     attend_BTHE: P = P(BATCH, None, ("tensor", "context"), None)
-    zigzag: bool = False  # Between embedding and last norm tokens stand in zig-zag order.
+    zigzag: bool = False  # Between the embedding and the last norm, tokens are in zig-zag order.
 
-    # A layer's cached keys [L, B, K, …] and values: rows and heads as in attention.
+    # Cached keys and values [L, B, K, …]: rows and heads are sharded as in attention.
     cache_LBK: P = P(None, BATCH, ("tensor", "context"))
 
     @classmethod
     def of(cls, context_method: Literal["heads", "gather", "zigzag"]) -> "Layout":
-        """Return the layout to train in: how attention crosses `context`, a field of the config."""
+        """Return the layout for training. `mesh.context_method` selects how attention communicates along `context`."""
         if context_method == "heads":
             return cls()
         rows_cut = {"attend_BTHGd": cls.act_BTHGd, "attend_BTHE": cls.act_BTHE, "cache_LBK": P(None, BATCH, "tensor")}
         return cls(**rows_cut, zigzag=context_method == "zigzag")
 
     def with_whole_rows(self) -> "Layout":
-        """Return a layout where each device attends whole rows of its heads, as those who look at maps must."""
+        """Return a layout with whole rows on each device in attention, as required to read attention weights."""
         if self.attend_BTHE[1] is None:
             return self
-        # Heads need not divide by `context`: its devices all do the same.
+        # `context` need not divide the number of heads: its devices all repeat the same work.
         whole = {"attend_BTHGd": P(BATCH, None, "tensor", None, None), "attend_BTHE": P(BATCH, None, "tensor", None)}
         return dataclasses.replace(self, **whole, zigzag=False)
 
     def for_inference(self) -> "Layout":
-        """Return a layout for tokens that come one by one or in small chunks: `context` cuts at most heads."""
+        """Return a layout for tokens that come one by one or in small chunks. `context` shards at most the heads."""
         return dataclasses.replace(
             self.with_whole_rows(),
             lookup_BT=P("data", None),

@@ -16,10 +16,10 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh of a config over all devices; an axis of -1 takes what the others leave.
+    """Return the mesh of a config over all devices. An axis of size -1 takes the remaining devices.
 
     Raises:
-        UserError: the axes do not multiply to the number of devices, or the slices do not cut them.
+        UserError: the axes do not multiply to the number of devices, or `mesh.slices` does not fit the devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
@@ -31,18 +31,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise UserError(
             f"{asked}: they do not multiply to the {len(devices)} devices here; {_fitting(config, len(devices))}"
         )
-    # Explicit: every array's type carries its sharding, so Adam's moments are born where the parameters are, and a
-    # mismatch is an error while tracing rather than a silent all-gather.
+    # Explicit: every array's type carries its sharding, so Adam's moments are created where the parameters are, and
+    # a mismatch is an error while tracing rather than a silent all-gather.
     types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     if config.slices > 1:
         return jax.sharding.Mesh(_sliced(config.slices, sizes, devices), AXES, types)
-    # Split axes of the torus where they must be (8 × 8 on 4 × 4 × 4), rather than refuse.
+    # Allow a mesh that has to split axes of the physical torus, such as 8 × 8 on 4 × 4 × 4.
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return jax.sharding.Mesh(placed, AXES, types)
 
 
 def _fitting(config: MeshConfig, devices: int) -> str:
-    """Return which axis to change, and to what, so that the mesh covers the devices: the one farthest from 1."""
+    """Return a hint, for an error, to change one axis so that the mesh covers the devices. Prefer the largest axis."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
@@ -54,12 +54,12 @@ def _fitting(config: MeshConfig, devices: int) -> str:
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Number of shards along the batch axis."""
+    """Return the number of shards along the batch axis."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` where a sharded dimension does not divide by its mesh axes."""
+    """Raise `UserError` if a sharded dimension does not divide by its mesh axes."""
     rows, shards = config.batch_rows // config.train.accumulation, batch_shards(mesh)
     _check("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp")
     length, context = config.data.sequence_length, mesh.shape["context"]
@@ -70,7 +70,7 @@ def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_model_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` where a dimension of the model does not divide by its mesh axes."""
+    """Raise `UserError` if a dimension of the model does not divide by its mesh axes."""
     model, tensor, fsdp, context = config.model, mesh.shape["tensor"], mesh.shape["fsdp"], mesh.shape["context"]
     _check("model.d_model", model.d_model, None, fsdp, "mesh.fsdp")
     _check("model.num_heads", model.num_heads, None, tensor, "mesh.tensor")
@@ -93,7 +93,10 @@ def _check(field: str, size: int, shown: str | None, parts: int, axes: str, hint
 
 
 def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Return the devices `[data, fsdp, context, tensor]`, whole slices along `data`: only it crosses the network."""
+    """Return the devices as `[data, fsdp, context, tensor]`, with whole slices along `data`.
+
+    Only communication along `data` then crosses the network between slices.
+    """
     per_slice = [sizes[0] // slices, *sizes[1:]]
     found = {getattr(device, "slice_index", None) for device in devices}
     if sizes[0] % slices or len(found) != slices:

@@ -1,7 +1,7 @@
-"""Several processes that train one model: how they start, wait for each other, agree, and stop.
+"""Coordination of several processes that train one model: start, barriers, agreement and stop.
 
-The engine is JAX's own, `jax.distributed`, and its coordination service: a server in process 0 with barriers and a
-key-value store.
+The functions use `jax.distributed` and its coordination service, a server in process 0 with barriers and a key-value
+store.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 import jax
-from jax._src import distributed  # The coordination service's client: jax has no public name for it.
+from jax._src import distributed  # For the coordination service's client, which has no public name.
 from jax.experimental import multihost_utils
 
 from difftx.config import MultihostConfig
@@ -42,9 +42,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
-    """Join the other processes, if there are any, before JAX looks for devices.
+    """Join the other processes, if there are any. Call this function before JAX looks for devices.
 
-    Ends the process with exit code 2 when not all came within `multihost.initialization_timeout_seconds`.
+    If not all processes join within `multihost.initialization_timeout_seconds`, end the process with exit code 2.
 
     Raises:
         UserError: flags are missing or wrong.
@@ -56,10 +56,10 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
         _refuse_a_lone_start()
         _require_devices()
         return
-    # CPU devices have collectives only through a library; other devices do not read this.
+    # CPU devices need a library for collectives. Other devices ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeout = config.initialization_timeout_seconds
-    # JAX aborts with a stack dump when its own timeout is over, and cannot be stopped from that: be earlier.
+    # When its own timeout expires, JAX aborts with a stack dump, which cannot be prevented. This timer expires earlier.
     patience = threading.Timer(timeout, _give_up_start, [timeout])
     patience.daemon = True
     patience.start()
@@ -82,10 +82,10 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
 
 
 def _require_devices() -> None:
-    """Raise `UserError` where JAX finds no device of the platforms that JAX_PLATFORMS names."""
+    """Raise `UserError` if JAX finds no device of the platforms that JAX_PLATFORMS names."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX 0.12 asserts where it lacks the plugin.
+    except (RuntimeError, AssertionError) as error:  # JAX 0.12 raises AssertionError if the plugin is missing.
         asked = os.environ.get("JAX_PLATFORMS", "")
         why = f" ({str(error).splitlines()[0]})" if str(error) else ""
         raise UserError(
@@ -95,21 +95,21 @@ def _require_devices() -> None:
 
 
 def is_lead() -> bool:
-    """Whether this process writes the files and the lines that need to be written once."""
+    """Return whether this is the primary process, process 0, which alone writes shared files and messages."""
     return jax.process_index() == 0
 
 
 def say(text: str) -> None:
-    """Print from one process, control characters as escapes."""
+    """Print a text from the primary process, with control characters escaped."""
     if is_lead():
         print(printable(text), flush=True)
 
 
 def barrier(name: str, timeout_seconds: float) -> None:
-    """Wait until every process is at the barrier `name`; each name is used once.
+    """Wait until every process has reached the barrier `name`. Use each name only once.
 
     Raises:
-        TimeoutError: not all came in time; says which.
+        TimeoutError: not all processes came in time, or the barrier failed. The message names the absent processes.
     """
     if jax.process_count() == 1:
         return
@@ -117,7 +117,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
     client.key_value_set(f"{folder}/{jax.process_index()}", who_am_i())
     try:
         client.wait_at_barrier(f"difftx {name}", int(timeout_seconds * 1000))
-    except Exception as error:  # Whatever the service calls its errors, the list of who came is what helps.
+    except Exception as error:  # Whatever the error is, the list of absent processes helps most.
         here = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
         heartbeat.outlast_the_others()
         absent = [str(process) for process in range(jax.process_count()) if process not in here]
@@ -130,12 +130,12 @@ def barrier(name: str, timeout_seconds: float) -> None:
 
 
 def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
-    """Return what `decide` returns, as JSON, in process 0, where alone it is called; the others wait for the answer.
+    """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
-    All processes must ask the same questions in the same order.
+    The other processes wait for the result. All processes must make the same calls in the same order.
 
     Raises:
-        UserError, RunError: `decide` raised it, or an error of the operating system that becomes it; in every process.
+        UserError, RunError: `decide` raised this error, or an error that `explained` converts. Every process raises it.
     """
     if jax.process_count() == 1:
         return decide()
@@ -160,36 +160,36 @@ def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
-    """Return what `make` returns, once every process has described what it made by equal fields.
+    """Return the result of `make` after all processes have described their results by equal fields.
 
-    If `make` fails in one process, all of them end here, where they wait for each other anyway. They would never come
-    out of a later collective.
+    If `make` fails in one process, all processes end here, where they wait for each other anyway. In a later collective
+    they would hang forever.
 
     Args:
-        what: name of the comparison.
-        make: called in every process.
-        describe: returns the name and the value, as JSON, of each field that must be equal in all processes.
-        timeout_seconds: until every process must have made its own.
+        what: Name of the comparison, for messages.
+        make: Function to call in every process.
+        describe: Returns the fields that must be equal in all processes, as names and JSON values.
+        timeout_seconds: Time in which all processes must have called `make`.
 
     Raises:
-        UserError: a field differs; the message is the same in every process. Or `make` raised it, here or elsewhere.
-        RunError: `make` raised something else in another process, or not all processes came in time.
+        UserError: a field differs, with the same message in every process, or `make` raised `UserError` in any process.
+        RunError: `make` raised another error in another process, or not all processes came in time.
     """
     if jax.process_count() == 1:
         return make()
-    name = f"agreement {next(_decisions)} on {what}"  # A barrier's name is used once.
+    name = f"agreement {next(_decisions)} on {what}"  # The name of each barrier must be unique.
     client, folder, me = service(), f"difftx/{name}", jax.process_index()
     notice: dict[str, Any] = {"who": f"process {me} of {jax.process_count()} ({who_am_i()})"}
     try:
         made = make()
         fields = describe(made)
         notice["sha256"] = json_sha256(fields)
-    except Exception as error:  # The others must learn of it, whatever it is.
+    except Exception as error:  # The other processes must learn of any error.
         explanation = explained(error)
         text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
         notice["failure"] = [isinstance(explanation, UserError), text]
         client.key_value_set(f"{folder}/{me}", json.dumps(notice))
-        with contextlib.suppress(TimeoutError):  # The others must not come too late to read it.
+        with contextlib.suppress(TimeoutError):  # Wait until the other processes can read the notice.
             barrier(name, timeout_seconds)
         raise
     client.key_value_set(f"{folder}/{me}", json.dumps(notice))
@@ -212,33 +212,34 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
 
 
 class Interrupt:
-    """Notes a SIGTERM or Ctrl-C to any process; the loop asks for it between steps. A later one acts at once.
+    """A record of SIGTERM or Ctrl-C to any process, which the training loop checks between steps.
 
-    What comes within a second of the first is the same request: who stops a job often signals a process twice, by its
-    group and by itself, and Linux repeats the signal at a parent's death for each of the parent's threads.
+    A second signal acts immediately, unless it comes within one second of the first: it then counts as the same
+    request. Job schedulers often signal a process twice, through its process group and directly. Linux repeats the
+    signal at a parent's death for each of the parent's threads.
     """
 
     def __init__(self):
-        self._received: float | None = None  # time.monotonic() of the first.
-        self._agreed = False  # Several processes: that they stop after the step that was asked about.
-        # With several processes JAX listens for SIGTERM itself, and lets all of them stop after the same step.
+        self._received: float | None = None  # time.monotonic() of the first signal.
+        self._agreed = False  # With several processes: all have agreed to stop.
+        # With several processes, JAX itself handles SIGTERM and makes all processes stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
 
     def requested(self, step: int) -> bool:
-        """Whether to stop after `step`; all processes must ask about every step, and get the same answer."""
+        """Return whether to stop after `step`. All processes must call this for every step, and get the same result."""
         if jax.process_count() == 1:
             return self._received is not None
         if not self._agreed and multihost_utils.reached_preemption_sync_point(step):
             self._agreed = True
-            # JAX has seen the first SIGTERM and would take no notice of another.
+            # JAX has handled the first SIGTERM and would ignore another one.
             self._received = self._received or time.monotonic()
             signal.signal(signal.SIGTERM, self._receive)
             self._previous[signal.SIGTERM] = signal.SIG_DFL
         return self._agreed
 
     def close(self) -> None:
-        """Put the earlier handlers back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -253,7 +254,10 @@ class Interrupt:
 
 
 def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
-    """Return where the fields of process `other` are not those of process 0; all processes call this with their own."""
+    """Return a description of the first field that differs between process 0 and process `other`.
+
+    All processes must call this function with their own fields.
+    """
     client, folder = service(), f"difftx/{name}"
     if jax.process_index() in (0, other):
         client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(fields))
@@ -267,8 +271,8 @@ def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_
 
 
 def _refuse_a_lone_start() -> None:
-    """Notice the usual mistake: the command was started on one host of a pod, or once a task without --distributed."""
-    # JAX may have put a sentence there instead of names.
+    """Raise `UserError` if the command runs on one host of a pod, or once per Slurm task, without --distributed."""
+    # JAX may have set the variable to a sentence instead of host names.
     hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
     tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
     what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)

@@ -1,4 +1,4 @@
-"""Mesh, remat policy and microbatches by hardware and size: what `mesh.preset = "auto"` puts into a config."""
+"""Presets of mesh, remat policy and microbatches for kinds of hardware and model sizes (`mesh.preset = "auto"`)."""
 
 import dataclasses
 from typing import Literal
@@ -9,19 +9,19 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A rule for one kind of device and models of up to a size."""
+    """A rule for one kind of device and for models up to a maximum size."""
 
-    kind: str  # How the device's kind begins, as jax names it.
-    parameters: float  # Largest model.
-    fsdp: int  # Most shards of the parameters; devices beyond them hold copies.
+    kind: str  # Prefix of the device kind, as JAX names it.
+    parameters: float  # Largest number of model parameters.
+    fsdp: int  # Largest number of parameter shards. Further devices hold replicas.
     tensor: int
     remat: Literal["none", "dots", "full"]
-    tokens: int  # Most tokens of a microbatch on a device.
+    tokens: int  # Largest number of tokens in a microbatch, per device.
 
 
-# The first rule that fits is taken. What a comment names was compiled by `difftx plan`: see docs/operations.md. `fsdp`
-# is small because libtpu turns gathers into all-reduces of twice the bytes where the group spans a whole 3D torus or
-# the shards have fewer than 128 columns.
+# The first rule that matches applies. Comments name the topologies for which `difftx plan` compiled the rule: see
+# docs/operations.md. `fsdp` is small because libtpu turns gathers into all-reduces of twice the bytes if the group
+# spans a whole 3D torus or if the shards have fewer than 128 columns.
 PRESETS = (
     Preset(kind="TPU v5 lite", parameters=1e9, fsdp=8, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
     Preset(kind="TPU v5 lite", parameters=3e9, fsdp=8, tensor=1, remat="full", tokens=4096),  # v5e:8x8, 8x8*2
@@ -32,26 +32,26 @@ PRESETS = (
     Preset(kind="TPU v5", parameters=14e9, fsdp=16, tensor=1, remat="dots", tokens=8192),  # v5p:4x4x4
     Preset(kind="TPU v4", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # Not compiled.
     Preset(kind="TPU v6", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=8192),  # Not compiled.
-    Preset(kind="NVIDIA H200", parameters=4e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # Counted, not run.
-    Preset(kind="NVIDIA H200", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=16_384),  # Counted, not run.
-    Preset(kind="NVIDIA H100", parameters=14e9, fsdp=32, tensor=1, remat="full", tokens=8192),  # Counted, not run.
+    Preset(kind="NVIDIA H200", parameters=4e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # Estimated, not run.
+    Preset(kind="NVIDIA H200", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=16_384),  # Estimated, not run.
+    Preset(kind="NVIDIA H100", parameters=14e9, fsdp=32, tensor=1, remat="full", tokens=8192),  # Estimated, not run.
     Preset(kind="cpu", parameters=14e9, fsdp=8, tensor=1, remat="none", tokens=4096),  # make quickstart
 )
 
 
 def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) -> Config:
-    """Return the config with mesh, remat policy and accumulation of the rule for its devices and size.
+    """Return the config with the mesh, remat policy and accumulation of the first rule that matches.
 
-    A config whose `mesh.preset` is "none" is returned as it is. The context axis and the slices stay as configured.
+    A config whose `mesh.preset` is "none" is returned unchanged. The context axis and the slices stay as configured.
 
     Args:
-        config: of the run.
-        kind: of the devices, as jax names it.
-        devices: how many.
-        parameters: of the model.
+        config: Config of the run.
+        kind: Kind of the devices, as JAX names it.
+        devices: Number of devices.
+        parameters: Number of parameters of the model.
 
     Raises:
-        UserError: there is no rule.
+        UserError: no rule matches.
     """
     if config.mesh.preset == "none":
         return config
@@ -67,7 +67,7 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
     per_slice = devices // (tensor * config.mesh.context * config.mesh.slices)
     fsdp = max((n for n in range(1, min(preset.fsdp, per_slice) + 1) if per_slice % n == 0), default=1)
     data = devices // (fsdp * tensor * config.mesh.context)
-    rows = config.batch_rows // (data * fsdp)  # A device's, of an update.
+    rows = config.batch_rows // (data * fsdp)  # Rows per device and update.
     wanted = preset.tokens * config.mesh.context
     counts = [n for n in range(1, rows + 1) if rows % n == 0]
     accumulation = next(

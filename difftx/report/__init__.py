@@ -1,1 +1,1 @@
-"""Tables and figures from run directories."""
+"""Tables and figures made from run directories."""

@@ -1,4 +1,4 @@
-"""Charts as files, by matplotlib: the lines and heatmaps of difftx/evals/result.py."""
+"""Chart files drawn with matplotlib: the `LineChart` and `Heatmap` of difftx/evals/result.py."""
 
 import json
 import re
@@ -13,24 +13,24 @@ import numpy as np
 
 from difftx.files import new_file
 
-# Okabe and Ito's colours: told apart by colour-blind readers too.
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
-MOST_CELLS_WITH_NUMBERS = 100  # Of a heatmap; more would overlap.
+MOST_CELLS_WITH_NUMBERS = 100  # Largest heatmap with numbers in its cells; in a larger one they would overlap.
 MOST_TICKS = 16
-MOST_CHARACTERS = 64  # Below a heatmap, of all ticks; more stand upright.
+MOST_CHARACTERS = 64  # Most characters in all tick labels of a heatmap's x axis; longer labels are rotated.
 
 
 def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw a `LineChart` or `Heatmap`, as JSON has it, to `<name>.png` and `.svg`; return the files."""
+    """Draw a `LineChart` or `Heatmap`, given as a JSON object, to `<name>.png` and `.svg`; return the files."""
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     {"line": draw_lines, "heatmap": draw_heatmap}[chart["kind"]](axes, chart)
-    # Names are made of those of validation sets and layers, which may hold anything.
+    # Chart names contain names of validation sets and layers, which may contain any characters.
     return save_figure(figure, folder / re.sub(r"[^\w.-]+", "_", chart["name"]))
 
 
 def draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Draw the series of a `LineChart`, each with its band."""
+    """Draw the series of a `LineChart`, each with its band if it has one."""
     for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
         x, y = as_floats(series["x"]), as_floats(series["y"])
         axes.plot(x, y, marker="o" if len(x) < 20 else None, markersize=4, color=colour, label=series["name"])
@@ -43,10 +43,10 @@ def draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Draw a `Heatmap`: rows from the top, with numbers in the cells where they fit."""
+    """Draw a `Heatmap` with the first row at the top, and numbers in the cells if they fit."""
     values = np.array([as_floats(row) for row in chart["values"]], float).reshape(len(chart["y"]), len(chart["x"]))
     low, high = colour_limits(chart)
-    map_name = "RdBu_r" if low < 0 < high else "viridis"  # Two colours for two signs.
+    map_name = "RdBu_r" if low < 0 < high else "viridis"  # A diverging map if there are both signs.
     image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
         shown = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
@@ -66,7 +66,7 @@ def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Give axes the title, labels and scales of a chart; a dollar sign is one."""
+    """Set the title, labels and scales of a chart; dollar signs are literal, not TeX."""
     axes.set_title(chart["title"], parse_math=False)
     axes.set_xlabel(chart["x_label"], parse_math=False)
     axes.set_ylabel(chart["y_label"], parse_math=False)
@@ -78,7 +78,7 @@ def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def add_legend(axes: matplotlib.axes.Axes) -> None:
-    """Add a legend of names that are taken as they are."""
+    """Add a legend whose names are literal text, not TeX."""
     handles, _ = axes.get_legend_handles_labels()
     legend = axes.legend(ncols=1 + len(handles) // 12, fontsize="small")
     for text in legend.get_texts():
@@ -86,7 +86,7 @@ def add_legend(axes: matplotlib.axes.Axes) -> None:
 
 
 def series_colours(count: int) -> Sequence[str]:
-    """Return so many colours: distinct ones for a few, as of runs; a scale for many, as of layers."""
+    """Return `count` colours: distinct ones for few series, such as runs, or a scale for many, such as layers."""
     if count <= len(COLOURS):
         return COLOURS[:count]
     scale = matplotlib.colormaps["viridis"](np.linspace(0, 1, count))
@@ -94,7 +94,7 @@ def series_colours(count: int) -> Sequence[str]:
 
 
 def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the ends of a heatmap's colour scale; where values have both signs, zero is in its middle."""
+    """Return the ends of a heatmap's colour scale; if values have both signs, the scale is centred at zero."""
     values = [value for row in chart["values"] for value in row if value is not None]
     low = chart["low"] if chart.get("low") is not None else min(values, default=0.0)
     high = chart["high"] if chart.get("high") is not None else max(values, default=1.0)
@@ -104,12 +104,12 @@ def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def as_floats(values: Sequence[float | None]) -> np.ndarray:
-    """Return JSON's numbers as an array, null as NaN."""
+    """Return a list of JSON numbers as an array, with NaN for null."""
     return np.array(values, float)
 
 
 def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
-    """Write a figure to `<stem>.png` and `.svg`, the same bytes for the same figure; return the files."""
+    """Write a figure to `<stem>.png` and `.svg`, byte for byte reproducible; return the files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     with matplotlib.rc_context({"svg.hashsalt": json.dumps(stem.name)}):

@@ -1,4 +1,4 @@
-"""Looking after a run's checkpoints: python -m difftx checkpoint ls|verify|diff|quarantine|prune --workdir=DIR."""
+"""The command that manages a run's checkpoints: python -m difftx checkpoint ls|verify|diff|quarantine|prune …"""
 
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ from difftx.files import list_folder, require_local_paths
 if TYPE_CHECKING:
     import numpy as np
 
-PLAIN_WIDTH = 160  # Of a table in a file or a pipe: wide enough for a reason.
+PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the reasons of failures fit.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
     options = parser.parse_args(arguments)
     require_local_paths(options)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def list_checkpoints(folder: Path) -> int:
-    """Print a table of the checkpoints, and of what was put aside."""
+    """Print a table of the checkpoints, quarantined ones included."""
     from difftx.training.manifest import quarantined_in, steps_in
 
     table = rich.table.Table()
@@ -80,11 +80,11 @@ def list_checkpoints(folder: Path) -> int:
 
 
 def verify(folder: Path) -> int:
-    """Compare every checksum and print the result for each checkpoint.
+    """Compare all checksums and print the result for each checkpoint.
 
     Raises:
-        UserError: one does not verify.
-        UnreadableError: none is known to be damaged, but one cannot be read.
+        UserError: A checkpoint does not verify.
+        UnreadableError: A checkpoint cannot be read; all readable ones verify.
     """
     from difftx.training.manifest import steps_in
 
@@ -108,7 +108,7 @@ def put_aside(folder: Path, step: int) -> int:
     """Quarantine the checkpoint of a step, whether it verifies or not.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: There is no such checkpoint.
     """
     from difftx.training.retention import quarantine
 
@@ -118,10 +118,15 @@ def put_aside(folder: Path, step: int) -> int:
 
 
 def diff(a: Path, b: Path, values: bool) -> int:
-    """Print the fields and arrays in which two checkpoints differ.
+    """Print the config fields and arrays in which two checkpoints differ.
+
+    Args:
+        a: Folder of the first checkpoint.
+        b: Folder of the second checkpoint.
+        values: Whether to read the arrays and compare their values, not only names, shapes and dtypes.
 
     Raises:
-        UserError: one of them does not verify.
+        UserError: One of the checkpoints does not verify.
     """
     from difftx.training.changes import changed_fields
     from difftx.training.checkpoint import config_of
@@ -147,9 +152,17 @@ def diff(a: Path, b: Path, values: bool) -> int:
 
 
 def prune(workdir: Path, keep: int | None, yes: bool) -> int:
-    """Delete the verified checkpoints that the rule does not keep, and what was put aside; print them first.
+    """Delete the verified checkpoints that the rule does not keep, and quarantined ones, after printing their names.
 
-    What does not verify or cannot be read stays, and everything does where nothing verifies.
+    A checkpoint that does not verify or cannot be read is kept.
+
+    Args:
+        workdir: Directory of the run.
+        keep: Number of newest checkpoints to keep; None: the rule of the run's config.
+        yes: Whether to delete; if False, only print.
+
+    Raises:
+        UserError: No checkpoint verifies, so nothing is deleted.
     """
     from difftx.training.manifest import quarantined_in, steps_in
     from difftx.training.retention import remove, steps_to_keep
@@ -179,7 +192,7 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
 
 
 def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
-    """Return why the checkpoint of a step does not verify, the error if it cannot be read, or None if it verifies."""
+    """Return None if a checkpoint verifies, the error if it cannot be read, or else why it does not verify."""
     from difftx.training.manifest import damage
 
     try:
@@ -189,7 +202,10 @@ def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
 
 
 def _value_changes(a: Path, b: Path) -> Iterator[str]:
-    """Yield the norm of the difference of each array that both have in one shape; both are read into memory."""
+    """Yield a line with the norm of the difference for each array that both checkpoints have in the same shape.
+
+    Arrays without a difference are left out. All arrays of both checkpoints are read into memory.
+    """
     import numpy as np
 
     old, new = _read_arrays(a), _read_arrays(b)
@@ -218,7 +234,11 @@ def _read_arrays(folder: Path) -> "dict[str, np.ndarray]":
 
 
 def _find(folder: Path, name: str) -> Path:
-    """Return the folder of a checkpoint, by its step or its path."""
+    """Return the folder of the checkpoint with a step or a path.
+
+    Raises:
+        UserError: There is no such checkpoint.
+    """
     from difftx.training.manifest import steps_in
 
     steps = steps_in(folder)

@@ -1,4 +1,4 @@
-"""What eval.py's flags do."""
+"""Actions of eval.py's flags: list suites, run suites, draw curves, fit scaling laws and write reports."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ import rich.text
 
 from difftx import evals
 from difftx.config import Config
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.progress import Work
 from difftx.errors import UserError, printable
 from difftx.files import read_json, require_writable
@@ -32,7 +32,7 @@ from difftx.training.state import init_state
 
 
 def list_suites() -> int:
-    """Print every suite with the first line of its module."""
+    """Print each suite's name and the first line of its module's docstring."""
     width = max(map(len, evals.SUITES)) + 2
     for name, suite in evals.SUITES.items():
         print(f"{name:<{width}}{(suite.__doc__ or '').splitlines()[0]}")
@@ -40,7 +40,7 @@ def list_suites() -> int:
 
 
 def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
-    """Draw the runs that match and print their table and the files."""
+    """Draw the curves of the runs that match a glob; print their table and the files written."""
     rows, files = write_curves(pattern, out, metric)
     _console().print(format_table(rows))
     print(*files, sep="\n")
@@ -48,7 +48,7 @@ def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
 
 
 def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
-    """Fit scaling laws to the runs or tables that match and print the fits, the matches and the files."""
+    """Fit scaling laws to the runs or tables that match a glob; print the fits, the matches and the files written."""
     studies, files = write_scaling(pattern, out, metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
@@ -58,8 +58,8 @@ def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
 
 
 def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
-    """Write the page of one run, or of several to compare, and print where it is."""
-    from difftx.report.page import write_page  # Bokeh takes half a second, which the other flags need not wait.
+    """Write the report of one run, or of several to compare, and print the file's path."""
+    from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
 
     print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
     return 0
@@ -77,17 +77,18 @@ def run_suites(
     """Evaluate checkpoints of a run and print the numbers.
 
     Args:
-        workdir: of the run.
-        suites: names.
-        steps: as `chosen_steps` reads them; None: the newest checkpoint.
-        overrides: fields of the run's config.
-        again: do what is done already.
-        processes: all flags of the command, with those of `multihost`.
-        trusted: the user confirms addresses, key variables and code that the run's config names.
+        workdir: Directory of the run.
+        suites: Names of suites.
+        steps: Steps to evaluate, in the notation of `chosen_steps`; None: the newest checkpoint.
+        overrides: Field of the run's config → value.
+        again: Whether to evaluate again if there is a result already.
+        processes: All flags of the command, including those of `multihost`.
+        trusted: Whether the user confirms the addresses, key variables and code that the run's config names.
 
     Raises:
-        UserError: bad input, in any process, or a step cannot be evaluated; the others are evaluated first.
-        RunError: a checkpoint was deleted or replaced during its evaluation.
+        UserError: The input is wrong in some process, or a step cannot be evaluated. All other steps are evaluated
+            before the error is raised.
+        RunError: A checkpoint was deleted or replaced during its evaluation.
     """
     evals.check_suites(suites)
     for field in overrides:
@@ -128,24 +129,24 @@ class _Opened:
     step: int
     checkpoint: Checkpoint
     run: Run
-    todo: Sequence[str]  # Suites without a result of these weights and settings.
-    params: Any  # None where nothing is to do.
+    todo: Sequence[str]  # Suites without a result for these weights and settings.
+    params: Any  # Parameters of the model; None if `todo` is empty.
 
 
 class _StepEvaluation:
-    """Evaluates steps of a run, each by its checkpoint's own config; steps of one config share mesh and data."""
+    """Evaluation of a run's steps, each with its checkpoint's config; steps with equal configs share mesh and data."""
 
     def __init__(self, checkpointer: Checkpointer, workdir: Path, now: Config, suites: Sequence[str], again: bool):
         self._checkpointer, self._workdir, self._now = checkpointer, workdir, now
         self._suites, self._again = suites, again
-        self._trained: Config | None = None  # The config that `_run` was opened by.
+        self._trained: Config | None = None  # The config that `_run` was opened with.
         self._run: Run | None = None
 
     def open(self, step: int) -> _Opened:
-        """Read what a step's evaluation takes.
+        """Open a step's checkpoint and read the parameters if a suite has no result yet.
 
         Raises:
-            UserError: the checkpoint does not verify, or does not fit devices, data or suites.
+            UserError: The checkpoint does not verify, or does not fit the devices, the data or the suites.
         """
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._now)
         if self._run is None or self._trained != checkpoint.config:
@@ -161,7 +162,7 @@ class _StepEvaluation:
         return _Opened(step, checkpoint, run, todo, load_params(run, step) if todo else None)
 
     def run_and_show(self, opened: _Opened, work: Work) -> None:
-        """Run the suites that are not done, and print the numbers of all."""
+        """Run the suites without a result, and print the numbers of all suites."""
         step, checkpoint = opened.step, opened.checkpoint
         evals.evaluate(opened.run, opened.params, step, opened.todo, work, checkpoint.weights, checkpoint)
         if multihost.is_lead():
@@ -170,14 +171,14 @@ class _StepEvaluation:
 
 
 def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
-    """Return the steps that `--step` names.
+    """Return the steps that `--step` selects.
 
     Args:
-        text: "all"; "N"; "A:B", those from A to B, both included; or "A:B:K", of these only A, A + K, A + 2 K, …
-        there: steps that have a checkpoint.
+        text: "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
+        there: Steps that have a checkpoint.
 
     Raises:
-        UserError: it names none of them.
+        UserError: The text has another form, or selects no step that has a checkpoint.
     """
     if text == "all":
         return list(there)
@@ -192,7 +193,11 @@ def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
 
 
 def _choose(checkpointer: Checkpointer, workdir: Path, steps: str) -> list[int]:
-    """Return the steps to evaluate, the same in every process."""
+    """Return the steps to evaluate, the same in every process.
+
+    Raises:
+        UserError: The run has no checkpoint, or `steps` selects none.
+    """
     if there := multihost.decided_by_lead(checkpointer.steps, DECISION_SECONDS):
         return chosen_steps(steps, there)
     raise UserError(f"--workdir={workdir}: no checkpoint there yet")
@@ -208,7 +213,7 @@ def _open_on_mesh(checkpoint: Checkpoint, workdir: Path) -> Run:
 
 
 def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> set[str]:
-    """Return which suites' results of these weights are there already; process 0 looks."""
+    """Return the suites that already have a result for the checkpoint's weights; only process 0 reads the files."""
 
     def look() -> list[str]:
         done = []
@@ -225,14 +230,17 @@ def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) ->
 
 
 def load_params(run: Run, step: int) -> Any:
-    """Return the parameters of a verified checkpoint, on the run's mesh."""
+    """Return the parameters of a verified checkpoint, sharded over the run's mesh."""
     with jax.set_mesh(run.mesh):
         abstract = jax.eval_shape(lambda: init_state(run.config)).params
     return restore_params(run.workdir.resolve() / "checkpoints" / str(step), abstract, run.mesh)
 
 
 def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
-    """Print a result that was written, and draw its charts, which the training loop does not."""
+    """Print a suite's stored result and draw its charts, which the training loop does not draw.
+
+    `fresh`: the result is new. Charts of an older result are drawn only if they do not exist.
+    """
     path = evals.result_path(run.workdir, suite, step)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
@@ -253,5 +261,5 @@ def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
 
 
 def _console() -> rich.console.Console:
-    """Return a console as wide as the terminal; in a file or a pipe, wide enough for the tables."""
+    """Return a console as wide as the terminal, or 120 characters wide for a file or a pipe."""
     return rich.console.Console(width=None if sys.stdout.isatty() else 120)

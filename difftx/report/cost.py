@@ -1,4 +1,4 @@
-"""What a config costs, on paper: parameters, FLOPs, memory. Printed before training and by --dry_run."""
+"""Estimated cost of a config (parameters, FLOPs, memory), which train.py prints first and with --dry_run."""
 
 import math
 import os
@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import jax
 
 from difftx.config import Config
-from difftx.model.flops import activation_bytes, count_parameters, flops_per_token, state_bytes
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import activation_bytes, flops_per_token, state_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 from difftx.training.run import Run
 
 
 def format_cost(config: Config) -> str:
-    """Return a few lines on the model, the arithmetic and the memory of a device here; reads no data."""
+    """Return a few lines on a config's parameters, FLOPs and memory per device, without reading data.
+
+    Raises:
+        UserError: The mesh does not fit the devices or the model.
+    """
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     parameters = count_parameters(config.model)
@@ -40,7 +45,10 @@ def format_cost(config: Config) -> str:
 
 
 def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
-    """Return a line if the estimate exceeds the memory of this process's devices; CPU devices share the host's."""
+    """Return a line of warning if the estimate exceeds the devices' memory, or an empty list.
+
+    CPU devices share the host's memory. Devices that do not report their memory cause no warning.
+    """
     stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     if stats is not None:
         needed, there, whose = state + activations, stats.get("bytes_limit", math.inf), "the device"
@@ -58,7 +66,7 @@ def _memory_warning(state: float, activations: float, devices: Sequence[jax.Devi
 
 
 def format_data(run: Run) -> str:
-    """Return a line on the run's data, and one on each thing that was done to it."""
+    """Return a line on the run's tokens and tokenizer, and one line for each note on how the data were prepared."""
     epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
     train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
     valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())
@@ -72,7 +80,7 @@ def _lines(**texts: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it, three digits."""
+    """Return a number of bytes with three digits and a unit from B to TiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Loss curves of several runs: a figure and a table."""
+"""Loss curves of several runs, as a figure and a table."""
 
 import json
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ COLUMNS = (
 
 
 def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[dict[str, Any]], list[Path]]:
-    """Draw the runs that match a glob; return the table's rows and the files written.
+    """Draw the curves of the runs that match a glob; return the table's rows and the files written.
 
-    Writes `curves.png` and `curves.svg` (validation and, for the metric "loss", training, each against steps, tokens,
-    FLOPs and seconds) and `curves.json`.
+    The files are `curves.png`, `curves.svg` and `curves.json` (the rows). The figure shows the validation metric and,
+    for the metric "loss", the training loss, each against steps, tokens, FLOPs and seconds.
 
     Raises:
-        UserError: no run matches, or they do not compare by that metric.
+        UserError: No run matches, the metric cannot compare the runs, or no run has a validation with the metric.
     """
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
@@ -52,7 +52,7 @@ def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list
 def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     """Return the rows of `write_curves` as a table for a terminal."""
     table = rich.table.Table(title="last evaluation of each run", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    # A name that does not fit continues on the next line: names of a sweep differ at their ends.
+    # Long names are wrapped, not truncated, because names of a sweep's runs differ at their ends.
     table.add_column("run", overflow="fold")
     for name in COLUMNS[1:]:
         title = name.replace("_", "\n")
@@ -63,7 +63,12 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 
 
 def smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
-    """Return the exponential moving average, corrected for its start; what is not finite is left out of it."""
+    """Return the bias-corrected exponential moving average of the values, skipping non-finite ones.
+
+    Args:
+        values: Values to smooth.
+        half_life: Number of values after which a weight is halved.
+    """
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
     averages = []
@@ -75,12 +80,15 @@ def smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
 
 
 def validation_metric(runs: Sequence[RunRecord]) -> Metric:
-    """Return what validations are drawn by: bits per byte, which tokenizers do not change, unless no run has them."""
+    """Return the metric to draw validations with: bits per byte if a run has it, or else the loss.
+
+    Bits per byte do not depend on the tokenizer.
+    """
     return "bits_per_byte" if any(run.evaluations("bits_per_byte") for run in runs) else "loss"
 
 
 def training_losses(run: RunRecord) -> tuple[list[int], list[float]]:
-    """Return the steps that were logged, and the loss at each; NaN where it was not finite."""
+    """Return the logged steps and the training loss at each, NaN for a non-finite loss."""
     rows = run.split("train")
     return [row["step"] for row in rows], [float("nan") if row["loss"] is None else row["loss"] for row in rows]
 
@@ -93,7 +101,7 @@ def _summary(run: RunRecord) -> dict[str, Any]:
         "architecture": run.config.model.architecture,
         "tokens": train[-1]["tokens"],
         **{name: last.get(name) for name in ("loss", "perplexity", "bits_per_byte")},
-        "tokens_per_second": speeds[len(speeds) // 2],  # The median: compilation and pauses do not count.
+        "tokens_per_second": speeds[len(speeds) // 2],  # The median excludes compilation and pauses.
         "seconds": run.progress([train[-1]["step"]])["seconds"][0],
     }
 

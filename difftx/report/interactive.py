@@ -1,4 +1,4 @@
-"""Charts that answer to the mouse and the finger, by Bokeh: the lines and heatmaps of difftx/evals/result.py."""
+"""Interactive figures made with Bokeh: the `LineChart` and `Heatmap` of difftx/evals/result.py, and others."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,43 +11,43 @@ import numpy as np
 
 from difftx.report.charts import as_floats, colour_limits, series_colours
 
-HEIGHT = 240  # Pixels, of the frame; axes and legend come on top.
-MOST_NAMED_LINES = 7  # In a legend.
-# Where the values of a few lines stand around one x, without covering each other; of more lines, such as layers, the
-# one under the pointer is shown.
+HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
+MOST_NAMED_LINES = 7  # Most lines of a figure that has a legend.
+# Sides of the pointer's x at which the tooltips of a few lines appear, so that they do not overlap. A figure with more
+# lines, such as one per layer, shows only the tooltip of the line under the pointer.
 TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
-# Bokeh paints what is on a canvas in the page's colours, but a legend, which is HTML, in its own.
+# Bokeh draws canvases with the page's colours, but a legend is HTML with colours of its own, which this style replaces.
 LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
   overflow-wrap: anywhere }
 .bk-item { --item-background-color: transparent !important;
   --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
-MOST_NAMED_CELLS = 2_500  # Of a heatmap; the names of more would outweigh its values.
+MOST_NAMED_CELLS = 2_500  # Largest heatmap whose tooltips name row and column; more names would outweigh the values.
 MOST_TICKS = 12
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
-GREY = "#808080"  # Read on white and on black.
+GREY = "#808080"  # Visible on white and on black.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a figure: two columns of a source, which figures may share."""
+    """A line of a figure: two columns of a data source, which several figures may share."""
 
     name: str
     source: bokeh.models.ColumnDataSource
     x: str
     y: str
     colour: str
-    faint: bool = False  # Behind the others, without hover and legend: raw values behind smoothed ones.
-    band: tuple[str, str] | None = None
+    faint: bool = False  # Drawn behind the other lines, without tooltip and legend, as for raw values.
+    band: tuple[str, str] | None = None  # Columns of the band's lower and upper ends.
 
 
 def line_figure(
     lines: Sequence[Line], *, x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
 ) -> bokeh.plotting.figure:
-    """Draw lines over a common axis; hovering shows each line's value at the nearest x."""
+    """Draw lines over a common x axis; a tooltip shows each line's value at the nearest x."""
     figure = _figure(x_label, y_label, x_axis_type=_axis(log_x), y_axis_type=_axis(log_y))
     is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
     hovered = []
-    for line in sorted(lines, key=lambda line: not line.faint):  # The faint ones first, below the others.
+    for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines first, below the others.
         if line.band:
             figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
         shown = figure.line(
@@ -63,12 +63,12 @@ def line_figure(
         if line.faint:
             continue
         hovered.append(shown)
-        if len(line.source.data[line.x]) < 30:  # A line of one point would not be seen.
+        if len(line.source.data[line.x]) < 30:  # Markers, since a line of one point is invisible.
             figure.scatter(
                 line.x, line.y, source=line.source, color=line.colour, size=6, **_legend_label(line.name, is_named)
             )
     for i, shown in enumerate(hovered):
-        # The axes have the labels: with them, the tooltips of two lines would not fit on a phone.
+        # The tooltips have no axis labels, since two tooltips with labels would not fit on a phone.
         hover = _hover(shown, [("", "$name"), ("x", f"@{{{shown.glyph.x}}}"), ("y", f"@{{{shown.glyph.y}}}")])
         if len(hovered) <= len(TOOLTIP_SIDES):
             hover.mode, hover.attachment = "vline", TOOLTIP_SIDES[i]
@@ -78,24 +78,29 @@ def line_figure(
 
 
 def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
-    """Draw a `LineChart` or `Heatmap`, as JSON has it."""
+    """Draw a `LineChart` or `Heatmap`, given as a JSON object."""
     return _heatmap(chart) if chart["kind"] == "heatmap" else _line_chart(chart)
 
 
 def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequence[str]) -> None:
-    """Draw a vertical line at each of some steps; hovering shows what happened."""
+    """Draw a vertical line at each step; a tooltip shows the text of the event."""
     source = bokeh.models.ColumnDataSource({"x": list(steps), "text": list(texts)})
     shown = figure.vspan(x="x", source=source, color="#D55E00", line_dash="dashed", line_width=2)
     figure.add_tools(_hover(shown, [("step", "@x"), ("event", "@text")]))
 
 
 def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
-    """Draw crosses at some points, such as updates that were left out."""
+    """Draw crosses at points, such as skipped updates."""
     figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, **_legend_label(name))
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
-    """Draw a bar for each row, its parts end to end; hovering shows a part and its share."""
+    """Draw a horizontal bar for each row, with its parts end to end; a tooltip shows a part's value and share.
+
+    Args:
+        rows: Row → part → value.
+        x_label: Label of the values.
+    """
     parts = list(dict.fromkeys(name for row in rows.values() for name in row))
     figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
     left = dict.fromkeys(rows, 0.0)
@@ -146,7 +151,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
         chart["x_label"],
         chart["y_label"],
         x_range=bokeh.models.Range1d(start=-0.5, end=len(columns) - 0.5),
-        y_range=bokeh.models.Range1d(start=len(rows) - 0.5, end=-0.5),  # The first row on top.
+        y_range=bokeh.models.Range1d(start=len(rows) - 0.5, end=-0.5),  # The first row is at the top.
         frame_height=HEIGHT + 60,
     )
     data: dict[str, Any] = {"image": [values]}
@@ -182,7 +187,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
 
 def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure:
     chosen: dict[str, Any] = {"frame_height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOOLS} | options
-    figure = bokeh.plotting.figure(active_drag=None, **chosen)  # Dragging scrolls the page until a tool is chosen.
+    figure = bokeh.plotting.figure(active_drag=None, **chosen)  # Dragging scrolls the page unless a tool is active.
     figure.toolbar.logo = None
     figure.toolbar.autohide = False
     figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
@@ -192,7 +197,7 @@ def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure
 
 
 def _hover(renderer: Any, tooltips: Sequence[tuple[str, str]]) -> bokeh.models.HoverTool:
-    """Return a hover tool that has no button of its own."""
+    """Return a hover tool without a button in the toolbar."""
     return bokeh.models.HoverTool(renderers=[renderer], tooltips=list(tooltips), visible=False)
 
 

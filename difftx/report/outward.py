@@ -1,8 +1,8 @@
-"""Fields of a run's config with which a suite contacts an address, sends a secret or executes code.
+"""Confirmation of config fields that make a suite contact an address, send a secret or execute code.
 
-A run directory may come from somebody else, so eval.py takes these fields from the command line or asks for a
-confirmation. Two kinds of downloads need none, since they go to fixed addresses, send nothing and execute nothing: a
-vocabulary of tiktoken, which tiktoken compares with its SHA-256, and the data of the tasks in `PLAIN_TASKS`.
+A run directory may come from another person. eval.py therefore accepts these fields only from the command line or with
+a confirmation. Two downloads need no confirmation, because their addresses are fixed and they neither send data nor
+execute code: a tiktoken vocabulary, whose SHA-256 tiktoken checks, and the data of the tasks in `PLAIN_TASKS`.
 """
 
 import shlex
@@ -11,30 +11,30 @@ from pathlib import Path
 
 from difftx import evals
 from difftx.config import Config
-from difftx.config_reader import saved_config
+from difftx.config.build import config_from_dict
 from difftx.errors import UserError
 from difftx.evals.harness import LOCAL_TASKS
 from difftx.parallel.multihost import say
 
 FLAG = "--trust_run_config"
-# Tasks of lm-eval whose data are plain files of the Hugging Face hub; other tasks may execute code.
+# Tasks of lm-eval whose data are plain files on the Hugging Face hub. Other tasks may execute code.
 PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
 
 def confirm_outward(
     config: Config, workdir: Path, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
 ) -> None:
-    """Print the values that the user confirms with `FLAG`; without the flag, refuse them.
+    """Print the values that the user confirms with `FLAG`, or raise an error without the flag.
 
     Args:
-        config: of the run, with the overrides.
-        workdir: of the run, for messages.
-        suites: that are to be evaluated.
-        overrides: fields that are given on the command line and need no confirmation.
-        trusted: whether the flag is given.
+        config: Config of the run, with the overrides.
+        workdir: Directory of the run, for messages.
+        suites: Suites to evaluate.
+        overrides: Fields given on the command line, which need no confirmation.
+        trusted: Whether the flag is given.
 
     Raises:
-        UserError: a suite reads such a field, and its value is from the run directory alone.
+        UserError: A suite reads such a field, its value comes from the run directory, and the flag is not given.
     """
     for field, value, effect in _outward_fields(config, suites, overrides):
         if field in overrides:
@@ -49,12 +49,12 @@ def confirm_outward(
 def _outward_fields(
     config: Config, suites: Sequence[str], overrides: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield field, value and effect of what the suites would use."""
-    settings, defaults = config.eval, saved_config({}).eval
+    """Yield (field, value, effect) for each such field that the suites would use."""
+    settings, defaults = config.eval, config_from_dict({}).eval
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
     if "hallucination" in names and settings.hallucination.judge_model is not None:
         url, key_variable = settings.judge.base_url, settings.judge.key_variable
-        # Who asks for a judge on the command line and names no endpoint expects the default one.
+        # A user who names a judge model on the command line, but no endpoint, expects the default endpoint.
         if url != defaults.judge.base_url or "eval.hallucination.judge_model" not in overrides:
             yield "eval.judge.base_url", url, "send documents and answers to that address"
         if key_variable is not None and key_variable != defaults.judge.key_variable:

@@ -1,4 +1,4 @@
-"""The report: one HTML page of one run, or of several to compare, with everything in it."""
+"""The report: a self-contained HTML page of one run, or of several runs to compare."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +18,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(workdirs: Sequence[Path], out: Path) -> Path:
-    """Write the report of some run directories, compared with the first; return the file.
+    """Write the report of the given runs, which are compared with the first one; return the file.
 
     Raises:
-        UserError: one is no run, or is named twice.
+        UserError: A directory is not a run, or is given twice.
     """
     if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
@@ -36,7 +36,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     ]
     figures: dict[str, bokeh.model.Model] = {panel.id: panel.figure for section in sections for panel in section.panels}
     document = bokeh.document.Document()
-    with document.models.freeze():  # Else Bokeh walks all figures again for each that it adds.
+    with document.models.freeze():  # Or Bokeh would traverse all figures for each one added.
         for figure in figures.values():
             document.add_root(figure)
     script, divs = bokeh.embed.components(figures)
@@ -64,7 +64,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
 
 
 def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Sequence[str]) -> list[str]:
-    """Return what a reader must know of the page: what was thinned, skipped, left out."""
+    """Return notes for the reader of the page on data that are thinned, unreadable, outdated or missing."""
     notes = [
         f"Lines are thinned to {panels.MOST_POINTS:,} points, those of layers to {panels.MOST_POINTS_OF_MANY}: of each "
         "stretch the least and the greatest value stay. Hover or tap for values; a name below a figure hides its line.",

@@ -1,4 +1,4 @@
-"""The sections of the report: what of some runs is drawn, and how thin."""
+"""Sections of the report: the figures of one or several runs, with their data reduced for the page."""
 
 import dataclasses
 import itertools
@@ -24,39 +24,42 @@ from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.report.tables import Table, chart_values, event_text, series_values, shown
 from difftx.training import lambda_range
 
-MOST_POINTS = 2_000  # Of a line on the page. More are not seen, but are downloaded.
-MOST_POINTS_OF_MANY = 400  # Of a line among many, such as layers.
-MOST_CELLS = 128 * 128  # Of a heatmap.
-MOST_CROSSINGS = 10  # Of λ out of its range, in a note.
+MOST_POINTS = 2_000  # Most points of a line; more would enlarge the page without being visible.
+MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
+MOST_CELLS = 128 * 128  # Most cells of a heatmap.
+MOST_CROSSINGS = 10  # Most crossings of λ's range that a note lists.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A figure with its heading and its values as a table; `shown_for` are the controls' choices that show it."""
+    """A figure with its heading, and its values as a table."""
 
     id: str
     title: str
     figure: bokeh.plotting.figure
     values: Table | None = None
     note: str = ""
-    shown_for: str = ""
+    shown_for: str = ""  # Choices of the section's controls that show the panel, such as "against-steps axes-log".
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """Panels under a heading; `controls` are groups of choices, name → (value, label), the first chosen."""
+    """Panels and tables under a heading."""
 
     id: str
     title: str
     panels: list[Panel]
-    tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # With their captions.
+    tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # (Caption, table).
+    # Name of a control → its choices as (value, label). The first choice is selected at first.
     controls: dict[str, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
 
 def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
-    """Draw training loss, raw and smoothed, and validation, against each of `X_AXES`, linear and logarithmic.
+    """Draw training loss (raw and smoothed) and validation against each of `X_AXES`, on linear and logarithmic axes.
 
-    Where the runs have different tokenizers, only bits per byte.
+    Args:
+        runs: Runs to draw.
+        comparable: Whether all runs have the same tokenizer. If not, only bits per byte are drawn.
     """
     metric = validation_metric(runs)
     found = []
@@ -91,7 +94,11 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
 
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
-    """Draw the charts of each suite's newest results; over the steps, if there are several, numbers and some lines."""
+    """Draw the charts of each suite's newest results.
+
+    If several steps were evaluated, also draw the suites' numbers, and the lines of charts with `over_steps`, against
+    steps.
+    """
     results = {run.name: run.results for run in runs}
     panels = []
     for suite in dict.fromkeys(suite for found in results.values() for suite in found):
@@ -104,7 +111,7 @@ def evaluations(runs: Sequence[RunRecord]) -> Section:
 
 
 def lambdas(runs: Sequence[RunRecord]) -> Section:
-    """Draw λ of each layer over the steps, a figure for each run that has it."""
+    """Draw λ of each layer against steps, in one figure per run that has λ."""
     panels = []
     for run in runs:
         rows = [row for row in run.split("train") if row.get("lambda")]
@@ -122,7 +129,7 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
 
 
 def _crossings(run: RunRecord) -> str:
-    """Return a note on the layers whose λ left the range in which they cancel noise."""
+    """Return a note on the layers whose λ left the range in which they cancel noise, or an empty text."""
     rows = run.split(lambda_range.SPLIT)
     if not rows:
         return ""
@@ -137,7 +144,7 @@ def _crossings(run: RunRecord) -> str:
 
 
 def gradients(runs: Sequence[RunRecord]) -> Section:
-    """Draw the gradient's norm over the steps, with the updates that were skipped and what the journal tells."""
+    """Draw the gradient norm against steps, with the skipped updates and the journal's rewinds and stops."""
     series, skipped, told = [], {}, []
     for run in runs:
         rows = [row for row in run.split("train") if row.get("grad_norm") is not None]
@@ -172,7 +179,7 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
 
 
 def wall_time(runs: Sequence[RunRecord]) -> Section:
-    """Draw what each run's wall time went into, by its last row of split "goodput"."""
+    """Draw the parts of each run's wall time, from the last row of its split "goodput"."""
     bars = {}
     for run in runs:
         rows = run.split("goodput")
@@ -195,9 +202,9 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Return the indices of at most so many values, ascending: of each stretch the least and the greatest.
+    """Return the ascending indices of at most `most` values: the least and the greatest of each stretch.
 
-    So a spike of a single step is still there.
+    A spike of a single step is therefore kept.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -210,7 +217,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Return at most so many of `count` indices, evenly, the first and the last among them."""
+    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)) if count else np.arange(0)
 
 
@@ -239,7 +246,7 @@ def _validation(runs: Sequence[RunRecord], metric: Metric) -> dict[str, bokeh.mo
 
 
 def _over_steps(suite: str, of_suite: Mapping[str, Mapping[int, Any]]) -> list[Panel]:
-    """Return a panel for each number of a suite that some run has at several steps, unless it is always the same."""
+    """Return a panel for each number of a suite that some run has at several steps, except constant numbers."""
     names = dict.fromkeys(n for steps in of_suite.values() for result in steps.values() for n in result["numbers"])
     panels = []
     for name in names:
@@ -256,8 +263,8 @@ def _over_steps(suite: str, of_suite: Mapping[str, Mapping[int, Any]]) -> list[P
 
 
 def _lines_over_steps(suite: str, run: str, steps: Mapping[int, Any]) -> list[Panel]:
-    """Return a panel for each line of the charts that say `over_steps`: its value at each x, such as a layer."""
-    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # Title and name of a line → x → step → value.
+    """Return a panel for each line of the charts with `over_steps`: its value at each x (such as a layer) by step."""
+    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Chart and line, x label) → x → step → value.
     for step, result in steps.items():
         for chart in result.get("charts", []):
             for line in chart["series"] if chart.get("over_steps") else []:
@@ -275,7 +282,7 @@ def _lines_over_steps(suite: str, run: str, steps: Mapping[int, Any]) -> list[Pa
 
 
 def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the charts of several runs: lines of one name in one chart, heatmaps side by side."""
+    """Return the charts of several runs: line charts of the same name merged into one, heatmaps separate."""
     single = len(charts_of_run) == 1
     merged: dict[str, dict[str, Any]] = {}
     for run, charts in charts_of_run.items():
@@ -305,7 +312,7 @@ def _panel(id: str, title: str, chart: Mapping[str, Any], note: str = "") -> Pan
 
 
 def _thin_chart(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return a chart that is small enough for the page, and a note on what was done to it."""
+    """Return a chart that is small enough for the page, and a note on how it was reduced."""
     if chart["kind"] == "line":
         lines = [_thin_series(line) for line in chart["series"]]
         note = "" if lines == chart["series"] else f"Thinned to {MOST_POINTS:,} points a line."

@@ -1,4 +1,4 @@
-"""Points for scaling laws, (architecture, size, tokens, loss): from run directories, or from a table."""
+"""Points for scaling laws, (architecture, size, tokens, loss), from run directories or tables."""
 
 import csv
 import dataclasses
@@ -11,33 +11,34 @@ from typing import Any
 
 from difftx.errors import UserError, did_you_mean
 from difftx.files import read_json, require_local
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
-COLUMNS = ("architecture", "size", "tokens")  # And the metric.
-# Files that commands write next to run directories and into them: a glob of runs may match these files too.
+COLUMNS = ("architecture", "size", "tokens")  # Columns of a table, besides the metric.
+# Files that commands write into run directories or next to them. A glob of runs may match these files too.
 OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A validation: the size counts all parameters, the embedding's included, as the paper's Table 10 does."""
+    """One validation of a run."""
 
     architecture: str
-    size: float
-    tokens: float
-    loss: float  # Of the metric: nats a token, or bits a byte.
-    is_last: bool  # Of its run. A run's earlier points have seen less data, at a learning rate that was not yet low.
+    size: float  # Number of parameters, including the embedding, as in the paper's Table 10.
+    tokens: float  # Number of training tokens so far.
+    loss: float  # Value of the metric, in nats per token or bits per byte.
+    is_last: bool  # Whether it is the run's last point. Earlier points have less data and a higher learning rate.
 
 
 def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
-    """Return the points of the tables or run directories that match a glob, and notes on what was left out.
+    """Return the points of the tables or run directories that match a glob, and notes on unfinished runs.
 
-    A table is a .csv file, or a .json file with a list of objects; its columns are `architecture`, `size` (parameters),
-    `tokens` and `loss` (or `bits_per_byte`), others are ignored. Rows of one architecture, size and seed are one run.
+    A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
+    `tokens` and `loss` (or `bits_per_byte`); other columns are ignored. Rows with the same architecture, size and seed
+    form one run.
 
     Raises:
-        UserError: nothing matches, a table is not one, or the runs do not compare by that metric.
+        UserError: Nothing matches, a table is invalid, the metric cannot compare the runs, or there are no points.
     """
     require_local("--scaling", pattern)
     files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
@@ -60,7 +61,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
 
 
 def _is_other_output(path: Path) -> bool:
-    """Whether a file has the name of another output and no points."""
+    """Return whether a file is the output of another command: it has such a name, and contains no points."""
     if path.name not in OTHER_OUTPUTS:
         return False
     content = read_json(path)
@@ -135,9 +136,13 @@ def _number(row: dict[str, Any], name: str, where: str) -> float:
 
 
 def group_sizes(sizes: Sequence[float], *, within: float = 1.02) -> list[list[float]]:
-    """Return the different sizes, ascending, those together that are one size of two architectures.
+    """Group the distinct sizes, ascending, so that matched models of different architectures share a group.
 
-    A differential model has some λ vectors and norm gains more than its Transformer.
+    A differential model has slightly more parameters than its Transformer: λ vectors and norm gains.
+
+    Args:
+        sizes: Numbers of parameters.
+        within: Largest ratio of a size to the smallest one in its group.
     """
     groups: list[list[float]] = []
     for size in sorted(set(sizes)):

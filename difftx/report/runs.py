@@ -1,4 +1,4 @@
-"""Run directories as reports read them: configs, what was logged, what was evaluated."""
+"""Run directories as reports read them: configs, logged metrics and results of suites."""
 
 import contextlib
 import dataclasses
@@ -25,20 +25,20 @@ X_AXES = {"steps": "steps", "tokens": "training tokens", "flops": "training FLOP
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run directory holds; `name` is short, and its own among the runs read together."""
+    """Contents of a run directory."""
 
-    name: str
+    name: str  # Short name, unique among the runs that are read together.
     workdir: Path
-    config: Config  # Model and data of the newest checkpoint; all else of config.json.
-    steps: int  # That the training shall have.
-    manifest: dict[str, Any]
-    rows: list[dict[str, Any]]  # Of metrics.jsonl.
-    journal: list[dict[str, Any]]  # Of journal.jsonl: what the guards did, each with its step and event.
-    skipped: int  # Lines of the two that are none, as half-written ones are.
+    config: Config  # Model and data of the newest checkpoint; other fields from config.json.
+    steps: int  # Steps that the run is configured to train.
+    manifest: dict[str, Any]  # Contents of manifest.json.
+    rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
+    journal: list[dict[str, Any]]  # Entries of journal.jsonl: actions of the guards, each with its step and event.
+    skipped: int  # Number of invalid lines in these two files, such as half-written ones.
 
     @functools.cached_property
     def results(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Suite → step → result, without those in `outdated`."""
+        """Suite → step → result, without the results in `outdated`."""
         kept = {
             suite: {step: result for step, result in steps.items() if (suite, step) not in self.outdated}
             for suite, steps in self._all_results.items()
@@ -47,7 +47,7 @@ class RunRecord:
 
     @functools.cached_property
     def outdated(self) -> list[tuple[str, int]]:
-        """Suite and step of results whose weights are not those of that step's checkpoint."""
+        """(Suite, step) of each result that was computed with other weights than that step's checkpoint has now."""
         steps = {step for of_suite in self._all_results.values() for step in of_suite}
         weights = {step: _weights_of(self.workdir, step) for step in steps}
         return [
@@ -62,11 +62,11 @@ class RunRecord:
         return read_results(self.workdir)
 
     def split(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a split: "train", "valid", "goodput", "lambda_crossing"."""
+        """Return the rows of a split, such as "train", "valid", "goodput" or "lambda_crossing"."""
         return [row for row in self.rows if row["split"] == name]
 
     def evaluations(self, metric: Metric) -> list[dict[str, Any]]:
-        """Return the validation rows of suite "loss" that have a metric; synthetic tasks have no bits per byte."""
+        """Return the rows of suite "loss" that have the metric; synthetic tasks have no bits per byte."""
         return [
             row
             for row in self.split("valid")
@@ -74,9 +74,9 @@ class RunRecord:
         ]
 
     def progress(self, steps: Sequence[int]) -> dict[str, list[float]]:
-        """Return what the run had spent after each of some steps, for each of `X_AXES`.
+        """Return the run's progress after each step, for each quantity of `X_AXES`.
 
-        FLOPs are the model's, 6 N + 12 L T d a token; seconds those of the steps, without evaluation and saving.
+        FLOPs are model FLOPs, 6 N + 12 L T d per token. Seconds count training steps, without evaluation and saving.
         """
         model, length = self.config.model, self.config.data.sequence_length
         tokens = [float(step * self.config.train.global_batch_tokens) for step in steps]
@@ -89,7 +89,10 @@ class RunRecord:
         }
 
     def _seconds(self, steps: Sequence[int]) -> list[float]:
-        """Return the seconds until each of some ascending steps; a row stands for the steps since the row before."""
+        """Return the seconds of training until each of the steps, which must be ascending.
+
+        A row's `step_seconds` holds for all steps since the row before it.
+        """
         seconds, last, found = 0.0, 0, []
         rows = iter([*self.split("train"), None])
         row = next(rows)
@@ -102,10 +105,14 @@ class RunRecord:
 
 
 def match_runs(pattern: str, flag: str) -> list[RunRecord]:
-    """Read the run directories that match a glob, in order of their names.
+    """Read the run directories that match a glob, in the order of their names.
+
+    Args:
+        pattern: Glob of directories; those without a metrics.jsonl are ignored.
+        flag: Name of the flag that gives the glob, for messages.
 
     Raises:
-        UserError: none matches, or one has no config or no training steps.
+        UserError: No run matches, or a run has no config or no training steps.
     """
     require_local(f"--{flag}", pattern)
     workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
@@ -115,19 +122,19 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
 
 
 def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
-    """Read run directories, and say what lines of their metrics were skipped.
+    """Read run directories, and print how many invalid lines of their metrics are skipped.
 
     Raises:
-        UserError: one is no run, or has no training steps.
+        UserError: A directory is not a run, or has no training steps.
     """
     return [_read_run(workdir, name) for workdir, name in zip(workdirs, _names(workdirs), strict=True)]
 
 
 def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
-    """Refuse to compare runs by a loss in nats a token if their tokens are not the same.
+    """Raise an error if a metric cannot compare the runs.
 
     Raises:
-        UserError: two runs have different tokenizers, and the metric is not bits per byte.
+        UserError: The metric is the loss in nats per token, and two runs have different tokenizers.
     """
     if metric == "loss" and (pair := different_tokenizers(runs)):
         raise UserError(
@@ -137,9 +144,9 @@ def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
 
 
 def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
-    """Return the names of two runs with different tokenizers, if there are any."""
+    """Return the names of two runs with different tokenizers, or None if all are the same."""
     prints = [run.manifest.get("data", {}).get("tokenizer") for run in runs]
-    if None in prints:  # No manifest: the name is all there is.
+    if None in prints:  # Without a manifest, only the tokenizers' names can be compared.
         prints = [run.config.data.tokenizer for run in runs]
     for run, fingerprint in zip(runs, prints, strict=True):
         if fingerprint != prints[0]:
@@ -148,10 +155,10 @@ def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
 
 
 def read_results(workdir: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return suite → step → what `<workdir>/evals/<suite>/<step>.json` holds.
+    """Return suite → step → contents of `<workdir>/evals/<suite>/<step>.json`.
 
     Raises:
-        UserError: one of the files is not a suite's result.
+        UserError: A file is not a suite's result.
     """
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for path in sorted(workdir.glob("evals/*/*.json")):
@@ -165,7 +172,7 @@ def read_results(workdir: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def printable_json(value: Any) -> Any:
-    """Return a JSON value with every text in it, names too, as `printable` returns it."""
+    """Return a JSON value with `printable` applied to all strings, including the names of fields."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -176,7 +183,7 @@ def printable_json(value: Any) -> Any:
 
 
 def _weights_of(workdir: Path, step: int) -> str | None:
-    """Return the identity of the parameters in a step's checkpoint; None where there is none that can be read."""
+    """Return the identity of the parameters in a step's checkpoint, or None if no readable checkpoint exists."""
     try:
         return read_manifest(workdir / "checkpoints" / str(step)).weights
     except UserError:
@@ -184,15 +191,15 @@ def _weights_of(workdir: Path, step: int) -> str | None:
 
 
 def _config_of_run(workdir: Path) -> tuple[Config, int]:
-    """Return the config of the newest checkpoint, and the steps that the run shall have by its config.json.
+    """Return the config of the newest readable checkpoint, and the number of steps in config.json.
 
-    A start with another config writes config.json before there is a checkpoint of it. Without a checkpoint, config.json
-    decides everything.
+    The two may differ, because a restart with another config writes config.json before its first checkpoint. Without a
+    checkpoint, the config is that of config.json.
     """
     now = read_config(workdir)
     folder = workdir / "checkpoints"
     for step in reversed(steps_in(folder)):
-        with contextlib.suppress(UserError):  # `difftx checkpoint verify` says what is wrong with it.
+        with contextlib.suppress(UserError):  # `difftx checkpoint verify` reports the reason.
             return open_checkpoint(folder / str(step), now).config, now.train.steps
     return now, now.train.steps
 
@@ -241,7 +248,7 @@ def _read_manifest(workdir: Path) -> dict[str, Any]:
 
 
 def _names(workdirs: Sequence[Path]) -> list[str]:
-    """Return the folders' names; whole paths where two folders have one name."""
+    """Return the folders' names; folders that share a name get their whole paths instead."""
     names = [printable(workdir.resolve().name) for workdir in workdirs]
     whole = [printable(str(workdir)) for workdir in workdirs]
     return [name if names.count(name) == 1 else path for name, path in zip(names, whole, strict=True)]

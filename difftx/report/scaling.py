@@ -1,4 +1,4 @@
-"""Scaling laws of several runs, and what one architecture needs to match the other: Figures 3a and 3b of the paper."""
+"""Scaling laws of several runs, and the sizes at which architectures have equal loss (Figures 3a and 3b)."""
 
 import dataclasses
 import json
@@ -19,31 +19,31 @@ from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import Point, group_sizes, read_points
 from difftx.report.runs import Metric
 
-REFERENCE = "transformer"  # What the others are measured by, if it is there.
+REFERENCE = "transformer"  # Architecture that the others are compared with, if it is among them.
 RESAMPLES = 1000
 SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Loss against one quantity, "size" or "tokens": a fit for each architecture, and where they match."""
+    """Loss against one quantity: a fit for each architecture, and the points of equal loss."""
 
-    quantity: str
+    quantity: str  # "size" (parameters) or "tokens".
     title: str
-    fits: dict[str, Fit]
-    reference: str
-    matches: dict[str, list[Match]]  # Of each architecture but the reference, by its size.
-    drawn: dict[str, Match]  # The one of each that the figure shows.
+    fits: dict[str, Fit]  # Architecture → fit.
+    reference: str  # Architecture that the others are compared with.
+    matches: dict[str, list[Match]]  # Architecture except the reference → points of equal loss, ascending.
+    drawn: dict[str, Match]  # Architecture → the match that the figure shows.
     notes: list[str]
 
 
 def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[Study], list[Path]]:
-    """Fit loss against size and against tokens, as far as there are points; return the studies and files written.
+    """Fit loss against size and against tokens, if there are enough points; return the studies and files written.
 
-    Writes `scaling.json` and, for each study, `scaling_size` or `scaling_tokens` as .png and .svg.
+    The files are `scaling.json` and, for each study, `scaling_size` or `scaling_tokens` as .png and .svg.
 
     Raises:
-        UserError: too few points for either, or curves that never meet.
+        UserError: There are too few points for both fits, or two curves never reach the same loss.
     """
     points, notes = read_points(pattern, metric)
     chosen = {"size": _points_by_size(points), "tokens": _points_by_tokens(points)}
@@ -68,7 +68,7 @@ def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[lis
 
 
 def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
-    """Return the fits and the matches as tables for a terminal, with 95 % intervals."""
+    """Return the table of fits and the table of matches for a terminal, with 95 % intervals."""
     laws = rich.table.Table(title=f"{study.title}: a·x^-b + c")
     for title in ("architecture", "points", "a", "b", "c"):
         laws.add_column(title, justify="left" if title == "architecture" else "right")
@@ -96,14 +96,14 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
 
 
 def _points_by_size(points: Sequence[Point]) -> list[Point]:
-    """Return each run's last point."""
+    """Return the last point of each run."""
     return [point for point in points if point.is_last]
 
 
 def _points_by_tokens(points: Sequence[Point]) -> list[Point]:
-    """Return the points of the largest size that all architectures have at enough numbers of tokens.
+    """Return the points of the largest size at which all architectures have enough different numbers of tokens.
 
-    Where there is none, those of the size that comes closest.
+    If there is no such size, return the points of the size that comes closest.
     """
 
     def fewest(of_size: list[Point]) -> int:
@@ -115,7 +115,7 @@ def _points_by_tokens(points: Sequence[Point]) -> list[Point]:
 
 
 def _lack(quantity: str, points: Sequence[Point]) -> str | None:
-    """Return what is missing for a fit, if anything is."""
+    """Return a text on the points that are missing for a fit, or None if there are enough."""
     counts = {
         name: len({getattr(point, quantity) for point in points if point.architecture == name})
         for name in _architectures(points)
@@ -160,10 +160,10 @@ def _study(quantity: str, points: Sequence[Point], notes: Sequence[str]) -> Stud
 
 
 def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> list[Match]:
-    """Return a match at each of the model's points, and at the reference's largest.
+    """Return the matches at each point of an architecture and at the largest point of the reference.
 
     Raises:
-        UserError: the curves never meet.
+        UserError: The reference never reaches the losses of the architecture.
     """
     fit, other = fits[name], fits[reference]
     matches = [match for x in np.unique(fit.x) if (match := match_at(fit, other, x)) is not None]
@@ -177,14 +177,17 @@ def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> 
 
 
 def _match_to_draw(matches: Sequence[Match], fit: Fit, reference: Fit) -> Match:
-    """Return the paper's choice, the largest point whose match lies within the reference's data, or else the least."""
+    """Return the match at the largest point that lies within the reference's data, as in the paper's figure.
+
+    If no match lies within the data, return the one at the smallest point.
+    """
     measured = [match for match in matches if match.x in fit.x]
     within = [match for match in measured if match.reference_x <= reference.x.max()]
     return (within or measured[:1])[-1]
 
 
 def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
-    """Draw the points, the fits, their bands and the match, as the paper's Figure 3 does."""
+    """Draw the points, the fits with their bands, and the matches, as in the paper's Figure 3."""
     figure = matplotlib.figure.Figure(figsize=(6.5, 4.5), layout="constrained")
     axes = figure.subplots()
     colours = dict(zip(study.fits, series_colours(len(study.fits)), strict=True))
@@ -241,7 +244,7 @@ def _as_json(study: Study) -> dict[str, Any]:
 
 
 def _match_as_json(match: Match) -> dict[str, Any]:
-    # JSON knows no infinity: an interval without an end has null there.
+    # JSON has no infinity, so an infinite end of an interval becomes null.
     interval = [end if np.isfinite(end) else None for end in match.interval]
     return dataclasses.asdict(match) | {"interval": interval}
 
@@ -255,7 +258,7 @@ def _range(interval: tuple[float, float]) -> str:
 
 
 def _count(number: float) -> str:
-    """Return a number of parameters or tokens as papers write it: 6.8B."""
+    """Return a number of parameters or tokens with a unit, such as 6.8B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

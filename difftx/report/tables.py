@@ -1,4 +1,4 @@
-"""The tables of the report: what the runs are, how they differ, what the suites found."""
+"""Tables of the report: descriptions of the runs, differences of their configs, and results of the suites."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,31 +6,32 @@ from typing import Any
 
 import numpy as np
 
-from difftx.model.flops import count_parameters, flops_per_token
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import flops_per_token
 from difftx.report.runs import RunRecord
 from difftx.training.changes import changed_fields
 
-MOST_ROWS = 12  # Of a figure's values as a table.
-MOST_VALUES = 400
+MOST_ROWS = 12  # Most rows in the table of a line chart's values.
+MOST_VALUES = 400  # Most cells of a heatmap that is also shown as a table.
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Texts; the first column names the rows."""
+    """A table of texts, whose first column names the rows."""
 
     header: list[str]
     rows: list[list[str]]
 
 
 def run_headers(runs: Sequence[RunRecord]) -> Table:
-    """Return what each run is: model, progress, devices, data, versions."""
+    """Return a table with a description of each run: model, progress, devices, data and versions."""
     columns = [_header(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     return Table(["", *(run.name for run in runs)], [[name, *(c.get(name, "–") for c in columns)] for name in names])
 
 
 def config_changes(runs: Sequence[RunRecord]) -> Table:
-    """Return the fields in which a run's config differs from the first's."""
+    """Return a table of the fields in which some run's config differs from the first run's."""
     changed: dict[str, dict[str, str]] = {}
     first = runs[0]
     for run in runs[1:]:
@@ -41,9 +42,13 @@ def config_changes(runs: Sequence[RunRecord]) -> Table:
 
 
 def results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, Table]]:
-    """Return a table for each suite: the numbers of each run's newest result, and what they differ by from the first's.
+    """Return (suite, table) for each suite: the numbers of each run's newest result and their differences.
 
-    Where the runs have different tokenizers, only bits per byte differ by anything that means something.
+    Differences are relative to the first run that has the suite.
+
+    Args:
+        runs: Runs to compare.
+        comparable: Whether all runs have the same tokenizer. If not, only bits per byte have differences.
     """
     found = {run.name: run.results for run in runs}
     named = []
@@ -66,7 +71,7 @@ def results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, T
 
 
 def samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
-    """Return (run, prompt, completion) of each run's newest result that has some."""
+    """Return (run, prompt, completion) for each sample in the newest results of the runs' suites."""
     texts = []
     for run in runs:
         for steps in run.results.values():
@@ -76,7 +81,10 @@ def samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
 
 
 def chart_values(chart: Mapping[str, Any]) -> Table | None:
-    """Return a chart's values as a table, of lines a dozen; None for a heatmap too large to be read so."""
+    """Return a chart's values as a table; lines have at most `MOST_ROWS` rows.
+
+    A heatmap of more than `MOST_VALUES` cells has no table: the result is None.
+    """
     if chart["kind"] == "line":
         return series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
     if len(chart["x"]) * len(chart["y"]) > MOST_VALUES:
@@ -86,7 +94,14 @@ def chart_values(chart: Mapping[str, Any]) -> Table | None:
 
 
 def series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
-    """Return some values of lines as a table, at x of the first; of the others, the values at the nearest."""
+    """Return up to `MOST_ROWS` values of each line as a table, at evenly spaced points of the first line.
+
+    Each line contributes its value at the nearest x.
+
+    Args:
+        x_label: Header of the first column.
+        series: Name of a line → (x, y).
+    """
     if not series:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)
@@ -102,13 +117,16 @@ def series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
 
 
 def event_text(entry: Mapping[str, Any]) -> str:
-    """Return a journal's entry as a line."""
+    """Return a journal entry as one line of text."""
     details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]
     return ", ".join([str(entry["event"]), *details])
 
 
 def shown(value: Any) -> str:
-    """Return a value as a table shows it: numbers with five digits."""
+    """Return a value as text for a table: fractions with five significant digits, whole numbers in full.
+
+    Fractions of 100,000 and more have four digits; None is a dash.
+    """
     if value is None:
         return "–"
     if isinstance(value, bool | str):

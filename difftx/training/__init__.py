@@ -1,1 +1,1 @@
-"""How the network learns."""
+"""Training: the step, the loop, metrics, checkpoints and recovery."""

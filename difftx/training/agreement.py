@@ -1,7 +1,6 @@
-"""What all processes of a run must have in common, compared before the first step and before anything is written."""
+"""Comparison of code, config and data between all processes, before the first step and before any file is written."""
 
 import argparse
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -10,23 +9,26 @@ from typing import Any
 
 import difftx
 from difftx.config import Config
+from difftx.config.fields import values_of
 from difftx.parallel import multihost
 from difftx.training.manifest import package_versions
 from difftx.training.run import Run
 
-# Each process has its own address and number. The config's fields are compared instead of where they come from.
+# Flags that may differ. Each process has its own address and number, and `config_fields` covers the config's contents.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config")
-# Hosts may keep copies of the data, the tokenizer and the cache at different places: `open_run` compares the contents.
+# Fields that may differ: each host may keep the data, the tokenizer and the cache at other paths. `open_run` compares
+# the contents.
 OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
-    """Compare difftx itself, the packages, the command's flags and the config with those of the other processes.
+    """Compare the source code, package versions, flags and config of all processes.
 
-    Called as soon as the processes have joined: other fields could make one process wait or fail where others do not.
+    Call this function as soon as the processes have joined: a difference could make one process wait or fail where the
+    other processes do not.
 
     Raises:
-        UserError: one differs; in every process.
+        UserError: a value differs; every process raises the error.
     """
 
     def fields() -> dict[str, Any]:
@@ -38,11 +40,11 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
 
 
 def open_run(config: Config, workdir: Path, check: Callable[[Run], None] = lambda _: None) -> Run:
-    """Open a run, check it, and compare its data with that of the other processes.
+    """Open a run, check it, and compare its data with the data of the other processes.
 
     Raises:
-        UserError: the run cannot be opened, does not pass `check`, or has other data, in any process.
-        RunError: another process failed otherwise, or did not come in time.
+        UserError: in any process, the run cannot be opened, fails `check`, or has different data.
+        RunError: another process failed with another error, or did not respond in time.
     """
 
     def opened() -> Run:
@@ -54,16 +56,16 @@ def open_run(config: Config, workdir: Path, check: Callable[[Run], None] = lambd
 
 
 def check_everywhere(run: Run, check: Callable[[Run], None]) -> None:
-    """Check a run in every process; all of them end if it does not pass in one.
+    """Check a run in every process. If the check fails in one process, all processes end.
 
     Raises:
-        UserError: the run does not pass `check`, in any process.
+        UserError: the run fails `check` in any process.
     """
     multihost.agree("the checks", lambda: check(run), lambda _: {}, run.config.multihost.barrier_timeout_seconds)
 
 
 def source_files() -> dict[str, str]:
-    """Return the SHA-256 of each of difftx's source files, by its path."""
+    """Return a mapping from the path of each source file of difftx to its SHA-256."""
     folder = Path(difftx.__path__[0])
     return {
         f"difftx source {path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -72,8 +74,8 @@ def source_files() -> dict[str, str]:
 
 
 def config_fields(config: Config) -> dict[str, Any]:
-    """Return the fields of a config that must be equal in all processes, by their full names."""
-    raw = dataclasses.asdict(config)
+    """Return the config fields that must be equal in all processes, keyed by full name."""
+    raw = values_of(config)
     for group in (raw["data"], *raw["data"]["sources"]):
         for name in OWN_DATA_FIELDS:
             group.pop(name, None)
@@ -81,7 +83,7 @@ def config_fields(config: Config) -> dict[str, Any]:
 
 
 def data_fields(run: Run) -> dict[str, Any]:
-    """Return what the rows of a run's data, to train and to validate on, are made of."""
+    """Return the properties that identify the rows of a run's training and validation data."""
     signature = {f"data: {name}": value for name, value in run.data.signature.items()}
     return signature | {f"data: validation set {name}": rows.fingerprint for name, rows in run.data.valid.items()}
 

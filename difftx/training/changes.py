@@ -1,10 +1,11 @@
-"""What differs between two configs, and what of that changes a run's results."""
+"""Differences between two configs, classified by their effect on a run's results."""
 
 import dataclasses
 
 from difftx.config import Config
+from difftx.config.fields import values_of
 
-# The numbers of a run do not depend on these beyond rounding.
+# Changing these fields alters a run's numbers by rounding at most.
 NEUTRAL_GROUPS = ("mesh", "multihost", "checkpoint", "eval", "logging")
 NEUTRAL_FIELDS = (
     "model.remat",
@@ -14,18 +15,18 @@ NEUTRAL_FIELDS = (
     "data.verify",
     "data.cache_path",
 )
-# They do on these, but a run that is under way may go on with another value.
+# Changing these fields alters a run's numbers, but a run may still resume with a new value.
 CONTINUABLE_GROUPS = ("guards",)
 CONTINUABLE_FIELDS = ("train.steps", "checkpoint.init_from")
 
 
-# Yet a reader must keep this one: it divides the rows of the batch that the checkpoint was trained with.
+# Neutral fields that a reader must take from the checkpoint: the accumulation divides the rows of the training batch.
 KEPT_FIELDS = ("train.accumulation",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A field that differs."""
+    """A field whose value differs between two configs."""
 
     field: str  # "group.name"
     old: object
@@ -36,20 +37,20 @@ class Change:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether a run with the one value is as good as a run with the other."""
+        """True if both values give the same results up to rounding."""
         group = self.field.partition(".")[0]
         return self.field not in CONTINUABLE_FIELDS and (group in NEUTRAL_GROUPS or self.field in NEUTRAL_FIELDS)
 
     @property
     def is_safe(self) -> bool:
-        """Whether a run may go on with the new value."""
+        """True if a run may resume with the new value."""
         group = self.field.partition(".")[0]
         return self.is_neutral or group in CONTINUABLE_GROUPS or self.field in CONTINUABLE_FIELDS
 
 
 def changed_fields(old: Config, new: Config) -> list[Change]:
-    """Return each field that differs."""
-    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    """Return the fields whose values differ."""
+    before, after = values_of(old), values_of(new)
     return [
         Change(f"{group}.{name}", before[group][name], value)
         for group, fields in after.items()
@@ -59,11 +60,12 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
 
 
 def config_for_reader(trained: Config, now: Config) -> Config:
-    """Return the config by which a checkpoint is read: `trained`, with the neutral fields of `now`.
+    """Return the config to read a checkpoint with: `trained`, with the neutral fields of `now`.
 
     Args:
-        trained: of the checkpoint; it decides model and data.
-        now: of the run directory, with the reader's overrides; it decides mesh, evaluation and the like.
+        trained: Config of the checkpoint. It determines the model and the data.
+        now: Config of the run directory with the reader's overrides. It determines the mesh, the evaluation and the
+            other neutral fields.
     """
     fields: dict[str, dict[str, object]] = {}
     for change in changed_fields(trained, now):

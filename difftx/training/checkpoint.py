@@ -1,8 +1,11 @@
-"""Checkpoints of a run: train state, loader state and config, saved by orbax in the background, read if they verify.
+"""Checkpoints of a run: train state, loader state and config.
 
-A save goes into a folder of another name. When every process has written its part, process 0 reads all files back,
-writes the manifest beside them, and orbax gives the folder its name, the step: so a folder of that name was whole once.
-Process 0 alone checks, renames and deletes, on the file system that all processes share; the others are told.
+Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
+part, process 0 reads all files back and writes the manifest into the folder. Orbax then renames the folder to the step
+number, so a folder with that name was complete when it was renamed. Only a checkpoint that verifies is restored.
+
+All processes share the file system. Only process 0 checks, renames and deletes checkpoints; it sends the result to the
+other processes.
 """
 
 import concurrent.futures
@@ -21,7 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig, Config
-from difftx.config_reader import saved_config
+from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import json_sha256, list_folder, read_json
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
@@ -44,53 +47,54 @@ from difftx.training.retention import (
 )
 from difftx.training.state import TrainState
 
-# Until process 0 has read a checkpoint: the monitor notices earlier that it is gone.
+# Timeout for process 0 to read a checkpoint. If process 0 dies, the heartbeat of the other processes notices earlier.
 DECISION_SECONDS = 24 * 3600.0
-CONFIG_FILE = "config/metadata"  # As orbax's JsonCheckpointHandler names it.
+CONFIG_FILE = "config/metadata"  # Path that orbax's JsonCheckpointHandler uses.
 
 
 class Checkpointer:
-    """The checkpoints in `<workdir>/checkpoints`, one folder a step."""
+    """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
 
     def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int | None = None):
-        """Open the folder.
+        """Open the folder of checkpoints.
 
         Args:
-            workdir: of the run.
-            config: to train; None: only to read. A reader changes nothing.
-            save_seconds: that a save may take until it counts as failed, as where another process has failed in it;
-                None: orbax's 20 minutes.
+            workdir: Directory of the run.
+            config: Checkpoint settings for training. None opens the folder for reading, which changes nothing.
+            save_seconds: Timeout of a save, for example when another process has failed during the save. None uses
+                orbax's 20 minutes.
         """
         self.folder = workdir.resolve() / "checkpoints"
         self._workdir, self._config = workdir, config
         self._orbax = _open_orbax(self._finish_folder, save_seconds)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._unfinished = self.folder  # What orbax calls the folder of the save in progress,
-        self._describe: Callable[[Path], None] | None = None  # and what writes its manifest.
+        self._unfinished = self.folder  # Temporary folder of the save in progress.
+        self._describe: Callable[[Path], None] | None = None  # Writes the manifest of that save.
         self._verified: set[int] = set()  # Steps that this process has restored or saved.
-        self._failures = 0  # Of saves, in a row.
+        self._failures = 0  # Failed saves in a row.
         self._attempt = ""
         if config is not None:
-            # Each attempt trains with a checkpointer of its own, so that its id and a step identify parameters.
+            # Each attempt creates its own checkpointer, so the attempt's id and a step identify parameters.
             self._attempt = decided_by_lead(lambda: uuid.uuid4().hex, DECISION_SECONDS)
             decided_by_lead(self._make_folder, DECISION_SECONDS)
 
     # ── Reading ──
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, ascending, whether it verifies or not."""
+        """Return the steps that have a folder, ascending, including steps that do not verify."""
         return steps_in(self.folder)
 
     def newest(self) -> int | None:
-        """Return the newest step that verifies; None if there never was a checkpoint.
+        """Return the newest step that verifies, or None if there has never been a checkpoint.
 
-        In training, what does not verify is renamed, so that it is in nobody's way and not lost. If no checkpoint
-        verifies, training verifies the quarantined ones again, and takes the newest that verifies back.
+        Training quarantines each checkpoint that does not verify: it renames the folder and keeps the files. If no
+        checkpoint verifies, training checks the quarantined checkpoints again and renames the newest one that verifies
+        back to its step.
 
         Raises:
-            UserError: there are checkpoints, but none verifies.
-            UnreadableError: a checkpoint that would be used cannot be read; it is not renamed.
+            UserError: checkpoints exist, but none verifies.
+            UnreadableError: a checkpoint that would be used cannot be read. It is not renamed.
         """
         self._settle()
         step = decided_by_lead(self.find_newest, DECISION_SECONDS)
@@ -99,21 +103,21 @@ class Checkpointer:
         return step
 
     def verified(self, step: int) -> int:
-        """Return `step`.
+        """Verify the checkpoint of `step`, and return `step`.
 
         Raises:
-            UserError: there is no such checkpoint, or it does not verify.
-            UnreadableError: it cannot be read.
+            UserError: the checkpoint does not exist or does not verify.
+            UnreadableError: the checkpoint cannot be read.
         """
         decided_by_lead(lambda: self._require_verified(step), DECISION_SECONDS)
         return step
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
-        """Return the train state, in the shards of `abstract` on `mesh`, and the loader's state.
+        """Return the train state, sharded over `mesh` like `abstract`, and the loader's state.
 
         Raises:
-            UserError: the checkpoint's arrays are not those of `abstract`.
-            UnreadableError: it cannot be read.
+            UserError: the checkpoint's arrays differ from those of `abstract` in name, shape or dtype.
+            UnreadableError: the checkpoint cannot be read.
         """
         folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
         saved = _check_arrays(folder, wanted)
@@ -129,11 +133,11 @@ class Checkpointer:
         return config_of(self.folder / str(step))
 
     def weights_id(self, step: int) -> str:
-        """Return the identity of this attempt's parameters after `step`, which the checkpoint's manifest records."""
+        """Return the identifier of this attempt's parameters after `step`, as the checkpoint's manifest records it."""
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
-        """Do what `newest` says in this process alone."""
+        """Return the result of `newest`, computed in this process alone."""
         if self._config is not None and (leftovers := remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
@@ -157,17 +161,17 @@ class Checkpointer:
         return None
 
     def _make_folder(self) -> None:
-        if not list_folder(self.folder):  # It may be a file, or a link to a disk that is not mounted.
+        if not list_folder(self.folder):  # Raises if it is a file, or a link to an unmounted disk.
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
 
     def _take_back(self, quarantined: Sequence[Path]) -> int | None:
-        """Rename the newest quarantined checkpoint that verifies to its step, and return the step.
+        """Rename the newest quarantined checkpoint that verifies back to its step, and return the step.
 
-        Called only if no checkpoint verifies. While there is one, the quarantined ones stay aside: a user may have put
-        them there to continue from an earlier step, and the metrics after that step have been dropped.
+        Call this method only if no other checkpoint verifies. Otherwise the quarantined checkpoints stay renamed: a
+        user may have quarantined them to resume from an earlier step, and the metrics after that step are gone.
         """
         unreadable = []
         for path in sorted(quarantined, key=quarantine_order, reverse=True):
@@ -212,10 +216,10 @@ class Checkpointer:
     # ── Writing ──
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Start to save under the state's step; returns when the arrays may be donated. Waits for an earlier save.
+        """Wait for an earlier save, start to save under the state's step, and return when the arrays may be donated.
 
         Raises:
-            RunError: so many saves in a row have failed that the run must end.
+            RunError: the limit of failed saves in a row, `checkpoint.max_failed_saves`, is reached.
         """
         self._settle()
         step = int(jax.device_get(state.step))
@@ -234,25 +238,25 @@ class Checkpointer:
         )
         try:
             self._orbax.save(self.folder / str(step), args=args, force=True)
-        except Exception as error:  # Whatever orbax calls its errors, the run can do without this checkpoint.
+        except Exception as error:  # Orbax raises many exception types. The run can continue without this checkpoint.
             self._note_failure(step, error)
             return
         self._saving = step, self._background.submit(self._finish, step)
 
     def check(self) -> None:
-        """Report a save in the background that has failed meanwhile; never waits.
+        """Record the result of a background save that has ended; never wait for one.
 
         Raises:
-            RunError: so many in a row have failed that the run must end.
+            RunError: the limit of failed saves in a row is reached.
         """
         if self._saving is not None and self._saving[1].done():
             self._settle()
 
     def save_and_wait(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Save, again if that fails, and return when the checkpoint is on disk.
+        """Save, retry after a failure, and return when the checkpoint is on disk.
 
         Raises:
-            RunError: so many saves in a row have failed that the run must end.
+            RunError: the limit of failed saves in a row is reached.
         """
         self._settle()
         step = int(jax.device_get(state.step))
@@ -261,10 +265,10 @@ class Checkpointer:
             self._settle()
 
     def close(self) -> None:
-        """Wait until a save that was begun is on disk.
+        """Wait until a pending save is on disk, and close orbax.
 
         Raises:
-            RunError: it has failed.
+            RunError: the last save failed.
         """
         self._settle()
         self._background.shutdown()
@@ -273,12 +277,19 @@ class Checkpointer:
             raise RunError(f"{self.folder}: the last checkpoint was not saved")
 
     def _finish_folder(self) -> None:
-        """In orbax's thread of process 0, when every process has written its part and before the folder is named."""
+        """Write the manifest of the save in progress.
+
+        Orbax calls this method in a thread of process 0, after every process has written its part and before it renames
+        the folder.
+        """
         assert self._describe is not None
         self._describe(self._unfinished)
 
     def _finish(self, step: int) -> None:
-        """In a thread: wait for orbax, which reports here what failed in its own, and delete what need not be kept."""
+        """Wait for orbax in a background thread, then delete the checkpoints that the config does not keep.
+
+        An error in orbax's own threads is raised here.
+        """
         self._orbax.wait_until_finished()
         if self._config is None or not is_lead():
             return
@@ -286,12 +297,12 @@ class Checkpointer:
             steps = [other for other in self.steps() if other <= step]
             kept = steps_to_keep(self._config, steps, self._workdir)
             remove(self.folder / str(other) for other in steps if other not in kept)
-        # The save has succeeded; that old checkpoints stay as well is not a failure.
+        # The save has succeeded, so an old checkpoint that cannot be deleted does not make it fail.
         except (OSError, UserError, UnreadableError) as error:
             say(f"old checkpoints stay: {error}")
 
     def _settle(self) -> None:
-        """Wait for the save in progress and take note of how it ended."""
+        """Wait for the save in progress and record its result."""
         if self._saving is None:
             return
         (step, job), self._saving = self._saving, None
@@ -304,7 +315,7 @@ class Checkpointer:
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
-        if is_lead():  # Where the disk is full, the rest of a save must not keep it so.
+        if is_lead():  # Free the space, which may be missing for the next save.
             shutil.rmtree(self._unfinished, ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves
@@ -319,20 +330,20 @@ def config_of(folder: Path) -> Config:
     """Return the config that the checkpoint in `folder` was trained with.
 
     Raises:
-        UserError: it cannot be read, or is not the one of the checkpoint's manifest.
+        UserError: the config cannot be read, or its hash differs from the one in the manifest.
     """
     path = folder / CONFIG_FILE
     raw = read_json(path)
     if json_sha256(raw) != read_manifest(folder).config_sha256:
         raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
-    return saved_config(raw)
+    return config_from_dict(raw)
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the parameters of the verified checkpoint in `folder`, in the shards of the abstract `params` on `mesh`.
+    """Return the parameters of the verified checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
 
     Raises:
-        UserError: the checkpoint's arrays are not those of `params`.
+        UserError: the checkpoint's arrays differ from those of `params` in name, shape or dtype.
     """
     wanted = _on_mesh({"params": params}, mesh)
     if more := [name for name in _check_arrays(folder, wanted) if name.startswith("params/")]:
@@ -345,11 +356,11 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turn a read error of orbax or tensorstore, after the checkpoint has verified, into an `UnreadableError`."""
+    """Convert a read error of orbax or tensorstore, for a checkpoint that has verified, into an `UnreadableError`."""
     try:
         yield
     except (OSError, ValueError) as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # In the text of tensorstore's ValueError.
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # Tensorstore gives no other access to the code.
         number = error.errno if isinstance(error, OSError) else code and int(code[1])
         if number is None or isinstance(error, FileNotFoundError):
             raise
@@ -358,7 +369,10 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
-    """Return orbax's checkpointer; its CheckpointManager would take any folder with a number for a checkpoint."""
+    """Return an asynchronous orbax checkpointer.
+
+    Orbax's CheckpointManager is not used: it would treat any folder with a numeric name as a checkpoint.
+    """
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.StandardCheckpointHandler(), loader=ocp.JsonCheckpointHandler(), config=ocp.JsonCheckpointHandler()
     )
@@ -369,16 +383,18 @@ def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> 
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:
-    """Compare with the manifest first: orbax's own error for a mismatch names no array, and dtypes it casts.
+    """Check that the manifest has the expected arrays.
+
+    Orbax does not replace this check: its error for a mismatch names no array, and it casts dtypes silently.
 
     Returns:
-        The names of arrays in the checkpoint that are not wanted.
+        The names of the checkpoint's other arrays.
 
     Raises:
-        UserError: a wanted one is missing, or has another shape or dtype.
+        UserError: an expected array is missing, or has another shape or dtype.
     """
     saved = dict(read_manifest(folder).arrays)
-    # Parameters first: the user knows them, and their moments differ with them.
+    # Compare parameters first: the user knows their names, and the optimizer's moments have the same mismatches.
     arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
     for name, (shape, dtype) in arrays:
         if saved.pop(name, None) != (shape, dtype):
@@ -394,7 +410,7 @@ def _as_tree(state: TrainState) -> dict[str, Any]:
 
 
 def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Give abstract arrays their place on real devices; scalars carry no sharding of their own."""
+    """Return the abstract arrays, sharded over the devices of `mesh`. Scalars have no sharding and are replicated."""
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()

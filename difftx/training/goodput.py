@@ -1,4 +1,4 @@
-"""Where a run's wall time goes, over all its attempts: rows of split "goodput" in metrics.jsonl, and a table."""
+"""The wall time of a run over all its attempts, by section: rows of split "goodput" in metrics.jsonl, and a table."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ import rich.table
 
 from difftx.training.metrics import read_metrics
 
-# Work that counts, then what a run needs besides, then work that a later attempt did again.
+# Productive work first, then overhead, then work that a later attempt repeated.
 SECTIONS = {
     "train": "training steps",
     "data_wait": "waiting for data",
@@ -21,20 +21,20 @@ SECTIONS = {
     "save": "saving",
     "lost_work": "steps done again",
 }
-STEPS = ("train", "data_wait")  # What becomes lost work when a later attempt starts before it.
+STEPS = ("train", "data_wait")  # Sections that become lost work when a later attempt repeats their steps.
 
 
 class Goodput:
     """A clock that runs in one section at a time, so that the sections add up to the wall time."""
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        """Start in section "init", at `began` of the clock."""
+        """Start in section "init"; `began` is the value of `clock` at its beginning."""
         self._clock, self._began, self._since, self._section = clock, began, began, "init"
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._earlier_wall = 0.0
 
     def switch(self, section: str) -> str:
-        """Go to a section; return the one before."""
+        """Switch to a section and return the previous one."""
         now, before = self._clock(), self._section
         self._seconds[before] += now - self._since
         self._since, self._section = now, section
@@ -42,7 +42,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count the block's time as `name`, then go on in the section before."""
+        """Count the time of the block as section `name`, then return to the previous section."""
         before = self.switch(name)
         try:
             yield
@@ -50,11 +50,12 @@ class Goodput:
             self.switch(before)
 
     def resume(self, metrics: Path, step: int) -> None:
-        """Add the time of earlier attempts, of which this one continues at `step`; steps after it were lost.
+        """Add the time of earlier attempts. Their steps after `step`, where this attempt continues, count as lost work.
+
+        For an attempt that was killed, the train rows after its last goodput row give the remaining time.
 
         Args:
-            metrics: a metrics.jsonl, if there is one, not yet cut back to `step`. What an attempt that was killed did
-                after its last goodput row is known by its training rows.
+            metrics: Path of metrics.jsonl, before the rows after `step` are dropped. The file may be absent.
             step: 0 or the restored step.
         """
         newest = kept = dict.fromkeys(SECTIONS, 0.0)
@@ -63,11 +64,11 @@ class Goodput:
             if row["split"] == "goodput":
                 numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
                 if not all(isinstance(number, int | float) for number in numbers.values()):
-                    continue  # A damaged line.
+                    continue  # The line is corrupt.
                 newest, unaccounted = numbers, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
-                # Of several steps one is measured.
+                # `step_seconds` measures one step, and rows may be several steps apart.
                 unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
             last_step = row["step"]
         lost = unaccounted + sum(newest[name] - kept[name] for name in STEPS)
@@ -77,7 +78,7 @@ class Goodput:
         self._earlier_wall += sum(newest.values()) + unaccounted
 
     def row(self) -> dict[str, float]:
-        """Return the seconds of each section and in all, and the share of training steps."""
+        """Return the seconds of each section, the total seconds, and the share of training steps (0 to 1)."""
         self.switch(self._section)
         wall = self._earlier_wall + self._since - self._began
         seconds = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
@@ -85,7 +86,7 @@ class Goodput:
 
 
 def format_goodput(row: dict[str, float]) -> rich.table.Table:
-    """Return a row of `Goodput.row` as a table for a terminal."""
+    """Format a row of `Goodput.row` as a table for a terminal."""
     wall = row["wall_seconds"]
     table = rich.table.Table(title="wall time of the run")
     table.add_column("")

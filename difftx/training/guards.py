@@ -1,18 +1,18 @@
-"""What becomes of steps that go wrong.
+"""Detection of bad steps, and the stop or rewind that follows them.
 
-The train step itself skips an update whose loss or gradient is not finite (`state.py`). On the host a `Guard` judges
-each step's numbers, one step late as all metrics. They are replicated, so every process comes to the same verdict.
+The train step itself skips an update whose loss or gradient is not finite (`state.py`). On the host, a `Guard` judges
+the metrics of each step, one step late like all metrics. The metrics are replicated, so all processes decide alike.
 
-A step is bad if its update was skipped, or if its loss is a spike. After enough bad steps in a row the run stops, or is
-rewound: to the last regular checkpoint whose next step was good, past the data of the bad steps and some more. Whatever
-was dispatched after the bad steps goes with them, and so do later checkpoints.
+A step is bad if its update was skipped or if its loss is a spike. After enough bad steps in a row, the run either stops
+or rewinds. A rewind continues from the last regular checkpoint that a good step followed. It skips the data of the bad
+steps and of `guards.skip_steps` more, and discards all later steps and checkpoints.
 
-A continued run decides as an uninterrupted one would, because
+A resumed run makes the same decisions as an uninterrupted run, because
 
-1. no checkpoint is written between bad steps, so that the guard's state in one is the losses of its window alone;
-2. only regular checkpoints, at multiples of `checkpoint.every_steps`, are gone back to, not one that a signal left;
-3. a rewind first deletes the checkpoints after its target and is then noted in the journal, which a restart reads:
-   killed before the note, the run comes to the same bad steps and the same rewind again.
+1. no checkpoint is written between bad steps, so a checkpoint never has to store counts of bad steps;
+2. a rewind uses only regular checkpoints, at multiples of `checkpoint.every_steps`, not one that a signal triggered;
+3. a rewind first deletes the checkpoints after its target, and then adds a journal entry, which a restart reads. A run
+   that is killed before the entry is written reaches the same bad steps and the same rewind again.
 """
 
 import collections
@@ -32,12 +32,12 @@ from difftx.parallel.multihost import barrier, is_lead, say
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.retention import remove
 
-MAD_OF_NORMAL = 1.4826  # Standard deviation of a normal distribution over its median absolute deviation.
+MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
 
 @dataclasses.dataclass(frozen=True)
 class BadSteps:
-    """Bad steps in a row, more than the config bears."""
+    """Consecutive bad steps that reached a limit of the config."""
 
     first: int
     last: int
@@ -46,32 +46,32 @@ class BadSteps:
 
 @dataclasses.dataclass(frozen=True)
 class Rewind:
-    """A decision to go on from an earlier checkpoint."""
+    """A decision to continue from an earlier checkpoint."""
 
     bad: BadSteps
-    target: int  # Step of the checkpoint; 0: the start.
-    examples: int  # Where the data go on: examples since the run's first.
-    number: int  # In the run, from 1.
+    target: int  # Step of the checkpoint; 0 is the start of the run.
+    examples: int  # Position where the data continue, in examples since the start of the run.
+    number: int  # Number of this rewind in the run, from 1.
 
 
 class Guard:
-    """Counts bad steps and keeps the losses that spikes are measured by."""
+    """A counter of consecutive bad steps, with the window of recent losses that defines a spike."""
 
     def __init__(self, config: GuardsConfig):
         self._config = config
         self._losses: collections.deque[float] = collections.deque(maxlen=config.spike_window_steps)
         self._first_bad: int | None = None
-        self._skipped = self._spikes = 0  # Since the first bad step.
-        self.rewinds = 0  # On the way to this step.
+        self._skipped = self._spikes = 0  # Counts since the first bad step.
+        self.rewinds = 0  # Rewinds of the run so far.
         self.tripped: BadSteps | None = None
 
     @property
     def calm(self) -> bool:
-        """Whether the last step was good, and a checkpoint may be written."""
+        """True if the last step was good, so that a checkpoint may be written."""
         return self._first_bad is None and self.tripped is None
 
     def observe(self, step: int, loss: float, *, skipped: bool) -> None:
-        """Judge the next step; sets `tripped` when it is one bad step too many."""
+        """Judge the next step; set `tripped` if the consecutive bad steps reach a limit."""
         if not skipped and not self._is_spike(loss):
             self._losses.append(loss)
             self._first_bad, self._skipped, self._spikes = None, 0, 0
@@ -89,26 +89,35 @@ class Guard:
                 self.tripped = BadSteps(self._first_bad, step, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON; only between good steps is it all there is."""
+        """Return the state for `restore`, as JSON.
+
+        The state has no counts of bad steps, so it is complete only after a good step.
+        """
         return {"losses": list(self._losses), "rewinds": self.rewinds}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a checkpoint."""
+        """Restore the state from a checkpoint."""
         self._losses.extend(state["losses"])
         self.rewinds = state["rewinds"]
 
     def _is_spike(self, loss: float) -> bool:
-        """Whether the loss is far above the window's median, by its spread; a window that is not full has no say."""
+        """Return whether the loss is far above the window's median, relative to the window's MAD.
+
+        No loss is a spike until the window is full.
+        """
         threshold = self._config.spike_threshold
         if threshold is None or len(self._losses) < self._config.spike_window_steps:
             return False
         median = statistics.median(self._losses)
         deviation = MAD_OF_NORMAL * statistics.median(abs(x - median) for x in self._losses)
-        return deviation > 0 and loss - median > threshold * deviation  # No spread, such as all zero: no spikes.
+        return deviation > 0 and loss - median > threshold * deviation  # A MAD of 0 allows no spikes.
 
 
 class Journal:
-    """`<workdir>/journal.jsonl`: an entry for each rewind and stop. Every process keeps it, process 0 writes it."""
+    """The entries of `<workdir>/journal.jsonl`, one per rewind or stop.
+
+    Every process holds the entries; process 0 writes the file.
+    """
 
     def __init__(self, workdir: Path):
         self.path = workdir / "journal.jsonl"
@@ -120,7 +129,7 @@ class Journal:
                 raise UserError(f"{self.path}: line {number} is no entry of a journal; delete that line") from error
 
     def add(self, event: str, step: int, bad: BadSteps, attempt: int, **details: Any) -> None:
-        """Append an entry; it is on disk when this returns."""
+        """Append an entry. Process 0 writes the entry to disk before it returns."""
         steps = [bad.first, bad.last]
         self.entries.append(
             {"event": event, "step": step, "reason": bad.reason, "bad_steps": steps, "attempt": attempt, **details}
@@ -130,14 +139,17 @@ class Journal:
             write_atomically(self.path, "".join(line + "\n" for line in lines))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
-        """Note a rewind to the checkpoint of `step`, which was written when `examples` were consumed."""
+        """Record a rewind to the checkpoint of `step`, which was written after `examples` examples."""
         window = [examples, rewind.examples]
         self.add("rewind", step, rewind.bad, attempt, skipped_examples=window, rewinds=rewind.number)
 
     def resume(self, step: int, guard: Guard, loader: Loader) -> None:
-        """Take guard and loader, restored from the checkpoint of `step`, past what the last rewind to it skipped."""
+        """Apply the last rewind to `step` to a guard and a loader that were restored from the checkpoint of `step`.
+
+        The loader then skips the data that the rewind skipped.
+        """
         rewinds = [entry for entry in self.entries if entry["event"] == "rewind" and entry["step"] == step]
-        # A checkpoint that was written after a rewind to its own step knows of it.
+        # A checkpoint that was written after the rewind already includes the rewind.
         if rewinds and rewinds[-1]["rewinds"] > guard.rewinds:
             guard.rewinds = rewinds[-1]["rewinds"]
             loader.restore(loader.state() | {"examples": rewinds[-1]["skipped_examples"][1]})
@@ -146,15 +158,15 @@ class Journal:
 def act_on_bad_steps(
     guard: Guard, config: Config, journal: Journal, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | int:
-    """Prepare a rewind, or note that the run stops, in every process; return the rewind, or the exit code.
+    """Prepare a rewind, or record that the run stops; return the rewind or the exit code. All processes call it.
 
     Args:
-        guard: which has tripped.
-        config: the run's.
-        journal: the run's.
-        checkpointer: closed.
-        examples: consumed after the last bad step.
-        attempt: number of this attempt.
+        guard: Guard that has tripped.
+        config: Config of the run.
+        journal: Journal of the run.
+        checkpointer: Closed checkpointer of the run.
+        examples: Number of examples consumed up to and including the last bad step.
+        attempt: Number of this attempt.
     """
     bad, steps = guard.tripped, checkpointer.steps()
     assert bad is not None
@@ -174,7 +186,8 @@ def act_on_bad_steps(
         return EXIT_FAILED
     rewind = Rewind(bad, target, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
     if is_lead():
-        later = sorted((step for step in steps if step > target), reverse=True)  # Killed here, the newest are gone.
+        # Newest first: after a kill in between, the run resumes from an older step and repeats the rewind.
+        later = sorted((step for step in steps if step > target), reverse=True)
         remove(checkpointer.folder / str(step) for step in later)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     say(f"{where}; back to step {target}, on with example {rewind.examples}")
@@ -182,9 +195,10 @@ def act_on_bad_steps(
 
 
 def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
-    """Return the last regular checkpoint that a good step followed, 0 if there never was one, None if it is gone.
+    """Return the step of the last regular checkpoint that a good step followed.
 
-    That of the step before the first bad one may hold what made it bad.
+    The checkpoint right before the first bad step does not qualify: it may contain the cause. Return 0, the start of
+    the run, if no such checkpoint was due yet, and None if none is left.
     """
     if first_bad <= every_steps + 1:
         return 0
@@ -195,7 +209,7 @@ def _check_entry(entry: Any) -> dict[str, Any]:
     """Return the entry without its checksum.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is damaged, or `Journal.resume` could not read it.
+        AttributeError, KeyError, TypeError, ValueError: the entry is corrupt, or `Journal.resume` could not read it.
     """
     if entry.pop("sha256") != json_sha256(entry):
         raise ValueError("SHA-256")

@@ -9,6 +9,7 @@ import jax
 import rich
 
 from difftx import kernels
+from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, Loader
 from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
@@ -31,17 +32,18 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     """Train from the newest checkpoint, or from the start, to the last step.
 
     Args:
-        run: config, mesh and data.
+        run: Config, mesh and data.
         evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
-        began: `time.perf_counter()` when the process began its work; None: now.
-        allow_config_change: go on from a checkpoint though the config is not that of its run.
+        began: `time.perf_counter()` at the start of the process. None uses the current time.
+        allow_config_change: Resume although the config differs from the config of the checkpoint.
 
     Returns:
-        0; 75 if SIGTERM or Ctrl-C came, and the same command continues; 1 if the guards stopped the run.
+        The exit code: 0 after the last step; 75 after SIGTERM or Ctrl-C, when the same command resumes the run; 1 if
+        the guards stopped the run.
     """
     interrupt = Interrupt()
     try:
-        if run.config.model.architecture in ("diff", "gda"):  # These take the fused kernels.
+        if ARCHITECTURES[run.config.model.architecture].kernel == "diff_attention":
             kernels.check_gradients(run.config.model.d_head)
         run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
@@ -78,11 +80,11 @@ def _train(
     rewind: Rewind | None,
     allow_config_change: bool,
 ) -> int | Rewind:
-    """Train to the end, a signal or bad steps; return the exit code, or the rewind to call this with again."""
+    """Train until the last step, a signal or bad steps; return the exit code, or the rewind for the next call."""
     config, steps = run.config, run.config.train.steps
     patience = config.multihost.barrier_timeout_seconds
 
-    # ── State: the workdir's newest checkpoint, else other weights, else a fresh start ──
+    # ── State: the workdir's newest checkpoint, else weights of another run, else new parameters ──
     checkpointer = Checkpointer(run.workdir, config.checkpoint, save_seconds=config.multihost.barrier_timeout_seconds)
     loader = Loader(
         run.data.examples,
@@ -104,7 +106,7 @@ def _train(
         journal.add_rewind(rewind, start, loader.state()["examples"], writer.attempt)
     journal.resume(start, guard, loader)
     first_example = loader.state()["examples"]
-    again = f", rewind {guard.rewinds}" if guard.rewinds else ""  # A barrier's name is used once.
+    again = f", rewind {guard.rewinds}" if guard.rewinds else ""  # The name of each barrier must be unique.
     barrier(f"start{again}", patience)
 
     with Progress(steps, start, enabled=is_lead()) as progress:
@@ -114,13 +116,13 @@ def _train(
         step = start
 
         # ── Steps ──
-        goodput.switch("compile" if rewind is None else "train")  # The first call of the step compiles it.
+        goodput.switch("compile" if rewind is None else "train")  # The first call of `step_fn` compiles it.
         while step < steps and guard.tripped is None and not interrupt.requested(step):
             waited = time.perf_counter()
             with goodput.section("data_wait"):
                 batch = next(loader)
             data_wait = time.perf_counter() - waited
-            # A value that slips from the host into the step, or back, would stall every device: make it an error.
+            # An accidental transfer between host and device would stall every device: make it an error.
             with jax.transfer_guard("disallow"):
                 state, metrics = step_fn(state, batch)
             goodput.switch("train")
@@ -133,7 +135,7 @@ def _train(
                 barrier(f"evaluation after step {step}{again}", patience)
                 reporter.flush()
                 with goodput.section("eval"):
-                    # To the watchdog an evaluation that gets on is no step that hangs.
+                    # Progress of the evaluation shows the watchdog that the process does not hang.
                     work = Work(enabled=False, on_advance=functools.partial(monitor.beat, step))
                     suites = config.eval.suites if guard.tripped is None else ()
                     results = evaluate(run, state.params, step, suites, work, checkpointer.weights_id(step))
@@ -146,7 +148,7 @@ def _train(
                 reporter.restart_clock()
             if step % config.checkpoint.every_steps == 0:
                 barrier(f"checkpoint of step {step}{again}", patience)
-                reporter.flush()  # Before the save: what a checkpoint has behind it is in metrics.jsonl.
+                reporter.flush()  # Before the save, so that metrics.jsonl has every step up to the checkpoint.
                 writer.write("goodput", step, goodput.row())
                 if guard.calm:
                     with goodput.section("save"):
@@ -177,7 +179,7 @@ def _train(
 
 
 class Reporter:
-    """Reports each step one step late: metrics are fetched after the next step was dispatched, so nothing waits."""
+    """A reporter of each step's metrics, one step late: it fetches them after the next step has been dispatched."""
 
     def __init__(self, run: Run, writer: MetricsWriter, progress: Progress, guard: Guard):
         self._config, self._writer, self._progress, self._guard = run.config, writer, progress, guard
@@ -193,21 +195,21 @@ class Reporter:
         self._last = time.perf_counter()
 
     def push(self, step: int, metrics: Metrics, data_wait: float) -> None:
-        """Report the step before, and hold this one."""
+        """Report the previous step, and hold this one."""
         self.flush()
         self._pending = (step, metrics, data_wait)
 
     def flush(self) -> None:
-        """Report the step that is held, when its metrics have arrived, and let the guard judge it."""
+        """Wait for the metrics of the held step, report them, and let the guard judge the step."""
         if self._pending is None:
             return
         (step, metrics, data_wait), self._pending = self._pending, None
         row = self._row(step, jax.device_get(metrics), data_wait)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
-        # Bad steps have a row each, even where only some steps have one.
+        # Bad steps always have a row, whatever `logging.every_steps` is.
         if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
             self._writer.write("train", step, row)
-        for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers from 1.
+        for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers are numbered from 1.
             value = float(row["lambda"][layer - 1])
             self._writer.write(SPLIT, step, {"layer": layer, "value": value})
             self._progress.note(warning(step, layer, value))
@@ -216,7 +218,7 @@ class Reporter:
             self._progress.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
-        """Leave the time since the last row out of the next one."""
+        """Exclude the time since the last step from the duration of the next step."""
         self._last = time.perf_counter()
 
     def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The negative log-likelihood of the next token, over a vocabulary cut across devices.
+"""Negative log-likelihood (NLL) of the next token, with the vocabulary sharded across devices.
 
-Logits exist for one chunk of tokens at a time, and each device holds those of its share of the vocabulary: float32
-logits of a 64K row and 100,288 entries would be 26 GB. A loss that will be differentiated makes its gradient chunk by
-chunk in the same pass, so that no logit is kept or computed twice.
+Logits exist for one chunk of tokens at a time, and each device holds the logits of its shard of the vocabulary. All
+float32 logits of a row of 64K tokens, for a vocabulary of 100,288 entries, would take 26 GB. When the loss is
+differentiated, the forward pass also computes the gradient of each chunk, so no logit is stored or computed twice.
 """
 #   B = batch, T = tokens, D = model width, V = vocabulary; on one device: N = tokens of all rows, C = tokens of a chunk
 
@@ -14,38 +14,38 @@ from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 
-CHUNK_LOGITS = 2**26  # Of one device: 256 MiB in float32.
+CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB in float32.
 
 
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the summed nll of the counted targets, nats, and the model's per-layer statistics."""
+    """Return the summed NLL of the counted targets, in nats, and the model's per-layer statistics."""
     x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     with jax.named_scope("loss"):
         return weighted_nll(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), stats
 
 
 def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Return -log p(target), nats, float32 `[B, T]`, of a decoder's last hidden state and its unembedding."""
+    """Return -log p(target) in nats, float32 `[B, T]`, from a decoder's last hidden state and its unembedding."""
     return token_scores(x_BTD, table_VD, targets_BT)[0]
 
 
 def is_most_likely(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Return where no token is more likely than the target, bool `[B, T]`; arguments as in `token_nll`."""
+    """Return whether no token is more likely than the target, bool `[B, T]`. The arguments are those of `token_nll`."""
     return token_scores(x_BTD, table_VD, targets_BT)[1]
 
 
 def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `token_nll` and `is_most_likely`, from the same logits."""
+    """Return the results of `token_nll` and `is_most_likely`, computed from the same logits."""
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
-    # check_vma off here and below: the collectives are written out, and nothing is differentiated through them.
+    # check_vma is off here and below: the collectives are explicit, and no derivative is taken through them.
     call = jax.shard_map(_scores, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
     return call(x_BTD, table_VD, targets_BT)
 
 
 @jax.custom_vjp
 def weighted_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
-    """Return Σ weight × -log p(target), nats, float32; arguments as in `token_nll`, weights float32."""
+    """Return Σ weight × -log p(target) in nats, float32. Weights are float32; `token_nll` describes other arguments."""
     return jnp.sum(token_nll(x_BTD, table_VD, targets_BT) * weight_BT)
 
 
@@ -68,7 +68,7 @@ weighted_nll.defvjp(_weighted_nll_forward, _weighted_nll_backward)
 
 
 def _scores(x_BTD, table_VD, targets_BT):
-    """On one device: nll of its tokens, and whether each has the largest logit, `[B, T]`."""
+    """Return, for one device's tokens, the NLL and whether the target has the largest logit, both `[B, T]`."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(rows):
@@ -80,7 +80,10 @@ def _scores(x_BTD, table_VD, targets_BT):
 
 
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
-    """On one device: nll of its tokens, the weighted sum's gradient by `x_BTD`, and its share of that by the table."""
+    """Return the NLL of one device's tokens, and the gradients of the weighted sum.
+
+    The gradients are with respect to this device's shards of `x_BTD` and of the table.
+    """
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(dtable_VD, rows):
@@ -99,16 +102,21 @@ def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Gather this device's rows of the table, once for all chunks."""
+    """Gather the full width of this device's rows of the table, once for all chunks."""
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 
 def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
-    """Return a chunk's logits here, their log-sum-exp and the target's over all devices, and which is the target."""
+    """Compute a chunk's logits.
+
+    Returns:
+        This device's logits; the log-sum-exp over all devices; the target's logit, from whichever device holds it; and
+        the mask of the targets in this device's logits.
+    """
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
-    # Found by comparison, not by indexing: the target may be on another device.
+    # A comparison, not an index, because the target may be on another device.
     target_logit_C = jax.lax.psum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "tensor")
     largest_C = jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
     sum_C = jax.lax.psum(jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=-1), "tensor")
@@ -116,7 +124,7 @@ def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
 
 
 def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]:
-    """Cut `[B, T, …]` into `[chunks, C, …]`, the last one filled up with zeros."""
+    """Split `[B, T, …]` into `[chunks, C, …]`, and pad the last chunk with zeros."""
     N = arrays_BT["target"].size
     count = -(-N * table_VD.shape[0] // CHUNK_LOGITS)
     size = -(-N // count)
@@ -130,6 +138,6 @@ def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]
 
 
 def _joined(x_chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Join `[chunks, C, …]` to `shape`, and drop what filled the last one up."""
+    """Join `[chunks, C, …]` to `shape`, and drop the padding of the last chunk."""
     x_N = x_chunks.reshape(-1, *x_chunks.shape[2:])
     return x_N[: shape[0] * shape[1]].reshape(shape)

@@ -1,4 +1,7 @@
-"""What a checkpoint must hold to be used: `manifest.json` in its folder, the last file that is written there."""
+"""The manifest of a checkpoint: `manifest.json`, which lists the contents that a usable checkpoint must have.
+
+The manifest is written after all files that it lists.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -19,13 +22,13 @@ from difftx.files import check_link, json_sha256, list_folder, misfit, read_json
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-QUARANTINED = ".quarantined"  # In the name of a checkpoint that was put aside.
-# Orbax writes them after the manifest, before the folder gets its name, with the time. They must be there; what they
-# hold is not read, so that it has no checksum.
+QUARANTINED = ".quarantined"  # Part of the name of a quarantined checkpoint.
+# Orbax writes these files, which contain the time, after the manifest and before it renames the folder. The files must
+# exist, but nothing reads their contents, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 BLOCK_BYTES = 2**22
-THREADS = min(8, os.cpu_count() or 1)  # xxhash lets go of Python's lock.
+THREADS = min(8, os.cpu_count() or 1)  # xxhash releases Python's GIL.
 SHAPE = {
     "format": int,
     "step": int,
@@ -39,43 +42,43 @@ SHAPE = {
 
 
 class OtherFormatError(UserError):
-    """A checkpoint that another version of difftx wrote. It is whole, so that nothing may rename it."""
+    """Another version of difftx wrote the checkpoint. The checkpoint is not corrupt, so nothing may rename it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's contents."""
+    """The contents of a checkpoint's `manifest.json`."""
 
-    sha256: str  # Of the manifest itself: it differs wherever two checkpoints differ.
+    sha256: str  # Hash of the manifest itself. Different checkpoints have different hashes.
     step: int
-    weights: str  # Identity of the parameters, "<attempt>/<step>": equal only where the parameters are.
+    weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal only for equal parameters.
     config_sha256: str
     data: dict[str, Any]  # The loader's signature: sources, tokenizer, rows, order.
     packages: dict[str, str]
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape, dtype.
-    files: dict[str, tuple[int, str]]  # Path in the folder → bytes, XXH3-128 in hexadecimal.
+    files: dict[str, tuple[int, str]]  # Path in the folder → size in bytes, XXH3-128 in hexadecimal.
 
 
 def array_name(path: tuple[Any, ...]) -> str:
-    """Return a leaf's name, such as "params/embedding", from its path in a tree."""
+    """Return the name of a leaf, such as "params/embedding", from its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return name → shape and dtype of every array of a tree, as a manifest has them."""
+    """Return a mapping from the name of each array of a tree to its shape and dtype, as in `Manifest.arrays`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {array_name(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of what a run's numbers depend on."""
+    """Return the versions of the packages that a run's numbers depend on."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def write_manifest(
     folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
 ) -> None:
-    """Read every file below `folder` and write its manifest."""
+    """Write the manifest of `folder`, with the checksums of all files in it and its subfolders."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -93,7 +96,7 @@ def write_manifest(
             for path, checksum in zip(files, checksums, strict=True)
         },
     }
-    # As in a token store's meta.json, the last field is the SHA-256 of the others.
+    # The last field is the SHA-256 of the other fields, as in meta.json of a token store.
     write_atomically(folder / MANIFEST, json.dumps(content | {"sha256": json_sha256(content)}, indent=1) + "\n")
 
 
@@ -101,8 +104,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 
     Raises:
-        UserError: there is none, it is damaged, or it names a file outside of its folder; the message names `folder`.
-        UnreadableError: it cannot be read.
+        UserError: the manifest is missing or corrupt, or names a file outside of its folder. The error names `folder`.
+        UnreadableError: the manifest cannot be read.
     """
     try:
         return _read_manifest(folder)
@@ -141,17 +144,17 @@ def _read_manifest(folder: Path) -> Manifest:
 def damage(folder: Path, *, step: int | None = None, content: bool) -> str | None:
     """Return why the checkpoint in `folder` does not verify, or None if it does.
 
-    A checkpoint is damaged if its content contradicts its manifest or a file of the manifest does not exist. A read
-    error says nothing about the content: it is an exception.
+    A checkpoint is corrupt if its contents contradict its manifest or if a file of the manifest does not exist. A read
+    error does not show that the contents are wrong, so it is raised as an exception.
 
     Args:
-        folder: of one step.
-        step: of the state in it, where that is known.
-        content: compare checksums too, not only which files there are and how long.
+        folder: Folder of one checkpoint.
+        step: Step that the manifest must have. None accepts any step.
+        content: Compare the checksums of the files in addition to their presence and sizes.
 
     Raises:
         UnreadableError: a file or folder of the checkpoint cannot be read.
-        OtherFormatError: another version of difftx wrote it.
+        OtherFormatError: another version of difftx wrote the checkpoint.
     """
     try:
         manifest = _read_manifest(folder)
@@ -162,12 +165,12 @@ def damage(folder: Path, *, step: int | None = None, content: bool) -> str | Non
         raise OtherFormatError(f"{folder}: {error}") from error
     except UserError as error:
         return str(error)
-    except (FileNotFoundError, NotADirectoryError) as error:  # It was deleted after its size was read.
+    except (FileNotFoundError, NotADirectoryError) as error:  # The file was deleted after its size was read.
         return f"{error.filename} is missing"
 
 
 def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
-    """Return which file is not the one of the manifest, and why; None if all are."""
+    """Return the first file that contradicts the manifest, with the reason, or None if all files match."""
     for name in COMMIT_MARKERS:
         if size_of(folder / name) is None:
             return f"{name} is missing"
@@ -187,11 +190,13 @@ def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | N
 
 
 def xxh3_of(file: Path) -> str:
-    """Return a file's XXH3-128: made to notice damage, not forgery, at a fourth of the cost of zlib's CRC-32.
+    """Return the XXH3-128 of a file, in hexadecimal.
+
+    XXH3 detects corruption, not forgery. It costs a quarter as much as zlib's CRC-32.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no such file.
-        UnreadableError: it cannot be read.
+        FileNotFoundError, NotADirectoryError: the file does not exist.
+        UnreadableError: the file cannot be read.
     """
 
     def read() -> str:
@@ -205,9 +210,9 @@ def xxh3_of(file: Path) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder in a run's folder of checkpoints, ascending, whether they verify or not.
+    """Return the steps with a folder in a run's `checkpoints`, ascending, including steps that do not verify.
 
-    A link counts even if its target does not exist: otherwise a run would silently continue from an older step.
+    A symbolic link counts even if its target does not exist. Otherwise a run would silently resume from an older step.
 
     Raises:
         UnreadableError: the folder of checkpoints cannot be read.
@@ -217,7 +222,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def quarantined_in(folder: Path) -> list[Path]:
-    """Return the quarantined checkpoints, which training or a user has put aside.
+    """Return the folders of the checkpoints that training or a user has quarantined.
 
     Raises:
         UnreadableError: the folder of checkpoints cannot be read.
@@ -226,13 +231,16 @@ def quarantined_in(folder: Path) -> list[Path]:
 
 
 def _check_inside(folder: Path, names: Iterable[str]) -> None:
-    """Refuse paths of files outside of the folder, also by a symbolic link inside of it; the folder may be a link."""
+    """Raise `UserError` if a file name leads outside of the folder, also through a symbolic link in the folder.
+
+    The folder itself may be a symbolic link.
+    """
     real = os.path.realpath(folder)
     for name in names:
         path = PurePosixPath(name)
         try:
             inside = os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
-        except ValueError:  # A name that no file can have.
+        except ValueError:  # No file can have this name.
             inside = False
         if not inside or path.is_absolute() or ".." in path.parts:
             raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
+"""Reporting of a run: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ from difftx.files import read_file, write_atomically
 
 PLAIN_LINE_SECONDS = 10.0
 NEWEST_BYTES = 65_536
-# What the rows of a split have besides step and attempt.
+# Fields that the rows of each split must have, in addition to "split", "step" and "attempt".
 REQUIRED = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
@@ -36,9 +36,10 @@ REQUIRED = {
 
 
 class MetricsWriter:
-    """Writes rows of numbers to every sink. Opened at a step, it drops what an earlier attempt wrote after it.
+    """A writer of rows of numbers to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
-    Of several processes one is `enabled`; the others write nothing.
+    When it opens metrics.jsonl, the writer drops the rows of earlier attempts after `start_step`. With several
+    processes, only the writer of one process is `enabled`; the writers of the other processes write nothing.
     """
 
     def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
@@ -57,10 +58,10 @@ class MetricsWriter:
                 self._wandb.log(_scalars(row), step=row["step"])
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row, `values` being numbers or lists of numbers; nothing is buffered.
+        """Write one row without buffering; `values` are numbers or lists of numbers.
 
         Raises:
-            RunError: the disk is full, or the like.
+            RunError: a file cannot be written, for example because the disk is full.
         """
         if self._file is None:
             return
@@ -73,7 +74,7 @@ class MetricsWriter:
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         scalars = _scalars(row)
         try:
-            if self._file.write(line) != len(line):  # As a write ends that fills a disk.
+            if self._file.write(line) != len(line):  # A write that fills the disk is short and raises nothing.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._tensorboard:
                 shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -90,7 +91,7 @@ class MetricsWriter:
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        """Close every sink."""
+        """Close metrics.jsonl, TensorBoard and Weights & Biases."""
         if self._file:
             self._file.close()
         if self._tensorboard:
@@ -99,7 +100,7 @@ class MetricsWriter:
             self._wandb.finish()
 
     def _abandon(self) -> None:
-        """Close the files though what they hold cannot be written, so that nothing tries again at the exit."""
+        """Close the files and drop data that cannot be written, so that nothing retries the write at exit."""
         for file in (self._file, self._tensorboard and self._tensorboard._py_recordio_writer):
             with contextlib.suppress(OSError):
                 if file:
@@ -107,34 +108,37 @@ class MetricsWriter:
         self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Drop rows and evaluations after `start_step`, and half-written lines.
+        """Drop the rows and evaluations after `start_step`, and incomplete lines.
 
         Returns:
-            The rows that stay, and the number of this attempt, from 1.
+            The remaining rows, and the number of this attempt, from 1.
         """
         rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        for path in self.path.parent.glob("evals/*/*"):  # Of parameters that there no longer are.
+        for path in self.path.parent.glob("evals/*/*"):  # Evaluations of discarded parameters.
             if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl and how many lines were skipped because they are none; no rows, no file.
+    """Return the rows of a metrics.jsonl, and the number of invalid lines, which are skipped.
+
+    A file that does not exist has no rows.
 
     Raises:
-        UserError: it is a folder.
-        UnreadableError: it cannot be read.
+        UserError: `path` is a folder.
+        UnreadableError: the file cannot be read.
     """
     return _parse_rows((read_file(path) or b"").decode(errors="replace"))
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the last rows of a metrics.jsonl, some dozens: cheap enough to watch a long run. None yet: empty.
+    """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens.
 
-    A file that cannot be read has no rows either: the training itself ends with that error.
+    This is cheap enough to watch a long run. A file that does not exist or cannot be read has no rows: training itself
+    raises the error.
     """
     try:
         with path.open("rb") as file:
@@ -159,7 +163,7 @@ def _parse_rows(text: str) -> tuple[list[dict[str, Any]], int]:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether this is what `MetricsWriter.write` writes, with the numbers that its readers count on."""
+    """Return whether `row` is a row of `MetricsWriter.write`, with the numbers that readers of metrics.jsonl expect."""
     if not isinstance(row, dict) or not isinstance(row.get("split"), str):
         return False
     if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("step", "attempt")):
@@ -179,7 +183,10 @@ def _is_number(value: Any) -> bool:
 
 
 class Progress:
-    """A live line in a terminal; elsewhere a plain line every few seconds. Of several processes one is `enabled`."""
+    """A live progress line in a terminal, or a plain line every 10 seconds where the output is not a terminal.
+
+    With several processes, only the progress line of one process is `enabled`.
+    """
 
     def __init__(self, total_steps: int, start_step: int, *, enabled: bool = True):
         self._total, self._start, self._enabled = total_steps, start_step, enabled
@@ -210,7 +217,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show the row of a step."""
+        """Show the loss, gradient norm and speed of a step."""
         if not self._enabled:
             return
         text = f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {row['tokens_per_second']:,.0f} tokens/s"
@@ -233,7 +240,7 @@ class Progress:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON's own types; what is not finite becomes null."""
+    """Convert a value to JSON types; non-finite numbers become null."""
     value = np.asarray(value).tolist()
     if isinstance(value, list):
         return [_plain(v) for v in value]
@@ -241,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the row's numbers as "split/name"; those of a list as "split/name/01", "split/name/02", …"""
+    """Return the row's numbers, keyed "split/name"; items of a list are keyed "split/name/01", "split/name/02", …"""
     flat = {}
     for name, value in row.items():
         if isinstance(value, list):
@@ -252,15 +259,15 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
-    """Open an event file.
+    """Open an event file of TensorBoard.
 
-    tensorboardX's SummaryWriter leaves the writing to a thread, which flush does not wait for: a kill would drop steps
-    that metrics.jsonl has, a full disk would end the thread alone.
+    tensorboardX's SummaryWriter is not used: it writes in a thread, and `flush` does not wait for that thread. A kill
+    would drop steps that metrics.jsonl has, and a full disk would end only the thread.
     """
     directory_check(str(folder))
-    # Event files are named by the second; the attempt keeps two of one second apart.
+    # The name of an event file has the time in seconds. The attempt separates two files of the same second.
     writer = EventsWriter(str(folder / "events"), f".{attempt}")
-    # TensorBoard hides what it has from this step on: a resumed run draws no line twice.
+    # TensorBoard hides its earlier points from this step on, so a resumed run draws no line twice.
     restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
     writer.flush()
@@ -274,8 +281,8 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         raise UserError(
             f"logging.wandb_project={project!r}: wandb is not installed: {install_hint('wandb')}; or set it to none"
         ) from error
-    # W&B takes no step twice: each attempt is a run of its own and begins with the rows that it continues. The
-    # newest run of a group has every step once.
+    # W&B accepts each step once. So each attempt is a separate W&B run, which begins with the rows of earlier
+    # attempts. The newest run of a group has every step once.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"
     return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")

@@ -1,49 +1,68 @@
-"""AdamW with a linear warm-up and a linear decay."""
+"""Optimizers and learning-rate schedules."""
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
 from difftx.config import Config
+from difftx.model.abstract import vector_mask
+from difftx.registry import Registry
 
-NOT_DECAYED = ("scale", "lambda_query_Gd", "lambda_key_Gd", "sink_H")  # Norm gains, λ vectors, sinks.
+# A schedule maps the number of an update, from 0, to the update's learning rate.
+SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
+    "schedule", {"linear": "difftx.training.optimizer:linear"}
+)
+# An optimizer is made from the config, the schedule and a tree of booleans that selects the decayed parameters.
+OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTransformation]] = Registry(
+    "optimizer", {"adamw": "difftx.training.optimizer:adamw"}
+)
 
 
-def learning_rate(config: Config) -> optax.Schedule:
-    """Return update number, from 0, → learning rate: peak after the warm-up, `final_learning_rate` after the end."""
+def linear(config: Config) -> optax.Schedule:
+    """Return a linear warm-up to the peak, followed by a linear decay that ends at `final_learning_rate`."""
     c = config.optimizer
     decay = optax.linear_schedule(c.learning_rate, c.final_learning_rate, config.train.steps - c.warmup_steps)
     if c.warmup_steps == 0:
         return decay
-    # lr (n + 1) / warmup_steps: update 0 learns already.
+    # Update n of the warm-up has the learning rate lr (n + 1) / warmup_steps, so that the rate of update 0 is not 0.
     warmup = optax.linear_schedule(c.learning_rate / c.warmup_steps, c.learning_rate, c.warmup_steps - 1)
     return optax.join_schedules([warmup, decay], [c.warmup_steps])
 
 
-def updates_made(opt_state: Any) -> jax.Array:
-    """Return the number of updates, which the learning rate follows; a step that was skipped made none."""
-    return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))
-
-
-def decay_mask(params: Any) -> Any:
-    """Return the tree of which parameters are decayed: projections and embeddings."""
-
-    def decayed(path: tuple[Any, ...], _: jax.Array) -> bool:
-        return path[-1].key not in NOT_DECAYED
-
-    return jax.tree_util.tree_map_with_path(decayed, params)
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Return clipping by global norm, if configured, and AdamW (arXiv 1711.05101)."""
+def adamw(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.GradientTransformation:
+    """Return AdamW (arXiv 1711.05101)."""
     c = config.optimizer
-    adamw = optax.adamw(
-        learning_rate(config),
-        b1=c.b1,
-        b2=c.b2,
-        eps=c.eps,
-        weight_decay=c.weight_decay,
-        mask=decay_mask,
-    )
-    return adamw if c.clip_norm is None else optax.chain(optax.clip_by_global_norm(c.clip_norm), adamw)
+    return optax.adamw(schedule, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=decayed)
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """Return the schedule that `optimizer.schedule` names."""
+    return SCHEDULES[config.optimizer.schedule](config)
+
+
+def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransformation:
+    """Return the optimizer that `optimizer.name` names.
+
+    If `optimizer.clip_norm` is set, gradients are clipped by their global norm first.
+
+    Args:
+        config: Config of the run.
+        decayed: Tree of booleans that selects the parameters with weight decay. None selects the model's matrices.
+    """
+    decayed = decay_mask(config) if decayed is None else decayed
+    optimizer = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), decayed)
+    clip_norm = config.optimizer.clip_norm
+    return optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def decay_mask(config: Config) -> Any:
+    """Return a tree of booleans that is True for the parameters with weight decay: projections and embeddings."""
+    return jax.tree.map(operator.not_, vector_mask(config.model))
+
+
+def updates_made(opt_state: Any) -> jax.Array:
+    """Return the number of updates made, which determines the learning rate. A skipped step makes no update."""
+    return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))

@@ -1,4 +1,4 @@
-"""Checkpoints as eval.py, `generate` and `convert` read them: each by the config that it was trained with."""
+"""Reading of checkpoints for eval.py, `generate` and `convert`, each with the config that it was trained with."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 import tiktoken
 
 from difftx.config import Config
-from difftx.config_reader import config_from_dict
+from difftx.config.build import config_from_dict
 from difftx.data.loader import signature_changes
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import RunError, UserError
@@ -22,7 +22,7 @@ from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, config_of
 from difftx.training.manifest import read_manifest
 from difftx.training.run import Run
 
-# Fields of `data` that say where the data is; the manifest's signature says what it is.
+# Fields of `data` that locate the data. The signature in the manifest identifies its contents.
 LOCATIONS = ("path", "sources", "tokenizer")
 
 
@@ -31,17 +31,17 @@ class Checkpoint:
     """A checkpoint as it was when a reader opened it."""
 
     folder: Path
-    weights: str  # Identity of the parameters.
-    sha256: str  # Of the manifest.
+    weights: str  # Identifier of the parameters.
+    sha256: str  # SHA-256 of the manifest.
     data: dict[str, Any]  # Signature of the training data, or of the tokenizer alone.
-    config: Config  # `config_for_reader`.
-    now: Config  # Of the run directory, with the reader's overrides.
+    config: Config  # Result of `config_for_reader`.
+    now: Config  # Config of the run directory, with the reader's overrides.
 
     def require_unchanged(self) -> None:
-        """Check that the folder still holds the checkpoint that was opened; all processes must call this.
+        """Check that the folder still holds the checkpoint that was opened. All processes must call this method.
 
         Raises:
-            RunError: the checkpoint was deleted, replaced or damaged.
+            RunError: the checkpoint was deleted, replaced or corrupted.
         """
         decided_by_lead(self._require_unchanged, DECISION_SECONDS)
 
@@ -58,14 +58,16 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
-    """Return what the checkpoint in `folder` is, the same in every process; its arrays are not verified.
+    """Return the manifest's data and the config of the checkpoint in `folder`, the same in every process.
+
+    The arrays of the checkpoint are not verified.
 
     Args:
-        folder: of the checkpoint.
-        now: the config of the run directory, with the reader's overrides.
+        folder: Folder of the checkpoint.
+        now: Config of the run directory, with the reader's overrides.
 
     Raises:
-        UserError: manifest or config cannot be read, or do not fit together.
+        UserError: the manifest or the config cannot be read, or the config does not match the manifest.
     """
 
     def look() -> dict[str, Any]:
@@ -78,9 +80,9 @@ def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
 
 
 def read_newest[T](checkpointer: Checkpointer, read: Callable[[int], T]) -> T | None:
-    """Return what `read` makes of the newest step that verifies; None where there never was a checkpoint.
+    """Return `read(step)` of the newest step that verifies, or None if there has never been a checkpoint.
 
-    A training may delete that checkpoint meanwhile: `read` is then called with the step that is the newest by then.
+    If training deletes the checkpoint meanwhile, `read` is called again with the step that is then the newest.
 
     Raises:
         RunError: one of several processes found the checkpoint deleted.
@@ -89,7 +91,7 @@ def read_newest[T](checkpointer: Checkpointer, read: Callable[[int], T]) -> T | 
         folder = checkpointer.folder / str(step)
         try:
             return read(step)
-        except Exception as error:  # Whatever orbax calls a file that is gone.
+        except Exception as error:  # Orbax raises many exception types for a missing file.
             if folder.exists():
                 raise
             if jax.process_count() > 1:  # The other processes may have read it.
@@ -99,7 +101,7 @@ def read_newest[T](checkpointer: Checkpointer, read: Callable[[int], T]) -> T | 
 
 
 def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
-    """Open the run that a checkpoint was trained in: its own model, and its own data where that is now.
+    """Open the run of a checkpoint, with the checkpoint's model and the present location of its training data.
 
     Raises:
         UserError: the config does not fit the devices, the data or the tokenizer.
@@ -107,7 +109,7 @@ def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
             run = agreement.open_run(config, workdir)
-            # An imported checkpoint was trained on no data here: its signature has the tokenizer alone.
+            # The signature of an imported checkpoint has only the tokenizer: its training data is not known.
             signature = {name: run.data.signature.get(name) for name in checkpoint.data}
             if not signature_changes(checkpoint.data, signature):
                 return run
@@ -115,10 +117,10 @@ def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
-    """Return the tokenizer that a checkpoint was trained with, and the config that says where it is now.
+    """Return a config with the tokenizer's present location, and the tokenizer that the checkpoint was trained with.
 
     Raises:
-        UserError: there is none, or it has another vocabulary than the checkpoint.
+        UserError: the tokenizer is missing, or its vocabulary differs from that of the checkpoint.
     """
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
@@ -135,9 +137,9 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
 
 
 def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
-    """Yield the checkpoint's config with the run's present locations of data, if these differ.
+    """Yield the checkpoint's config with the data locations of the run directory's config, if the locations differ.
 
-    They may also be of other data, which the caller finds by the checkpoint's signature.
+    The run directory's config may name other data. The caller must compare the data with the checkpoint's signature.
     """
     data = checkpoint.config.data
     with contextlib.suppress(UserError):  # Locations of other data may contradict the rest of the config.

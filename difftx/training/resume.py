@@ -1,4 +1,4 @@
-"""Where a run starts, and whether its config may have changed since."""
+"""The starting state of a run, and the check of config changes since the checkpoint that it resumes from."""
 
 from pathlib import Path
 
@@ -21,16 +21,16 @@ from difftx.training.state import TrainState, init_state
 def starting_state(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
 ) -> tuple[TrainState, int]:
-    """Return the state and the step to go on from, with `loader` and `guard` set to what comes next.
+    """Return the state and the step to continue from, and set `loader` and `guard` to match.
 
     Raises:
-        UserError: no checkpoint verifies though there are some, or what was found does not fit the config.
+        UserError: checkpoints exist but none verifies, or the state found does not fit the config.
     """
-    # The first of these that there is (docs/operations.md says the same):
-    #   1. The newest checkpoint of the run's own workdir that verifies: parameters, optimizer, step, place in the data.
-    #      If there are checkpoints and none verifies, the run does not start.
-    #   2. `checkpoint.init_from`: the parameters of another run; step 0, a new optimizer, the first example.
-    #   3. Nothing: parameters from `train.seed`.
+    # The first available source is used, in this order (docs/operations.md has the same list):
+    #   1. The newest checkpoint in the run's own workdir that verifies: parameters, optimizer, step, position in the
+    #      data. If checkpoints exist and none verifies, the run does not start.
+    #   2. `checkpoint.init_from`: the parameters of another run, with step 0, a new optimizer and the first example.
+    #   3. New parameters from `train.seed`.
     step = checkpointer.newest()
     if step is not None:
         return _resume(run, checkpointer, loader, guard, step, allow_config_change), step
@@ -71,9 +71,9 @@ def _resume(
 
 
 def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
-    """Print the fields that differ and return the changes with which a run must not resume unasked.
+    """Print the changed fields, and return the changes that require --allow_config_change to resume.
 
-    The fields of `data` name the data and how to read it; only the signature of its rows tells whether they changed.
+    The fields of `data` name the data and how to read it. Only the data's signature shows whether rows changed.
     """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
@@ -87,7 +87,7 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_
 
 
 def _weights_of(run: Run, source: Path) -> object:
-    """Return the parameters in the directory of a run or of one checkpoint."""
+    """Return the parameters stored in `source`, the directory of a run or of one checkpoint."""
     if decided_by_lead(lambda: _is_checkpoint(source), DECISION_SECONDS):
         return _params_in(run, source, source.resolve())
     reader = Checkpointer(source)
@@ -114,7 +114,7 @@ def _is_checkpoint(source: Path) -> bool:
     """Return whether `source` is the folder of one checkpoint.
 
     Raises:
-        UserError: it is, and does not verify.
+        UserError: `source` is the folder of a checkpoint that does not verify.
     """
     if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
         return False

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and how the others are deleted or put aside."""
+"""Retention of checkpoints: which ones a run keeps, and how it deletes or quarantines the rest."""
 
 import dataclasses
 import datetime
@@ -20,27 +20,30 @@ from difftx.files import list_folder, read_json
 from difftx.training.manifest import QUARANTINED
 
 REMOVED = ".removed"
-# What a kill leaves of a save, or of a removal.
+# Names of folders that an interrupted save or removal leaves behind.
 LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A checkpoint as orbax's policies see it."""
+    """A checkpoint in the form that orbax's preservation policies expect."""
 
     step: int
     metrics: dict[str, Any] | None
-    time: datetime.datetime = datetime.datetime.min  # No policy of ours looks at it.
+    time: datetime.datetime = datetime.datetime.min  # Required by orbax; the policies used here ignore it.
 
 
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path) -> set[int]:
-    """Return which of the steps of verified checkpoints the config keeps: never none of them."""
+    """Return the subset of `steps` that the config keeps. The result is empty only if `steps` is empty.
+
+    All checkpoints of `steps` must have been verified.
+    """
     policies: list[orbax.PreservationPolicy] = [orbax.LatestN(config.keep)]
     if config.keep_every_steps is not None:
         policies.append(orbax.EveryNSteps(config.keep_every_steps))
     best = config.keep_best
     if best is not None:
-        reverse = config.keep_best_mode == "min"  # The last one in orbax's order is its best.
+        reverse = config.keep_best_mode == "min"  # Orbax sorts the metrics and takes the last one as the best.
         policies.append(
             orbax.BestN(
                 get_metric_fn=lambda metrics: metrics[best],
@@ -53,16 +56,18 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path)
     if not candidates:
         return set()
     kept = orbax.AnyPreservationPolicy(policies).should_preserve(candidates, context=orbax.PreservationContext())
-    # As many again that no signal left: a rewind goes back to none but these (guards.py).
+    # Also keep the newest `config.keep` regular checkpoints, because a rewind uses only these (guards.py).
     regular = [step for step in sorted(steps) if step % config.every_steps == 0][-config.keep :]
     return {candidate.step for candidate, keep in zip(candidates, kept, strict=True) if keep} | set(regular)
 
 
 def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
-    """Return number `name`, "suite/number", of the evaluation after a step; None if there is no finite one.
+    """Return `{name: value}` for the number `name`, such as "loss/perplexity", of the evaluation after a step.
+
+    Return None if the suite was not evaluated after this step or the value is not finite.
 
     Raises:
-        UserError: the suite's file has no such number.
+        UserError: the suite's file does not contain the number.
     """
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
@@ -78,10 +83,10 @@ def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
 
 
 def quarantine(folder: Path) -> Path:
-    """Put a checkpoint aside by renaming it; return its new path.
+    """Quarantine a checkpoint: rename its folder, and return the new path.
 
     Raises:
-        RunError: it cannot be renamed.
+        RunError: the folder cannot be renamed.
     """
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
@@ -90,7 +95,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def rename(folder: Path, to: Path) -> Path:
-    """Rename a checkpoint; raise `RunError` where that is not possible."""
+    """Rename a checkpoint, and return the new path; raise `RunError` if this fails."""
     try:
         return folder.rename(to)
     except OSError as error:
@@ -98,13 +103,16 @@ def rename(folder: Path, to: Path) -> Path:
 
 
 def quarantine_order(path: Path) -> tuple[int, int]:
-    """Return the step of a quarantined checkpoint, -1 if its name has none, and which one of that step it is."""
+    """Return the sort key of a quarantined checkpoint: its step, and its number among those of the same step.
+
+    The step is -1 if the name has none.
+    """
     found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Each first loses its name, so that a kill leaves no half of one.
+    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under a valid name.
 
     If a checkpoint is a symbolic link, only the link is deleted: the user who moved the files decides about them.
     """
@@ -115,9 +123,9 @@ def remove(folders: Iterable[Path]) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what a killed process left unfinished in the folder of checkpoints; return the names.
+    """Delete the folders of interrupted saves and removals in the folder of checkpoints, and return their names.
 
-    A leftover that cannot be deleted is printed and stays: it is not a checkpoint, so that the run can continue.
+    If a folder cannot be deleted, print its name and keep it. It is not a checkpoint, so the run can continue.
     """
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):

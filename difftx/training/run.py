@@ -1,4 +1,4 @@
-"""A run: what training and evaluation share, and the files that describe it."""
+"""A run: the objects that training and evaluation share, and the files that describe the run."""
 
 import contextlib
 import dataclasses
@@ -18,13 +18,13 @@ import tiktoken
 
 from difftx import kernels
 from difftx.config import Config
-from difftx.config.architectures import implementations
-from difftx.config_reader import saved_config
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.build import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import read_file, read_json, remove_temporaries, size_of, write_atomically
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
@@ -37,7 +37,7 @@ RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".l
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A checked config with its mesh, tokenizer and data; `workdir` is where its files go."""
+    """A checked config with its mesh, tokenizer and data; `workdir` is the folder for the run's files."""
 
     config: Config
     workdir: Path
@@ -47,7 +47,7 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, workdir: Path) -> "Run":
-        """Build the mesh and read the data.
+        """Build the mesh, and open the tokenizer and the data.
 
         Raises:
             UserError: the config does not fit the devices, the data or the tokenizer.
@@ -61,32 +61,32 @@ class Run:
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Sharding of a `[rows, tokens]` batch."""
+        """The sharding of a `[rows, tokens]` batch."""
         return jax.NamedSharding(self.mesh, Layout().act_BT)
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows that go through the model at once, over all devices."""
+        """The number of rows in a microbatch, over all devices."""
         return self.config.batch_rows // self.config.train.accumulation
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep a second training of this workdir out, and wait for one that is about to end.
+        """Lock the workdir against a second training, and wait for a training that is about to end.
 
         Raises:
-            UserError: it has not ended within a minute.
+            UserError: the other training has not ended within one minute.
         """
         with _lock_of(self.workdir) if is_lead() else contextlib.nullcontext():
-            # Before it is held, another training may still save: none may look for the newest checkpoint.
+            # Until process 0 holds the lock, another training may still save: no process may read the newest step yet.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
     def check_records(self) -> None:
-        """Check the files that training reads and replaces, before it begins; all processes end alike.
+        """Check that the files that training reads and replaces are readable; all processes get the same result.
 
         Raises:
-            UserError: one of them is a folder.
-            UnreadableError: one of them cannot be read.
+            UserError: one of the files is a folder.
+            UnreadableError: one of the files cannot be read.
         """
 
         def check() -> None:
@@ -120,7 +120,7 @@ class Run:
 
 
 def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
-    """Raise `UserError` where the model has fewer embeddings than the tokenizer has tokens."""
+    """Raise `UserError` if the model has fewer embeddings than the tokenizer has tokens."""
     if tokenizer.n_vocab > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
@@ -129,9 +129,10 @@ def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
 
 
 def check_attention(config: Config) -> None:
-    """Raise `UserError` where the named attention backend cannot run on this machine's devices."""
+    """Raise `UserError` if the configured attention backend cannot run on this machine's devices."""
     model = config.model
-    differential = model.architecture in ("diff", "gda")
+    attention = ARCHITECTURES[model.architecture]
+    differential = attention.kernel == "diff_attention"
     widths = (2, model.d_head) if differential else (model.d_head,)
     heads = model.num_heads if differential else model.query_heads
 
@@ -140,8 +141,8 @@ def check_attention(config: Config) -> None:
 
     q, k, v = array(heads, *widths), array(model.kv_heads, *widths), array(model.kv_heads, math.prod(widths))
     if why := kernels.why_unavailable(model.attention_implementation, q, k, v):
-        usable = implementations(model.architecture, quantized=model.attention_logit_bits is not None)
-        usable = [name for name in usable if kernels.why_unavailable(name, q, k, v) is None]
+        backends = attention.backends(quantized=model.attention_logit_bits is not None)
+        usable = [name for name in backends if kernels.why_unavailable(name, q, k, v) is None]
         raise UserError(
             f"model.attention_implementation={model.attention_implementation!r}: {why}; use one of "
             f"{', '.join(usable)} (eval.py: --model.attention_implementation={usable[0]})"
@@ -149,7 +150,7 @@ def check_attention(config: Config) -> None:
 
 
 def fit_to_devices(config: Config) -> Config:
-    """Return the config with its preset for the devices here, if it asks for one."""
+    """Return the config with the preset for the available devices, if the config asks for a preset."""
     parameters = count_parameters(config.model).total
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
@@ -158,24 +159,25 @@ def read_config(workdir: Path) -> Config:
     """Return the config of an existing run directory.
 
     Raises:
-        UserError: there is none, or it is not a config of this version.
-        UnreadableError: it cannot be read.
+        UserError: config.json does not exist, or is not a config of this version of difftx.
+        UnreadableError: config.json cannot be read.
     """
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
-    return saved_config(read_json(path))
+    return config_from_dict(read_json(path))
 
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
-    """Lock the folder itself, which stays locked if `.lock` is deleted, and `.lock`, which also names the process.
+    """Lock both the folder itself and its file `.lock`, which also names the process that holds the lock.
 
-    NFS locks files alone; of earlier versions of difftx, `.lock` is the only lock.
+    The lock of the folder remains if `.lock` is deleted. The lock of `.lock` is needed because NFS locks only files and
+    because earlier versions of difftx use no other lock.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
-    try:  # The system frees the locks however the process ends.
+    try:  # The operating system releases the locks, however the process ends.
         folder_is_locked = _wait_for_lock(folder, path, deadline)
         with path.open("a+") as file:
             if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
@@ -189,10 +191,10 @@ def _lock_of(workdir: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
-    """Lock an open file or folder; return False where the file system has no locks for it.
+    """Lock an open file or folder; return False if the file system does not support this.
 
     Raises:
-        UserError: another process, which `path` names, still holds the lock at the deadline.
+        UserError: at the deadline another process still holds the lock. The file `path` names that process.
     """
     holder = None
     while True:
@@ -202,7 +204,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
         except BlockingIOError:
             pass
         except OSError as error:
-            # Some cluster file systems know no locks (Lustre without -o flock); NFS none of folders (EBADF).
+            # Some cluster file systems have no locks (Lustre without -o flock), and NFS cannot lock folders (EBADF).
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
                 raise
             return False
@@ -217,7 +219,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of this source tree, with "+" for uncommitted changes; None outside of git."""
+    """Return the git commit of this source tree, with "+" for uncommitted changes, or None outside of git."""
     here = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)

@@ -1,5 +1,5 @@
 """The train state and the pure function that advances it."""
-#   B = batch, T = tokens, A = microbatches of an update
+#   B = batch, T = tokens, A = microbatches per update
 
 import dataclasses
 from collections.abc import Callable
@@ -24,31 +24,31 @@ Metrics = dict[str, Any]  # Name → scalar, or an array over layers.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that an update changes."""
+    """The values that an update changes."""
 
-    step: jax.Array  # int32: batches learned from, and those whose update was skipped.
-    params: Any  # Nested dictionaries of float32 arrays, as the modules name them.
+    step: jax.Array  # int32: number of batches, including those whose update was skipped.
+    params: Any  # Nested dictionaries of float32 arrays, keyed by the modules' attribute names.
     opt_state: Any
 
 
 def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
-    """Return the model's static part, by default as it trains; `nnx.merge` with parameters makes it callable."""
+    """Return the static part of the model, for `nnx.merge` with parameters. The default layout is that of training."""
     layout = layout or Layout.of(config.mesh.context_method)
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 
 def init_state(config: Config) -> TrainState:
-    """Return the state before the first update. Under jit, every array is born in its shard of the mesh."""
+    """Return the state before the first update. Under jit, every array is created sharded over the mesh."""
     params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
 
 
 def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Return `step(state, batch) -> (state, metrics)`, pure, to be jitted with the state donated.
+    """Return the pure function `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    The loss is the mean over all counted tokens of the update: microbatches are summed and divided once, so that a
-    microbatch with few counted tokens weighs as little as it should. If the loss or the gradient's norm is not finite,
-    the update is skipped: parameters and the optimizer's state stay as they are, bit for bit.
+    The loss is the mean over all counted tokens of the update. Microbatches are summed and divided once, so that each
+    token has the same weight however many counted tokens its microbatch has. If the loss or the gradient's norm is not
+    finite, the update is skipped: parameters and the optimizer's state stay the same, bit for bit.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
@@ -91,7 +91,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:
-    """Return the batch as `[A, B / A, T]`: row i goes to microbatch i mod A, so that no row leaves its device."""
+    """Return the batch as `[A, B / A, T]`. Row i goes to microbatch i mod A, so that no row leaves its device."""
 
     def split(x_BT: jax.Array) -> jax.Array:
         rows = x_BT.shape[0] // count

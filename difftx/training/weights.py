@@ -1,6 +1,6 @@
-"""Checkpoints of parameters alone, written and read a layer at a time: what converts weights never holds them all.
+"""Checkpoints of parameters alone, written and read one layer at a time, so that a conversion never holds all layers.
 
-The folder is one that `restore_params` reads; there is no optimizer's state in it, and no place in the data.
+`restore_params` reads such a checkpoint. It contains neither the optimizer's state nor the loader's state.
 """
 
 import contextlib
@@ -22,28 +22,28 @@ from difftx.training.manifest import write_manifest
 
 type_handlers = ocp.type_handlers
 
-DATA_FILE_BYTES = 2**28  # Of orbax's files, which are collected in memory, and of the chunks that are read at once.
-CACHE_BYTES = 2**31  # Of decoded chunks, where these hold several layers, as those of a training do.
+DATA_FILE_BYTES = 2**28  # Target size of orbax's data files, which orbax collects in memory.
+CACHE_BYTES = 2**31  # Cache of decoded chunks, for chunks of several layers, such as those that training saves.
 SAVE_SECONDS = 24 * 3600
-STEP = 0  # Of a checkpoint that was not trained here.
+STEP = 0  # Step of a checkpoint that difftx did not train.
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A float32 array that is made while it is written."""
+    """A float32 array whose blocks are produced while it is written."""
 
     shape: tuple[int, ...]
-    rows: int  # Of a block, along the first axis.
-    blocks: Callable[[], Iterable[np.ndarray]]  # One after the other; the last may have fewer rows.
+    rows: int  # Rows of a block along the first axis.
+    blocks: Callable[[], Iterable[np.ndarray]]  # Yields the blocks in order. The last block may have fewer rows.
 
     @property
     def dtype(self) -> np.dtype:
-        """float32."""
+        """The dtype of the elements, float32."""
         return np.dtype(np.float32)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -51,10 +51,10 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     """Write the checkpoint of step 0 of a run.
 
     Args:
-        workdir: of the run.
-        arrays: by name, such as "blocks/mlp/up_DF".
-        config: of the run.
-        data: what the manifest says of it: {"tokenizer": fingerprint}.
+        workdir: Directory of the run.
+        arrays: Parameters by name, such as "blocks/mlp/up_DF".
+        config: Config of the run.
+        data: Data signature for the manifest: {"tokenizer": fingerprint}.
     """
     folder = workdir.resolve() / "checkpoints" / str(STEP)
     folder.parent.mkdir(parents=True)
@@ -80,20 +80,20 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
 
 
 class ParamsReader:
-    """The parameters of a checkpoint, by layers."""
+    """A reader of a checkpoint's parameters, one layer at a time."""
 
     def __init__(self, folder: Path):
         self._state = epath.Path(folder.resolve() / "state")
         self._opened: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
-        """Return a layer of a stacked array, or rows of another, such as "embedding_VD"."""
+        """Return one layer of a stacked array, or rows of another array, such as "embedding_VD"."""
         if name not in self._opened:
             store = self._open(name, cache_bytes=0)
             chunk = store.chunk_layout.read_chunk.shape
             if chunk is not None and chunk[0] != 1:
                 store = self._open(name, cache_bytes=CACHE_BYTES)
-            self._opened = {name: store}  # And the cache of the last one goes.
+            self._opened = {name: store}  # Drops the previous array and its cache.
         return self._opened[name][index].read().result()
 
     def _open(self, name: str, *, cache_bytes: int) -> ts.TensorStore:
@@ -110,7 +110,7 @@ class ParamsReader:
 
 
 class _StreamedHandler(type_handlers.NumpyHandler):
-    """How orbax writes `Streamed`: one array after the other, a block at a time, each block a chunk of the file's."""
+    """An orbax handler that writes `Streamed` arrays one after the other, with each block as one chunk of the file."""
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[type_handlers.ParamInfo], args: Any = None
@@ -128,7 +128,7 @@ class _StreamedHandler(type_handlers.NumpyHandler):
                 dtype=array.dtype,
                 process_index=0,
             )
-            # With the dtype again: orbax 0.12.3 leaves it out of the specification.
+            # Pass the dtype explicitly, because orbax 0.12.3 omits it from the specification.
             store = await ts.open(ts.Spec(spec), dtype=array.dtype, create=True, open=True, context=info.ts_context)
             start = 0
             for block in array.blocks():
@@ -138,7 +138,7 @@ class _StreamedHandler(type_handlers.NumpyHandler):
 
 
 def _nested(arrays: Mapping[str, Streamed]) -> dict[str, Any]:
-    """Turn {"a/b": x} into {"a": {"b": x}}."""
+    """Convert {"a/b": x} to {"a": {"b": x}}."""
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
         *parents, last = name.split("/")

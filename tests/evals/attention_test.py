@@ -13,7 +13,8 @@ from conftest import ROOT, TINY
 from model.oracle import softmax_row
 
 from difftx import evals
-from difftx.config_reader import load_config, override
+from difftx.config.build import override
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.evals import attention
 from difftx.evals.map_statistics import PARTS, UNSEEN, row_pictures, row_statistics

@@ -1,7 +1,6 @@
 """Gradient norms against JAX's gradient of a model written out by hand."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from difftx import evals
+from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
 from difftx.evals.gradients import starts
 from difftx.parallel.mesh import make_mesh
@@ -192,8 +192,7 @@ def test_which_matrices_variants_have(config, mesh_of):
     assert shapes["gda"]["query_2"].shape == (2, 32, 2, 1, 4)
     assert shapes["sink"].keys() == mlp | {"query", "key", "value", "output"}
     heads = jnp.arange(8.0)[None, None, :, None]
-    model = types.SimpleNamespace(architecture="diff_v2")
     with jax.set_mesh(mesh_of()):
-        found = matrices(model, {"attention": {"query_DHd": heads}})
+        found = ARCHITECTURES["diff_v2"].matrices_by_group("query", heads)
     assert found["query_1"].ravel().tolist() == [0, 2, 4, 6]
     assert found["query_2"].ravel().tolist() == [1, 3, 5, 7]

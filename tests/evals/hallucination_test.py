@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY, child_environment, suite_config
 
 from difftx import evals
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.hallucination_prompts import STOP, HallucinationSet

@@ -13,7 +13,7 @@ from conftest import suite_config
 from flax import nnx
 
 from difftx import evals
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.evals.harness import PAPER_METRICS, averages
 from difftx.evals.harness_data import data_files, splits

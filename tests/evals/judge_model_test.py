@@ -11,7 +11,8 @@ import types
 import pytest
 from conftest import ROOT
 
-from difftx.config_reader import load_config, override
+from difftx.config.build import override
+from difftx.config.recipes import load_config
 from difftx.data.progress import Work
 from difftx.errors import RunError, UserError
 from difftx.evals import chat

@@ -14,7 +14,7 @@ from conftest import suite_config
 from report.suites_test import save_run
 
 from difftx import evals
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.math_answers import final_answer, is_right

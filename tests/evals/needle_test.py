@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx import evals
-from difftx.config_reader import load_config, override
+from difftx.config.build import override
+from difftx.config.recipes import load_config
 from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, load_tokenizer
 from difftx.errors import UserError
 from difftx.evals.haystack import TOLERANCE

@@ -5,7 +5,7 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.progress import Work
 from difftx.evals import overlap
 from difftx.evals.judge import Case, OfflineJudge

@@ -7,7 +7,7 @@ from conftest import replace
 from inference.cache_test import TENSOR, full_logits, language_model, prompts_of
 
 from difftx import evals
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.errors import UserError
 from difftx.evals.quantize import quantized
 from difftx.training.run import Run

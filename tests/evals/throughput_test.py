@@ -4,10 +4,10 @@ import pytest
 from conftest import ROOT, replace
 
 from difftx import evals
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.evals.throughput import counterpart, pair, rates_in_turn
-from difftx.model.flops import count_parameters
+from difftx.model.abstract import count_parameters
 from difftx.training.run import Run
 from evals.loss_test import one_device, params_of
 

@@ -23,7 +23,7 @@ def first_batches(spec: str, overrides: Mapping[str, str], count: int) -> list[d
         Name of an array → `[rows, T]`, or None where the batches have no such array. Names: tokens, targets, loss_mask,
         segment_ids, positions.
     """
-    from difftx.config_reader import load_config
+    from difftx.config.recipes import load_config
     from difftx.data.loader import Loader
     from difftx.training.run import Run
 

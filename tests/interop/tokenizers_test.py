@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
 from difftx.interop import tokenizers
 from difftx.training.run import read_config

@@ -29,7 +29,7 @@ STEPS = 800  # A second or so, to be stopped in.
 CONFIG = f"""
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from difftx.configs import quickstart
 
 ARG = "{{architecture}}-{{size}}"
 WIDTHS = {{"s": 16, "m": 32}}

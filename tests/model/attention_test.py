@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from kernels.oracle import softmax_row
 
-from difftx.config.architectures import unread_fields
 from difftx.model.attention import Attention, DiffAttention, depth_schedule
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
@@ -125,8 +124,8 @@ def test_at_lambda_zero_it_is_softmax_attention(config):
     }
     diff = config(model__post_scale=1.0, model__num_heads=2, **options).model
     module, x_BTD = build(diff), some_input(diff)
-    unread = unread_fields("transformer")
-    twin = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head, **unread)
+    specific = {"lambda_init": None, "lambda_learned": True, "post_scale": None}
+    twin = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head, **specific)
     softmax = build(twin)
     softmax.query_DHd[...] = module.query_DHGd[:, :, 0]
     softmax.key_DKd[...] = module.key_DKGd[:, :, 0]

@@ -5,10 +5,11 @@ import pytest
 from conftest import ROOT
 from flax import nnx
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.data.loader import Batch
+from difftx.model.abstract import count_parameters
 from difftx.model.decoder import Decoder
-from difftx.model.flops import count_parameters, flops_per_token
+from difftx.model.flops import flops_per_token
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.training.loss import batch_nll

@@ -9,11 +9,13 @@ import pytest
 from conftest import ROOT, TINY
 from flax import nnx
 
-from difftx.config_reader import load_config
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
+from difftx.model.abstract import count_parameters
 from difftx.model.attention import depth_schedule
-from difftx.model.decoder import ATTENTION, Decoder
-from difftx.model.flops import count_parameters, flops_per_token
+from difftx.model.decoder import Decoder
+from difftx.model.flops import flops_per_token
 from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
 from model import oracle
@@ -35,7 +37,7 @@ def layer_of(name, **overrides):
     """A layer of random numbers: its config, module, and a function to its outputs and Jacobian, under one jit."""
     changes = {key.replace("__", "."): str(value) for key, value in (oracle.SIZES.get(name, {}) | overrides).items()}
     model = load_config(f"{QUICKSTART}:{name}", TINY | changes).model
-    shapes = nnx.eval_shape(lambda: ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
     graphdef, shapes = nnx.split(shapes)
     rng = np.random.default_rng(0)
 
@@ -128,7 +130,7 @@ def test_where_lambda_and_sink_start(config):
     """σ(x W_λ) near 0.5, logged in float32; a sink of 0; λ = λ_init(2) in the second layer where it is fixed."""
 
     def of(model):
-        return ATTENTION[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
+        return ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
 
     assert not np.any(of(config("sink").model).sink_H[...])
     v2 = config("diff_v2", model__num_heads=4).model
@@ -176,20 +178,28 @@ def test_flops_by_hand():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("top_k", {"model.top_k": "none"}, r"model\.top_k=None: architecture 'top_k' needs it"),
+        ("top_k", {"model.top_k": "none"}, r"model\.top_k=None: architecture 'top_k' requires it"),
         ("top_k", {"model.top_k": "0"}, r"model\.top_k=0 must be positive"),
         ("top_k", {"model.top_k": "300"}, r"model\.top_k=300 is more than data\.sequence_length=256.*use less"),
-        ("diff", {"model.top_k": "8"}, r"model\.top_k=8: only architecture 'top_k' has it, not 'diff'; leave it None"),
-        ("diff", {"model.signal_heads": "2"}, r"model\.signal_heads=2: only architecture 'gda' has it, not 'diff'"),
-        ("gda", {"model.signal_heads": "none"}, r"model\.signal_heads=None: architecture 'gda' needs it"),
+        ("diff", {"model.top_k": "8"}, r"model\.top_k=8: architecture 'diff' does not use it; leave it at None"),
+        ("diff", {"model.signal_heads": "2"}, r"model\.signal_heads=2: architecture 'diff' does not use it"),
+        ("gda", {"model.signal_heads": "none"}, r"model\.signal_heads=None: architecture 'gda' requires it"),
         ("gda", {"model.signal_heads": "2"}, r"model\.signal_heads=2 does not divide num_heads=3.*use 1"),
-        ("gda", {"model.num_heads": "6", "model.d_model": "100"}, r"model\.num_heads=6.*= 8 does not divide.*use 3"),
+        (
+            "gda",
+            {"model.num_heads": "6", "model.d_model": "100"},
+            r"model\.num_heads=6: their 8 sub-heads .*use 3",
+        ),
         (
             "gda",
             {"model.num_kv_heads": "3"},
-            r"model\.num_kv_heads=3 does not divide num_heads / signal_heads=1; use 1",
+            r"model\.num_kv_heads=3 does not divide the 1 heads that have keys and values; use 1",
         ),
-        ("diff_v2", {"model.num_kv_heads": "3"}, r"model\.num_kv_heads=3 does not divide num_heads=4; use 2"),
+        (
+            "diff_v2",
+            {"model.num_kv_heads": "3"},
+            r"model\.num_kv_heads=3 does not divide the 4 heads .*; use 2",
+        ),
         ("diff_v2", {"model.head_norm": "rms"}, r"model\.head_norm='rms': .* V2 has none; use 'none'"),
         (
             "sink",
@@ -197,7 +207,7 @@ def test_flops_by_hand():
             r"='cudnn' does not serve architecture 'sink'; use one of",
         ),
         ("diff", {"model.attention_implementation": "splash"}, r"='splash' does not serve architecture 'diff'"),
-        ("diffv2", {}, r"model\.architecture='diffv2'.*Did you mean 'diff_v2'"),
+        ("diffv2", {}, r"architecture 'diffv2': .*Did you mean 'diff_v2'"),
     ],
 )
 def test_mistakes_name_field_value_and_fix(name, changes, message):

@@ -3,9 +3,10 @@ import math
 import pytest
 from conftest import ROOT
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.model.flops import count_parameters, state_bytes
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import state_bytes
 from difftx.parallel.presets import apply_preset
 
 HBM = {"TPU v5 lite": 15.75, "TPU v5": 95.7, "TPU v6 lite": 31.2, "NVIDIA H200": 131, "NVIDIA H100 80GB HBM3": 74}

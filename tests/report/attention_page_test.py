@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY, child_environment
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.report import panels
 from difftx.report.runs import read_runs
 from report.page_test import tiny, write_result

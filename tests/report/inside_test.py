@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY, child_environment
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from report.run_dirs import write_run
 from report.suites_test import save_run
 

@@ -10,7 +10,9 @@ import pytest
 from conftest import ROOT, TINY
 from evals.icl_test import examples, task_of, write
 
-from difftx.config_reader import load_config, override, split_group_overrides
+from difftx.config.build import override
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.evals.icl_prompts import IclTask
 from difftx.evals.needle_prompts import NeedlePrompts
 from difftx.inference.decode import LanguageModel
@@ -64,7 +66,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
         assert not (run.workdir / "evals" / suite / f"{STEP}.items.jsonl").exists()
 
     # The answers again: each prompt alone, without what the others share.
-    config = override(run.config, split_group_overrides(flags_of(run), ("eval", "mesh")))
+    config = override(run.config, parse_overrides(flags_of(run), "eval", "mesh"))
     made = Run.open(config, run.workdir)
     lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
     prompts = list(NeedlePrompts(made))

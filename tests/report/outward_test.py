@@ -10,7 +10,8 @@ from conftest import ROOT, TINY
 from evals.chat_server import KEY, ChatServer, completion
 from evals.hallucination_test import long_bench, set_of, write
 
-from difftx.config_reader import load_config, override
+from difftx.config.build import override
+from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.report.outward import confirm_outward
 from report.suites_test import save_run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from difftx.config_reader import load_config
+from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.report.page import write_page
 from difftx.report.panels import thinned

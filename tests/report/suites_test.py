@@ -15,7 +15,8 @@ from conftest import ROOT, TINY, replace
 from training.verified_test import flip_a_bit, largest_file
 
 from difftx import evals
-from difftx.config_reader import load_config, split_group_overrides
+from difftx.config.command_line import parse_overrides
+from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals.result import Result
 from difftx.evals.resume import resumable
@@ -64,7 +65,7 @@ def run(saved, tmp_path):
 
 
 def evaluate(run, *suites, step=None, again=False, flags=()):
-    overrides = split_group_overrides(flags, ("eval", "mesh"))
+    overrides = parse_overrides(flags, "eval", "mesh")
     return run_suites(run.workdir, suites, step, overrides, again, ALONE)
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from difftx.training.optimizer import decay_mask, learning_rate, make_optimizer
-from difftx.training.state import init_state
 
 
 def test_schedule_is_linear_up_and_down(config):
@@ -25,9 +24,7 @@ def test_schedule_is_linear_up_and_down(config):
 
 @pytest.mark.parametrize("architecture", ["diff", "transformer", "sink"])
 def test_decayed_are_the_matrices(config, mesh_of, architecture):
-    with jax.set_mesh(mesh_of()):
-        params = jax.eval_shape(lambda: init_state(config(architecture))).params
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(params))
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(config(architecture)))
     names = {jax.tree_util.keystr(path, simple=True, separator="/"): decayed for path, decayed in mask}
     kept = {name for name, decayed in names.items() if not decayed}
     expected = {"blocks/attention_norm/scale", "blocks/mlp_norm/scale", "final_norm/scale"}
@@ -41,7 +38,7 @@ def test_decayed_are_the_matrices(config, mesh_of, architecture):
 def test_update_equals_adamw_by_hand(config):
     """Algorithm 2 of arXiv 1711.05101 with clipping, float64, three updates."""
     c = config(optimizer__weight_decay=0.3, optimizer__b1=0.8, optimizer__b2=0.9, optimizer__clip_norm=0.5)
-    optimizer = make_optimizer(c)
+    optimizer = make_optimizer(c, {"w": True, "scale": False})
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "scale": jnp.ones(2)}
     expected = {name: np.asarray(p, np.float64) for name, p in params.items()}

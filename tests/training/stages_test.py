@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, child_environment
 from evals.loss_test import one_device
 
 from difftx import evals
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.report.commands import load_params
 from difftx.training.checkpoint import Checkpointer
 from difftx.training.run import Run, read_config

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import replace
 
-from difftx.config_reader import override
+from difftx.config.build import override
 from difftx.data.loader import Loader
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer

@@ -1,8 +1,8 @@
 # docker build -f difftx/launch/templates/cuda.Dockerfile -t difftx:cuda .
-# jax[cuda13] brings CUDA, cuDNN and NCCL; the host gives the driver, 580 or newer, and NVIDIA's container runtime.
+# jax[cuda13] includes CUDA, cuDNN and NCCL. The host provides the driver (580 or newer) and NVIDIA's container runtime.
 FROM python:3.12-slim
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# Where GKE mounts the driver.
+# GKE mounts the driver here.
 ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64
 WORKDIR /difftx
 COPY pyproject.toml requirements.txt ./

@@ -1,5 +1,5 @@
 # docker build -f difftx/launch/templates/tpu.Dockerfile -t difftx:tpu .
-# jax[tpu] brings libtpu; of the host it needs the TPU's devices alone.
+# jax[tpu] includes libtpu. The host provides only the TPU devices.
 FROM python:3.12-slim
 WORKDIR /difftx
 COPY pyproject.toml requirements.txt ./

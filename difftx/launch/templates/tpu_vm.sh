@@ -1,6 +1,7 @@
 #!/bin/bash
 # Train $name on every worker of the TPU VM $tpu, which has the repository in ~/$directory and its packages in
-# ~/$directory/.venv. Again as long as the workers exit with 75; Ctrl-C or SIGTERM here stops them after a checkpoint.
+# ~/$directory/.venv. Training is started again whenever the workers exit with 75. Ctrl-C or SIGTERM to this script
+# stops the workers after a checkpoint.
 
 on_workers() {
     gcloud compute tpus tpu-vm ssh $tpu --zone=$zone --worker=all --command="$$1" </dev/null
@@ -19,7 +20,8 @@ stop() {
 trap stop INT TERM
 
 while :; do
-    # In the background: bash runs a trap between commands only, but a signal ends wait. Then wait again.
+    # Training runs in the background: bash runs a trap only between commands, but a signal interrupts `wait`, which is
+    # then called again.
     on_workers "$$train" &
     training=$$!
     before=

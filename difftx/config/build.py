@@ -1,0 +1,177 @@
+"""Construction of a validated `Config` from the plain values of a recipe, a command line or a `config.json`."""
+
+import ast
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from difftx.config import Config
+from difftx.config.fields import added_groups, describe_type, entry_type, options, types_of, values_of
+from difftx.errors import UserError, did_you_mean
+from difftx.files import require_local
+
+
+def config_from_dict(raw: Any) -> Config:
+    """Return the config with the given values, and with the schema's defaults for missing fields.
+
+    Raises:
+        UserError: A field is unknown, or a value has the wrong type or is invalid.
+    """
+    return build_group(Config, raw, "")
+
+
+def override(config: Config, overrides: Mapping[str, str]) -> Config:
+    """Return a copy of the config with fields replaced by command-line texts, such as `{"mesh.tensor": "4"}`."""
+    raw = values_of(config)
+    apply_overrides(raw, overrides)
+    return config_from_dict(raw)
+
+
+def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
+    """Set fields in nested `ConfigDict`s or dictionaries from command-line texts."""
+    for field, text in overrides.items():
+        _set(values, Config, field.split("."), text, field)
+
+
+def annotation_of(field: str) -> Any:
+    """Return the type annotation of a field, such as "optimizer.learning_rate".
+
+    Raises:
+        UserError: The field does not exist.
+    """
+    annotation: Any = Config
+    for depth, name in enumerate(names := field.split(".")):
+        if entry := entry_type(annotation):
+            annotation = entry if name.isdecimal() else None
+        else:
+            annotation = _annotation(annotation, name, ".".join(names[: depth + 1]))
+    return annotation
+
+
+def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) -> None:
+    """Set the field at the path `names` inside a group. A number in the path is an index into a list of groups."""
+    name, *rest = names
+    path = field.removesuffix("." + ".".join(rest)) if rest else field
+    annotation = _annotation(group, name, path)
+    if not rest:
+        target[name] = parse(text, annotation, field)
+    elif dataclasses.is_dataclass(annotation):
+        if name not in target:
+            target[name] = {}
+        _set(target[name], annotation, rest, text, field)  # pyrefly: ignore[bad-argument-type]
+    elif entry := entry_type(annotation):
+        entries = [dict(item) for item in target.get(name) or ()]
+        index, *inner = rest
+        if not index.isdecimal() or int(index) >= len(entries) or not inner:
+            raise UserError(f"{field}: {path} is a list of {len(entries)}; write {path}.0.field for its first entry")
+        _set(entries[int(index)], entry, inner, text, field)
+        target[name] = tuple(entries)
+    else:
+        raise UserError(f"{field}: {path} is a value, not a group")
+
+
+def build_group(group: type, raw: Any, path: str) -> Any:
+    """Build the dataclass `group` from a mapping of its fields.
+
+    Raises:
+        UserError: A field is unknown or missing, or a value has the wrong type or is invalid.
+    """
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
+    prefix = f"{path}." if path else ""
+    hints = types_of(group)
+    for name in raw:
+        if name not in hints:
+            raise UserError(f"{prefix}{name}={raw[name]!r}: no such field.{did_you_mean(str(name), hints)}")
+    values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
+    missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        raise UserError(f"{prefix}{missing[0]}: missing; give {', '.join(hints)}")
+    checked = {name: _checked(value, hints[name], prefix + name) for name, value in values.items()}
+    if added := added_groups(group):
+        checked["extensions"] = tuple((name, checked.pop(name)) for name in added)
+    return group(**checked)
+
+
+def _annotation(group: type, name: str, path: str) -> Any:
+    hints = types_of(group) if dataclasses.is_dataclass(group) else {}
+    if name not in hints:
+        raise UserError(f"{path}: no such field.{did_you_mean(name, hints)}")
+    return hints[name]
+
+
+def _checked(value: Any, annotation: Any, path: str) -> Any:
+    """Return `value` if it matches the annotation, with integers converted to floats and lists to tuples.
+
+    NaN and infinity are rejected in all fields (None means "no limit"), and so are integers that numpy cannot hold.
+    """
+    if type(value) is int and value.bit_length() > 63:
+        raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
+    if type(value) is float and not math.isfinite(value):
+        raise UserError(f"{path}={value}: expected a finite number")
+    if isinstance(value, str) and not path.endswith("_url"):
+        require_local(path, value)
+    if dataclasses.is_dataclass(annotation):
+        return build_group(annotation, value, path)  # pyrefly: ignore[bad-argument-type]
+    for option in options(annotation):
+        if get_origin(option) is Literal and value in get_args(option):
+            return value
+        if get_origin(option) is tuple and isinstance(value, list | tuple):
+            return tuple(_checked(v, get_args(option)[0], f"{path}[{i}]") for i, v in enumerate(value))
+        if option is float and type(value) in (float, int):
+            return float(value)
+        if isinstance(option, type) and type(value) is option:
+            return value
+    raise UserError(f"{path}={value!r}: expected {describe_type(annotation)}{_suggestion(value, annotation)}")
+
+
+def parse(text: str, annotation: Any, field: str) -> Any:
+    """Parse a command-line text as a value of the field's type."""
+    if dataclasses.is_dataclass(annotation):
+        raise UserError(f"{field}={text}: {field} is a group; set one of its fields: {', '.join(types_of(annotation))}")
+    kinds = options(annotation)
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    for kind in kinds:
+        if get_origin(kind) is tuple:
+            return _parse_list(text, annotation, field)
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return _checked(text, annotation, field)
+
+
+def _parse_list(text: str, annotation: Any, field: str) -> tuple[Any, ...]:
+    """Parse a Python or JSON list such as `("a", "b")` or `[0.0, 1.0]`, or comma-separated values."""
+    if text.lstrip()[:1] in ("(", "["):
+        try:
+            values = _literal(text)
+        except ValueError as error:
+            raise UserError(f"{field}={text}: not a list in Python or JSON ({error})") from error
+        return tuple(values) if isinstance(values, list | tuple) else (values,)
+    if entry := entry_type(annotation):
+        fields = ", ".join(f'"{name}": …' for name in types_of(entry))
+        raise UserError(f"{field}={text}: not a list in JSON; write [{{{fields}}}, …]")
+    (item,) = {get_args(kind)[0] for kind in options(annotation) if get_origin(kind) is tuple}
+    return tuple(parse(part.strip(), item, field) for part in text.split(",") if part.strip())
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as not_json:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise ValueError(str(not_json)) from None
+
+
+def _suggestion(value: Any, annotation: Any) -> str:
+    choices = [choice for kind in options(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
+    return f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""

@@ -1,0 +1,55 @@
+"""Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
+
+Examples of valid overrides are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`,
+`--noconfig.data.verify`, `--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`.
+"""
+
+from collections.abc import Sequence
+
+from difftx.config.build import annotation_of
+from difftx.errors import UserError, did_you_mean
+
+
+def parse_overrides(arguments: Sequence[str], *flags: str) -> dict[str, str]:
+    """Parse overrides such as `--config.mesh.tensor=4` into `{"mesh.tensor": "4"}`.
+
+    Args:
+        arguments: Command-line arguments that no other flag of the command uses.
+        flags: Names of the flags that set fields. "config" sets fields of the whole config; any other name sets fields
+            of the group with this name.
+
+    Raises:
+        UserError: An argument is not an override, or its value is missing.
+    """
+    overrides = {}
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.partition("=")
+        negated, flag, field = _split(name, flags)
+        if not field:
+            example = f"--{flags[0]}.path.to.field=value"
+            hint = did_you_mean(name.removeprefix("--").partition(".")[0], flags) if name.startswith("--") else ""
+            raise UserError(f"{argument!r} is not understood; overrides are written {example}.{hint}")
+        field = field if flag == "config" else f"{flag}.{field}"
+        is_bool = annotation_of(field) is bool
+        if negated and (not is_bool or equals):
+            raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{flag}.…=value")
+        if not equals:
+            if is_bool:
+                value = "false" if negated else "true"
+            elif remaining and not remaining[0].startswith("--"):
+                value = remaining.pop(0)
+            else:
+                raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
+        overrides[field] = value
+    return overrides
+
+
+def _split(name: str, flags: Sequence[str]) -> tuple[bool, str, str]:
+    """Return whether the argument begins with "--no", its flag and its field, or empty texts if no flag matches."""
+    for flag in flags:
+        for prefix, negated in ((f"--{flag}.", False), (f"--no{flag}.", True)):
+            if name.startswith(prefix):
+                return negated, flag, name.removeprefix(prefix)
+    return False, "", ""

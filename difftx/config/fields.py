@@ -1,0 +1,166 @@
+"""Types, defaults and meanings of the config fields, read from the schema.
+
+The schema declares each field once, as a field of a dataclass with a type and a default, followed by a string with the
+meaning and unit. The `ConfigDict` that recipes edit, the command line and docs/config.md derive from this declaration.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from difftx.errors import UserError
+
+_added: dict[type, dict[str, type]] = {}  # Group → field name → group that an extension added.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extensible:
+    """Base class of groups to which extensions can add their own groups, with `add_group`.
+
+    An added group is an attribute of its parent: `config.eval.bleu.samples`.
+    """
+
+    extensions: tuple[tuple[str, Any], ...] = ()
+    """Name and value of each added group; not a field of the config itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        for added, value in object.__getattribute__(self, "extensions"):
+            if added == name:
+                return value
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+def add_group(parent: type[Extensible], name: str, group: type) -> None:
+    """Add the frozen dataclass `group` to the group `parent` of the schema, as a field with the given name.
+
+    Raises:
+        UserError: The name is taken, or `group` is not a dataclass whose fields all have defaults.
+    """
+    if name in types_of(parent):
+        raise UserError(f"{parent.__name__} has a field {name!r} already; choose another name")
+    if not dataclasses.is_dataclass(group) or any(f.default is dataclasses.MISSING for f in dataclasses.fields(group)):
+        raise UserError(f"{group.__name__}: expected a frozen dataclass whose fields all have defaults")
+    _added.setdefault(parent, {})[name] = group
+
+
+def added_groups(parent: type) -> Mapping[str, type]:
+    """Return field name → group for the groups that extensions added to a group."""
+    return _added.get(parent, {})
+
+
+def types_of(group: type) -> dict[str, Any]:
+    """Return field name → type annotation for a group, including groups added by extensions."""
+    return {**_declared_types(group), **added_groups(group)}
+
+
+@functools.cache  # Evaluating 200 annotations takes longer than the rest of reading a config.
+def _declared_types(group: type) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(group).items() if name != "extensions"}
+
+
+def values_of(group: Any) -> dict[str, Any]:
+    """Return a group as nested dictionaries of plain values and tuples, including groups added by extensions."""
+    return {name: _plain(getattr(group, name)) for name in types_of(type(group))}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return values_of(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Description of a field of the schema.
+
+    Attributes:
+        name: Path of the field, such as "optimizer.learning_rate".
+        type: Type annotation.
+        default: Default value, or `dataclasses.MISSING` for a group and for a field without a default.
+        meaning: Meaning and unit, from the string below the field.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    meaning: str
+
+
+def options(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def entry_type(annotation: Any) -> type | None:
+    """Return the dataclass of the entries if the annotation is a list of groups, else None."""
+    item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
+
+
+def describe_type(annotation: Any) -> str:
+    """Describe an annotation in words, such as "an integer or None"."""
+    names = []
+    for option in options(annotation):
+        if get_origin(option) is Literal:
+            names.append("one of " + ", ".join(repr(value) for value in get_args(option)))
+        elif option is type(None):
+            names.append("None")
+        elif get_origin(option) is tuple:
+            item = get_args(option)[0]
+            names.append("a list of " + (getattr(item, "__name__", None) or "values"))
+        elif dataclasses.is_dataclass(option):
+            names.append("a group of fields")
+        else:
+            names.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[option])
+    return " or ".join(names)
+
+
+@functools.cache
+def meanings_of(group: type) -> dict[str, str]:
+    """Return field name → meaning for a dataclass, from the string below each field in the source code."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            found[field.target.id] = inspect.cleandoc(str(below.value.value))  # pyrefly: ignore[missing-attribute]
+    return found
+
+
+def fields_of(group: type, prefix: str = "") -> Iterator[Field]:
+    """Yield all fields of a group in source order, with each nested group before its own fields."""
+    for name, annotation in types_of(group).items():
+        default = _default(group, name)
+        yield Field(f"{prefix}{name}", annotation, default, meanings_of(group).get(name, ""))
+        if dataclasses.is_dataclass(annotation):
+            yield from fields_of(annotation, f"{prefix}{name}.")  # pyrefly: ignore[bad-argument-type]
+
+
+def defaults_of(group: type) -> ConfigDict:
+    """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
+    values = ConfigDict()
+    for name, annotation in types_of(group).items():
+        default = _default(group, name)
+        if dataclasses.is_dataclass(annotation):
+            values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
+        elif default is None:
+            # A plain None would accept a value of any type.
+            values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))
+        else:
+            values[name] = _plain(default)
+    return values
+
+
+def _default(group: type, name: str) -> Any:
+    """Return the default of a field, or `dataclasses.MISSING` for a group and for a field without a default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(group)}
+    return defaults.get(name, dataclasses.MISSING)

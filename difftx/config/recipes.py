@@ -1,0 +1,77 @@
+"""Recipes: Python files with a function `get_config` that returns a `ConfigDict`.
+
+The recipes of difftx are in the folder configs/, which is the package `difftx.configs`. Recipes of users can be in any
+folder.
+"""
+
+import importlib
+import pkgutil
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
+
+from difftx.config import Config
+from difftx.config.build import apply_overrides, config_from_dict
+from difftx.config.fields import defaults_of
+from difftx.errors import UserError, did_you_mean
+from difftx.registry import import_file, one_line_errors
+
+
+def default_config() -> ConfigDict:
+    """Return a `ConfigDict` of all fields with the schema's defaults, for recipes to edit."""
+    return defaults_of(Config)
+
+
+def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
+    """Return the config of a recipe, with overrides applied.
+
+    Args:
+        spec: `FILE.py` or the name of a recipe of difftx, such as `quickstart`. Append `:ARG` to pass an argument to
+            `get_config`.
+        overrides: Field → command-line text, such as `{"model.num_layers": "2"}`. Fields that a recipe derives from
+            other fields by `ConfigDict.get_ref` follow the overridden values.
+
+    Raises:
+        UserError: The recipe does not exist or fails, a field is unknown, or a value has the wrong type or is invalid.
+    """
+    path, _, argument = spec.partition(":")
+    module = _import_recipe(path)
+    with one_line_errors(module):
+        values = module.get_config(argument) if argument else module.get_config()
+        if not isinstance(values, ConfigDict):
+            raise TypeError(f"get_config returned {type(values).__name__}, not a ConfigDict")
+    with values.unlocked():
+        apply_overrides(values, overrides)
+    try:
+        return config_from_dict(values.to_dict())
+    except RequiredValueError as error:
+        raise UserError(f"--config={spec}: {error}; set it with --config.FIELD=value") from error
+
+
+def argument_of(path: str) -> str | None:
+    """Return the form of a recipe's argument, such as "{architecture}-{size}", or None if the recipe takes none.
+
+    Recipes declare this form as `ARG`.
+    """
+    return getattr(_import_recipe(path), "ARG", None)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes of difftx."""
+    package = importlib.import_module("difftx.configs")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def _import_recipe(text: str) -> types.ModuleType:
+    if not text.endswith(".py") and "/" not in text:
+        if text not in recipe_names():
+            raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, recipe_names())}")
+        return importlib.import_module(f"difftx.configs.{text}")
+    path = Path(text)
+    if not path.is_file():
+        near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UserError(f"--config={text}: no file {text!r}.{did_you_mean(text, near) if near else ''}")
+    return import_file(path, "--config")

@@ -1,0 +1,55 @@
+"""Generator of docs/config.md, the reference of all config fields.
+
+Usage: python -m difftx.config.reference > docs/config.md
+"""
+
+import dataclasses
+
+from difftx.config import Config
+from difftx.config.fields import describe_type, entry_type, meanings_of, types_of, values_of
+
+HEADER = """# Config fields
+
+`python -m difftx.config.reference > docs/config.md` makes this page from the schema in `difftx/config/`.
+
+Set a field in a recipe (`c.optimizer.learning_rate = 1e-3`) or on the command line
+(`--config.optimizer.learning_rate=1e-3`).
+"""
+
+
+def reference_page() -> str:
+    """Return the content of docs/config.md: a section per group, with the type, default and meaning of each field."""
+    return HEADER + "".join(_section(Config, ""))
+
+
+def _section(group: type, path: str) -> list[str]:
+    rows, sections = [], []
+    for field in dataclasses.fields(group):
+        if field.name == "extensions":
+            continue
+        name, annotation = f"{path}{field.name}", types_of(group)[field.name]
+        if dataclasses.is_dataclass(annotation):
+            sections += _section(annotation, f"{name}.")  # pyrefly: ignore[bad-argument-type]
+            continue
+        default = "required" if field.default is dataclasses.MISSING else f"`{_literal(field.default)}`"
+        meaning = " ".join(meanings_of(group)[field.name].split())
+        cells = (f"`{field.name}`", describe_type(annotation), default, meaning)
+        rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |\n")
+        if entry := entry_type(annotation):
+            sections += _section(entry, f"{name}.N.")
+    if not rows:
+        return sections
+    summary = " ".join((group.__doc__ or "").split())
+    head = f"\n## {path.rstrip('.')}\n\n{summary}\n\n| field | type | default | meaning |\n|---|---|---|---|\n"
+    return [head, *rows, *sections]
+
+
+def _literal(default: object) -> str:
+    if isinstance(default, tuple):
+        entries = [values_of(entry) if dataclasses.is_dataclass(entry) else entry for entry in default]
+        return repr(tuple(entries))  # pyrefly: ignore[no-matching-overload]
+    return repr(default)
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")

@@ -1,0 +1,150 @@
+"""Config groups `optimizer`, `train`, `guards`, `checkpoint` and `logging`."""
+
+import dataclasses
+from typing import Literal
+
+from difftx.config.checks import (
+    require_not_negative,
+    require_positive,
+    require_seed,
+    require_size,
+)
+from difftx.config.fields import Extensible
+from difftx.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Extensible):
+    """The optimizer. Weight decay applies to projections and embeddings, but not to norm gains, λ vectors and sinks."""
+
+    name: str = "adamw"
+    """Optimizer: "adamw", or one of an extension."""
+    schedule: str = "linear"
+    """Learning-rate schedule: "linear" (warm-up and decay), or one of an extension."""
+    learning_rate: float = 1.5e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    final_learning_rate: float = 0.0
+    """Learning rate after the last step; the decay from the peak is linear."""
+    warmup_steps: int = 375
+    """Steps of the linear warm-up from zero."""
+    b1: float = 0.9
+    """Decay rate of the first moment."""
+    b2: float = 0.98
+    """Decay rate of the second moment."""
+    eps: float = 1e-8
+    """Term added to the denominator of Adam's update."""
+    weight_decay: float = 0.05
+    """Decoupled weight decay, multiplied by the learning rate."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradient; None: no clipping. The paper does not state a value."""
+
+    def __post_init__(self):
+        for name in ("learning_rate", "eps"):
+            require_positive("optimizer", name, getattr(self, name))
+        for name in ("final_learning_rate", "warmup_steps", "weight_decay"):
+            require_not_negative("optimizer", name, getattr(self, name))
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.clip_norm is not None:
+            require_positive("optimizer", "clip_norm", self.clip_norm)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length of training, and size of an update."""
+
+    steps: int = 40_000
+    """Number of updates."""
+    global_batch_tokens: int = 262_144
+    """Tokens per update, over all devices and microbatches."""
+    accumulation: int = 1
+    """Microbatches per update; the gradient is the mean over all their tokens."""
+    seed: int = 0
+    """Seed of the parameters' initial values."""
+
+    def __post_init__(self):
+        for name in ("steps", "global_batch_tokens", "accumulation"):
+            require_size("train", name, getattr(self, name))
+        require_seed("train", self.seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardsConfig:
+    """Detection of bad steps during training, and the reaction to them.
+
+    An update whose loss or gradient is not finite is always skipped. A step is bad if its update was skipped or if its
+    loss is a spike.
+    """
+
+    on_bad_steps: Literal["rewind", "stop"] = "rewind"
+    """Reaction to too many bad steps in a row. "rewind":
+    restore a good checkpoint and pass over the data of the bad steps; "stop": end the run with exit code 1."""
+    max_skipped: int = 10
+    """Skipped updates among consecutive bad steps that trigger `on_bad_steps`."""
+    skip_steps: int = 100
+    """Batches of data that a rewind passes over in addition to those of the bad steps."""
+    max_rewinds: int = 3
+    """Rewinds per run; the next one ends the run."""
+    spike_threshold: float | None = None
+    """A loss is a spike if it lies this many robust standard deviations (1.4826 MAD) above the median; a healthy run
+    stays below about 6. None: no loss is a spike, so that compared runs see the same data."""
+    spike_window_steps: int = 128
+    """Number of recent losses of good steps that give the median and the MAD."""
+    spike_patience_steps: int = 8
+    """Spikes among consecutive bad steps that trigger `on_bad_steps`."""
+
+    def __post_init__(self):
+        for name in ("max_skipped", "spike_window_steps", "spike_patience_steps"):
+            require_positive("guards", name, getattr(self, name))
+        for name in ("skip_steps", "max_rewinds"):
+            require_not_negative("guards", name, getattr(self, name))
+        if self.spike_threshold is not None:
+            require_positive("guards", "spike_threshold", self.spike_threshold)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Writing, retention and verification of checkpoints."""
+
+    every_steps: int = 1000
+    """Steps between checkpoints. The last step and a SIGTERM write one too."""
+    keep: int = 3
+    """Number of newest checkpoints to keep, and of newest checkpoints at a multiple of `every_steps`."""
+    keep_every_steps: int | None = None
+    """Also keep every checkpoint whose step is a multiple of this; None: no others."""
+    keep_best: str | None = None
+    """Also keep the checkpoint that is best by this number of a suite, such as "loss/loss". The suite must be one of
+    `eval.suites` and run at every checkpoint. None: no best one is kept."""
+    keep_best_mode: Literal["min", "max"] = "min"
+    """Whether the smallest or the largest number is the best."""
+    verify: Literal["checksums", "sizes"] = "checksums"
+    """What a restore compares with the manifest. "checksums": every byte; "sizes": file names and lengths only."""
+    max_failed_saves: int = 3
+    """Consecutive failed saves that end the run; each is retried at the next save point."""
+    init_from: str | None = None
+    """Path of a run (its newest checkpoint) or of a checkpoint whose weights start the training; None: random
+    weights."""
+
+    def __post_init__(self):
+        for name in ("every_steps", "keep", "max_failed_saves"):
+            require_positive("checkpoint", name, getattr(self, name))
+        if self.keep_every_steps is not None:
+            require_positive("checkpoint", "keep_every_steps", self.keep_every_steps)
+        if self.keep_best is not None and self.keep_best.count("/") != 1:
+            raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Destinations and frequency of training metrics."""
+
+    every_steps: int = 10
+    """Steps between rows of `metrics.jsonl`."""
+    tensorboard: bool = True
+    """Whether to write event files to `<workdir>/tensorboard`."""
+    wandb_project: str | None = None
+    """Weights & Biases project that also receives the metrics (extra "wandb"); None: no project."""
+
+    def __post_init__(self):
+        require_positive("logging", "every_steps", self.every_steps)

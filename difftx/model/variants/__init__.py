@@ -1,0 +1,1 @@
+"""Further attention architectures, for comparison with differential attention."""
