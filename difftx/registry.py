@@ -1,7 +1,7 @@
 """Registries of named implementations, and the user files (extensions) that add entries to them.
 
 Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
-tasks. docs/extend.md explains how a file adds an entry.
+tasks. `Registry.register` adds an entry.
 """
 
 import contextlib
@@ -132,7 +132,9 @@ def load_extensions(paths: Sequence[str]) -> None:
             continue
         import_file(path, "--extension")
         if path.resolve() not in _extensions:
-            raise UserError(f"--extension={text}: the file registers nothing; see docs/extend.md")
+            raise UserError(
+                f"--extension={text}: the file registers nothing; decorate an entry with REGISTRY.register(name)"
+            )
 
 
 def loaded_extensions() -> list[Extension]:
