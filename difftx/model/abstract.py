@@ -33,7 +33,9 @@ def abstract_parameters(config: ModelConfig) -> nnx.State:
     """Return the parameters of a `Decoder` as shapes and dtypes, with the metadata that its layers gave them."""
     axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     one_device = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axis_types)
-    with jax.sharding.use_abstract_mesh(one_device):  # Whatever mesh the caller has set.
+    # The caller may have set a mesh. JAX replaces it by one of another size only in two steps.
+    no_mesh = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))
 
 
