@@ -42,24 +42,32 @@ class Registry[T](Mapping[str, T]):
     def __init__(self, kind: str, builtin: Mapping[str, str]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
+        self._extensions: dict[str, Extension] = {}
 
     def register[U](self, name: str) -> Callable[[U], U]:
         """Return a decorator that adds an entry.
 
         Raises:
-            UserError: the name is taken.
+            UserError: the name is taken, or is not an identifier.
         """
 
         def add(entry: U) -> U:
+            if not name.isidentifier():  # Names become config fields, files and parts of metrics.
+                raise UserError(f"{self.kind} {name!r}: a name consists of letters, digits and underscores")
             if name in self._entries:
                 raise UserError(f"{self.kind} {name!r} exists already; register yours under another name")
             self._entries[name] = entry
             if _running:
                 path = _running[-1]
                 _extensions[path] = Extension(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+                self._extensions[name] = _extensions[path]
             return entry
 
         return add
+
+    def extension_of(self, name: str) -> Extension | None:
+        """Return the file that registered an entry; None for an entry of difftx."""
+        return self._extensions.get(name)
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
@@ -72,6 +80,9 @@ class Registry[T](Mapping[str, T]):
             module, _, attribute = entry.partition(":")
             entry = self._entries[name] = getattr(importlib.import_module(module), attribute)
         return entry
+
+    def __contains__(self, name: object) -> bool:  # That of `Mapping` expects a KeyError.
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

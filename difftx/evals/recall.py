@@ -16,6 +16,7 @@ from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
+from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
 SLICES = ("ar_hit", "others")
@@ -113,3 +114,8 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
 def _counted(stores: tuple[TokenStore, ...]) -> BigramCounts:
     """Count once a run, not at each evaluation."""
     return count_bigrams(stores)
+
+
+SUITE = Suite(
+    evaluate=evaluate, reads=("loss_tokens", "recall_max_bigram_count", "bigrams_path"), check=training_counts
+)
