@@ -6,9 +6,9 @@ import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_type_hints
 
 from difftx.config import Config
+from difftx.config.fields import types_of
 from difftx.config.recipes import argument_of, load_config
 from difftx.errors import UserError, did_you_mean
 
@@ -23,11 +23,13 @@ class Point:
     spec: str
     overrides: Mapping[str, str]
     config: Config
+    extensions: Sequence[Path] = ()
 
     def flags(self, workdir: str | Path) -> list[str]:
         """Return train.py's arguments."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
-        return [f"--config={self.spec}", f"--workdir={workdir}", *changes]
+        files = [f"--extension={path}" for path in self.extensions]
+        return [f"--config={self.spec}", f"--workdir={workdir}", *files, *changes]
 
 
 def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -44,13 +46,16 @@ def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
     return grid
 
 
-def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str]) -> list[Point]:
+def make_points(
+    spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str], extensions: Sequence[Path] = ()
+) -> list[Point]:
     """Cross the grid's values and load every point's config.
 
     Args:
         spec: `FILE.py`, or `FILE.py:ARG` where the grid fills none of the names in the file's own `ARG`.
         grid: name → values. A name of the file's `ARG`; "seed"; or a config field, written with its dot.
         overrides: field → value, the same for every point.
+        extensions: files that each run loads, as this process has.
 
     Raises:
         UserError: an unknown name, a config that does not load, two points of one name.
@@ -76,7 +81,7 @@ def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):
             raise UserError(f"--grid: two runs would be named {name!r}; vary one of those fields in a sweep of its own")
-        points.append(Point(name, point_spec, changes, config))
+        points.append(Point(name, point_spec, changes, config, extensions))
     return points
 
 
@@ -95,7 +100,7 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
 
 def _fields(group: type, prefix: str = "") -> Iterator[str]:
     """Yield the names of a group's fields, and of those of the groups in it."""
-    for name, kind in get_type_hints(group).items():
+    for name, kind in types_of(group).items():
         if dataclasses.is_dataclass(kind):
             yield from _fields(kind, f"{prefix}{name}.")
         else:

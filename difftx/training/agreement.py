@@ -1,7 +1,6 @@
 """What all processes of a run must have in common, compared before the first step and before anything is written."""
 
 import argparse
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -10,18 +9,21 @@ from typing import Any
 
 import difftx
 from difftx.config import Config
+from difftx.config.fields import values_of
 from difftx.parallel import multihost
+from difftx.registry import loaded_extensions
 from difftx.training.manifest import package_versions
 from difftx.training.run import Run
 
-# Each process has its own address and number. The config's fields are compared instead of where they come from.
-OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config")
+# Each process has its own address and number. The config's fields and the extensions' contents are compared instead of
+# the files that they come from.
+OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Hosts may keep copies of the data, the tokenizer and the cache at different places: `open_run` compares the contents.
 OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
-    """Compare difftx itself, the packages, the command's flags and the config with those of the other processes.
+    """Compare difftx, the packages, the extensions, the command's flags and the config with the other processes.
 
     Called as soon as the processes have joined: other fields could make one process wait or fail where others do not.
 
@@ -32,7 +34,8 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     def fields() -> dict[str, Any]:
         own = {f"--{name}": _as_json(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
         packages = {f"package {name}": version for name, version in package_versions().items()}
-        return source_files() | packages | own | config_fields(config)
+        extensions = {"extensions": sorted([Path(e.path).name, e.sha256] for e in loaded_extensions())}
+        return source_files() | packages | extensions | own | config_fields(config)
 
     multihost.agree("the command", fields, lambda found: found, config.multihost.barrier_timeout_seconds)
 
@@ -73,7 +76,7 @@ def source_files() -> dict[str, str]:
 
 def config_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a config that must be equal in all processes, by their full names."""
-    raw = dataclasses.asdict(config)
+    raw = values_of(config)
     for group in (raw["data"], *raw["data"]["sources"]):
         for name in OWN_DATA_FIELDS:
             group.pop(name, None)
