@@ -34,7 +34,8 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     def fields() -> dict[str, Any]:
         own = {f"--{name}": _as_json(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
         packages = {f"package {name}": version for name, version in package_versions().items()}
-        extensions = {"extensions": sorted([Path(e.path).name, e.sha256] for e in loaded_extensions())}
+        loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
+        extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
         return source_files() | packages | extensions | own | config_fields(config)
 
     multihost.agree("the command", fields, lambda found: found, config.multihost.barrier_timeout_seconds)

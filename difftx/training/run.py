@@ -31,6 +31,7 @@ from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
 from difftx.parallel.presets import apply_preset
 from difftx.registry import require_extensions
 from difftx.training.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
+from difftx.training.optimizer import make_optimizer
 
 LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
@@ -56,6 +57,7 @@ class Run:
         mesh = make_mesh(config.mesh)
         check_divisible(config, mesh)
         check_attention(config)
+        make_optimizer(config)  # Raises for an unknown optimizer or schedule.
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
         return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
