@@ -1,7 +1,7 @@
 """Named implementations that a user's own file can extend, and the files that did.
 
-Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules and synthetic tasks.
-docs/extend.md shows how a file adds to them.
+Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
+tasks. docs/extend.md shows how a file adds to them.
 """
 
 import contextlib
