@@ -19,7 +19,11 @@ from difftx.training.state import graph, init_state, make_train_step
 pytestmark = pytest.mark.long
 
 EIGHT = {"fsdp": 2, "context": 2, "tensor": 2}
-FOUR_KV_HEADS = {"gda": {"model__num_heads": 12}}  # As many as devices that share heads; else SIZES has four heads.
+FOUR_KV_HEADS = {"model__num_heads": 12}  # Four devices share the heads; elsewhere SIZES has four heads.
+# The output of a token that sees only itself is tanh(z) v. Its head norm hardly depends on z, so the float32 gradient
+# of a small z is ill-conditioned. A large epsilon reduces the errors from 1e-4 to 1e-5.
+LARGE_HEAD_NORM_EPS = {"model__head_norm_eps": 1.0}
+OPTIONS = {"gda": FOUR_KV_HEADS, "signed_mask": LARGE_HEAD_NORM_EPS}
 ROWS, TOKENS = 2, 7
 
 
@@ -54,7 +58,7 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
 @pytest.mark.parametrize("name", [name for name in SIZES if name != "diff_fixed_lambda"])
 def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name):
     # No clipping: Adam's first moment is then the gradient, but for a factor.
-    options = SIZES[name] | {"model__num_kv_heads": None, "optimizer__clip_norm": None} | FOUR_KV_HEADS.get(name, {})
+    options = SIZES[name] | {"model__num_kv_heads": None, "optimizer__clip_norm": None} | OPTIONS.get(name, {})
     c = config(name, **options)
     eight, one = mesh_of(**EIGHT), mesh_of()
     with jax.set_mesh(eight):
@@ -88,7 +92,7 @@ def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, n
     def same(path, moment, grad):
         largest = np.abs(grad).max()
         assert largest > 0, f"{jax.tree_util.keystr(path)} gets no gradient"
-        np.testing.assert_allclose(moment / (1 - c.optimizer.b1) * count, grad, atol=1e-4 * largest)
+        np.testing.assert_allclose(moment / (1 - c.optimizer.b1) * count, grad, atol=5e-5 * largest)
 
     adam = next(s for s in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(s))
     jax.tree.map_with_path(same, adam.mu, grads)
