@@ -8,10 +8,10 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Read the flags and evaluate, or draw figures. Exit codes: 0 done, 2 bad input, 1 any other error."""
-    # Imported here, so that `run_command` can explain what to do if a package is missing.
-    from difftx.config.command_line import parse_overrides
-    from difftx.files import require_local_paths, require_writable, require_writable_file
+    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
+    # Not at the top of the file: `run_command` explains what to do where packages are missing.
+    from difftx.config.command_line import parse_command
+    from difftx.files import require_writable, require_writable_file
     from difftx.parallel import multihost
 
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -31,9 +31,7 @@ def main() -> int:
     parser.epilog = (
         "--eval.field=value, --mesh.field=value, --model.attention_implementation=value: change the run's config"
     )
-    args, rest = parser.parse_known_args()
-    require_local_paths(args)
-    overrides = parse_overrides(rest, "eval", "mesh", "model")
+    args, overrides = parse_command(parser, None, "eval", "mesh", "model")
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.

@@ -11,10 +11,10 @@ from difftx.errors import run_command
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
-    # Imported here, so that `run_command` can explain what to do if a package is missing.
-    from difftx.config.command_line import parse_overrides
+    # Not at the top of the file: `run_command` explains what to do where packages are missing.
+    from difftx.config.command_line import parse_command
     from difftx.config.recipes import load_config
-    from difftx.files import require_local_paths, require_writable
+    from difftx.files import require_writable
     from difftx.parallel import multihost
 
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -25,9 +25,8 @@ def main() -> int:
     parser.add_argument("--allow_config_change", action="store_true", help="resume although model or data changed")
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    args, rest = parser.parse_known_args()
-    require_local_paths(args)
-    config = load_config(args.config, parse_overrides(rest, "config"))
+    args, overrides = parse_command(parser, None, "config")
+    config = load_config(args.config, overrides)
     if args.print_config:
         print(config.to_json(), end="")
         return 0

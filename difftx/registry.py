@@ -1,7 +1,7 @@
 """Registries of named implementations, and the user files (extensions) that add entries to them.
 
-Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
-tasks. `Registry.register` adds an entry.
+Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules and synthetic tasks.
+docs/extend.md shows how a file adds to them.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import shlex
 import sys
 import traceback
 import types
@@ -27,8 +28,11 @@ class Extension:
     sha256: str
 
 
-_running: list[Path] = []  # Files that `import_file` is running, innermost last.
+EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py"
+
+_running: list[Path] = []  # Files under `import_file`, the innermost last.
 _extensions: dict[Path, Extension] = {}
+_modules: dict[Path, types.ModuleType] = {}  # Of the files in `_extensions`.
 
 
 class Registry[T](Mapping[str, T]):
@@ -42,33 +46,45 @@ class Registry[T](Mapping[str, T]):
     def __init__(self, kind: str, builtin: Mapping[str, str]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
+        self._extensions: dict[str, Extension] = {}
 
     def register[U](self, name: str) -> Callable[[U], U]:
         """Return a decorator that adds an entry with the given name.
 
         Raises:
-            UserError: The name is taken.
+            UserError: the name is taken, or is not an identifier.
         """
 
         def add(entry: U) -> U:
+            if not name.isidentifier():  # Names become config fields, files and parts of metrics.
+                raise UserError(f"{self.kind} {name!r}: a name consists of letters, digits and underscores")
             if name in self._entries:
                 raise UserError(f"{self.kind} {name!r} exists already; register yours under another name")
             self._entries[name] = entry
             if _running:
                 path = _running[-1]
                 _extensions[path] = Extension(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+                self._extensions[name] = _extensions[path]
             return entry
 
         return add
 
+    def extension_of(self, name: str) -> Extension | None:
+        """Return the file that registered an entry; None for an entry of difftx."""
+        return self._extensions.get(name)
+
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
-            raise UserError(f"{self.kind} {name!r}: there is none of this name.{did_you_mean(name, self._entries)}")
+            hint = did_you_mean(name, self._entries) + EXTENSION_HINT
+            raise UserError(f"{self.kind} {name!r}: there is none of this name.{hint}")
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
             entry = self._entries[name] = getattr(importlib.import_module(module), attribute)
         return entry
+
+    def __contains__(self, name: object) -> bool:  # That of `Mapping` expects a KeyError.
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -80,6 +96,8 @@ class Registry[T](Mapping[str, T]):
 def import_file(path: Path, flag: str) -> types.ModuleType:
     """Run a user's Python file and return it as a module.
 
+    A file that has registered something is not run a second time, since its names are taken by then.
+
     Args:
         path: Path of the file.
         flag: Flag that named the file, such as "--config", for error messages.
@@ -87,17 +105,23 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
     Raises:
         UserError: The name does not end in .py, or the file raised an exception. The message has the line number.
     """
-    spec = importlib.util.spec_from_file_location(f"difftx_user_{path.stem}", path)
+    resolved = path.resolve()
+    if resolved in _extensions and resolved in _modules:
+        return _modules[resolved]
+    # Files of the same name in different folders are different modules.
+    name = f"difftx_user_{path.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{flag}={path}: not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses and pickle look up modules by name.
-    _running.append(path.resolve())
+    sys.modules[spec.name] = module  # Dataclasses and pickles look their module up by name.
+    _running.append(resolved)
     try:
         with one_line_errors(module):
             spec.loader.exec_module(module)
     finally:
         _running.pop()
+    _modules[resolved] = module
     return module
 
 
@@ -118,23 +142,18 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
         raise UserError(f"{at}: {kind}{text[0] if text else ''}") from error
 
 
-def load_extensions(paths: Sequence[str]) -> None:
-    """Run the files named by `--extension`, except those that are already loaded.
+def load_extensions(paths: Sequence[Path]) -> None:
+    """Run the files that `--extension` names.
 
     Raises:
         UserError: A file does not exist, fails or registers nothing.
     """
-    for text in paths:
-        path = Path(text)
+    for path in paths:
         if not path.is_file():
-            raise UserError(f"--extension={text}: no such file")
-        if path.resolve() in _extensions:
-            continue
+            raise UserError(f"--extension={path}: no such file")
         import_file(path, "--extension")
         if path.resolve() not in _extensions:
-            raise UserError(
-                f"--extension={text}: the file registers nothing; decorate an entry with REGISTRY.register(name)"
-            )
+            raise UserError(f"--extension={path}: the file registers nothing; see docs/extend.md")
 
 
 def loaded_extensions() -> list[Extension]:
@@ -143,20 +162,46 @@ def loaded_extensions() -> list[Extension]:
 
 
 def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Check that all extensions recorded by a run are loaded with the same content.
+    """Check that the extensions that a run recorded are loaded, with the recorded contents.
+
+    The user names the files. A path in a run directory is only printed, since somebody else may have written it.
+
+    Args:
+        recorded: "path" and "sha256" of each extension.
+        what: was made with them, for messages.
 
     Raises:
-        UserError: An extension is missing, or its content has changed.
+        UserError: one is not loaded, or its content has changed.
     """
-    loaded = {extension.sha256 for extension in _extensions.values()}
-    names = {Path(extension.path).name: extension for extension in _extensions.values()}
+    require_names(recorded, what)
+    if changes := changed_extensions(recorded):
+        raise UserError(f"{what} was made with another content of {changes[0]}; restore that file")
+
+
+def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
+    """Check that the extensions that a run recorded are loaded, by file names.
+
+    Raises:
+        UserError: one is not loaded.
+    """
     for extension in recorded:
-        if extension["sha256"] in loaded:
-            continue
-        name = Path(extension["path"]).name
-        if name in names:
-            raise UserError(
-                f"{what} was made with another content of {name} (SHA-256 {extension['sha256'][:12]}…, now "
-                f"{names[name].sha256[:12]}…); restore that file"
-            )
-        raise UserError(f"{what} needs the extension {extension['path']}; name it with --extension={extension['path']}")
+        if _loaded_as(extension) is None:
+            flag = shlex.quote(f"--extension={extension['path']}")
+            raise UserError(f"{what} was made with the extension {extension['path']}; add {flag}")
+
+
+def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the loaded extensions whose contents differ from those that a run recorded, in words."""
+    pairs = [(extension["sha256"], _loaded_as(extension)) for extension in recorded]
+    return [
+        f"{loaded.path} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)"
+        for sha256, loaded in pairs
+        if loaded is not None and loaded.sha256 != sha256
+    ]
+
+
+def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
+    """Return the loaded file with the recorded content, or else one with the recorded name: files may have moved."""
+    named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
+    same = [e for e in _extensions.values() if e.sha256 == recorded["sha256"]]
+    return next(iter(same + named), None)

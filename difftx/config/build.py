@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from difftx.config import Config
-from difftx.config.fields import added_groups, describe_type, entry_type, options, types_of, values_of
+from difftx.config.fields import Extensible, added_groups, describe_type, entry_type, options, types_of, values_of
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
+from difftx.registry import EXTENSION_HINT
 
 
 def config_from_dict(raw: Any) -> Config:
@@ -84,7 +85,8 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     hints = types_of(group)
     for name in raw:
         if name not in hints:
-            raise UserError(f"{prefix}{name}={raw[name]!r}: no such field.{did_you_mean(str(name), hints)}")
+            hint = did_you_mean(str(name), hints) + (EXTENSION_HINT if issubclass(group, Extensible) else "")
+            raise UserError(f"{prefix}{name}={raw[name]!r}: no such field.{hint}")
     values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
     missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
@@ -98,7 +100,8 @@ def build_group(group: type, raw: Any, path: str) -> Any:
 def _annotation(group: type, name: str, path: str) -> Any:
     hints = types_of(group) if dataclasses.is_dataclass(group) else {}
     if name not in hints:
-        raise UserError(f"{path}: no such field.{did_you_mean(name, hints)}")
+        hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
+        raise UserError(f"{path}: no such field.{did_you_mean(name, hints)}{hint}")
     return hints[name]
 
 

@@ -4,10 +4,49 @@ Examples of valid overrides are `--config.train.steps=10`, `--config.train.steps
 `--noconfig.data.verify`, `--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`.
 """
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
+from difftx.files import require_local_paths
+from difftx.registry import load_extensions
+
+
+def add_extension_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag `--extension`; the command passes its values to `load_extensions`."""
+    parser.add_argument(
+        "--extension",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE.py",
+        help="run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md",
+    )
+
+
+def parse_command(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *flags: str
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Parse a command line and load the extensions that it names.
+
+    Args:
+        parser: without the flag `--extension`, which is added.
+        arguments: of the command; None: `sys.argv`.
+        flags: as for `parse_overrides`.
+
+    Returns:
+        The flags, and the overrides of config fields.
+
+    Raises:
+        UserError: a path is the address of an object store, an extension fails, or an argument is not understood.
+    """
+    add_extension_flag(parser)
+    options, rest = parser.parse_known_args(arguments)
+    require_local_paths(options)
+    load_extensions(options.extension)  # They add fields, which overrides may set.
+    return options, parse_overrides(rest, *flags)
 
 
 def parse_overrides(arguments: Sequence[str], *flags: str) -> dict[str, str]:

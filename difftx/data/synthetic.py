@@ -12,7 +12,8 @@ import numpy as np
 
 from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
 from difftx.data.packing import Row, segments
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError
+from difftx.registry import Registry
 
 FILLER = 0  # Pads an example that is shorter than its row, and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
@@ -78,17 +79,27 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A function that makes an example, and one that returns the number of tokens an example needs."""
+    """A task: `make` returns an example, and `tokens` the number of tokens that an example needs.
+
+    Both are called with the config and the tokens of a row, `make` also with a generator of random numbers.
+    """
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
     tokens: Callable[[SyntheticConfig, int], int]
 
 
-TASKS = {
-    "mqar": Task(mqar, lambda config, _: 4 * config.pairs),
-    "retrieval": Task(retrieval, _retrieval_tokens),
-    "copy": Task(copy, lambda _, row_tokens: max(2, row_tokens)),
-}
+MQAR = Task(mqar, lambda config, _: 4 * config.pairs)
+RETRIEVAL = Task(retrieval, _retrieval_tokens)
+COPY = Task(copy, lambda _, row_tokens: max(2, row_tokens))
+
+TASKS: Registry[Task] = Registry(
+    "synthetic task",
+    {
+        "mqar": "difftx.data.synthetic:MQAR",
+        "retrieval": "difftx.data.synthetic:RETRIEVAL",
+        "copy": "difftx.data.synthetic:COPY",
+    },
+)
 
 
 class SyntheticRows:
@@ -101,8 +112,6 @@ class SyntheticRows:
             UserError: If there is no such task, or an example does not fit into a row.
         """
         name = path.removeprefix(SYNTHETIC)
-        if name not in TASKS:
-            raise UserError(f"data path {path!r}: no such task.{did_you_mean(name, TASKS)}")
         self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
         self.task, self.name = name, f"{path}, {split}"
         self._document_mask = config.document_mask

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,115 +12,27 @@ import jax
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.progress import Work
-from difftx.errors import UserError, did_you_mean
-from difftx.evals import (
-    attention,
-    exact_match,
-    gradients,
-    hallucination,
-    harness,
-    icl,
-    loss,
-    math_prompts,
-    mathematics,
-    needle,
-    outliers,
-    position,
-    quantize,
-    recall,
-    sample,
-    throughput,
-)
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.journal import Journal
-from difftx.evals.needle_prompts import NeedlePrompts
 from difftx.evals.result import Result
+from difftx.evals.suite import SUITES
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_lead
 from difftx.training.reading import Checkpoint
 from difftx.training.run import Run
 
 
-def _quantize(evaluation: Evaluation) -> Result:
-    """Run other suites under quantised attention logits: number by bits."""
-    return quantize.evaluate(evaluation, SUITES)
-
-
-SUITES: dict[str, Callable[[Evaluation], Result]] = {
-    "loss": loss.evaluate,
-    "recall": recall.evaluate,
-    "position": position.evaluate,
-    "exact_match": exact_match.evaluate,
-    "needle": needle.evaluate,
-    "icl": icl.evaluate,
-    "attention": attention.evaluate,
-    "hallucination": hallucination.evaluate,
-    "harness": harness.evaluate,
-    "math": mathematics.evaluate,
-    "sample": sample.evaluate,
-    "throughput": throughput.evaluate,
-    "outliers": outliers.evaluate,
-    "quantize": _quantize,
-    "gradients": gradients.evaluate,
-}
-# What each needs of a run: called before it, and before training, these raise a UserError where it is missing.
-NEEDS: dict[str, Callable[[Run], Any]] = {
-    "recall": recall.training_counts,
-    "position": position.long_documents,
-    "exact_match": exact_match.tasks_of,
-    "sample": sample.validation_text,
-    "needle": NeedlePrompts,
-    "icl": icl.tasks_of,
-    "attention": attention.prompts_of,
-    "hallucination": hallucination.needs,
-    "harness": harness.needs,
-    "math": mathematics.tasks_of,
-    "throughput": lambda run: throughput.pair(run.config),
-    "quantize": lambda run: check_run(run, quantize.inner_suites(run.config, SUITES)),
-    "gradients": lambda run: gradients.starts(run.config),
-}
-# What each reads of the config's group `eval`: with another value, a result that is there is out of date.
-FIELDS = {
-    "loss": ("loss_tokens",),
-    "recall": ("loss_tokens", "recall_max_bigram_count", "bigrams_path"),
-    "position": ("position_documents",),
-    "exact_match": (),
-    "needle": ("needle",),
-    "icl": ("icl",),
-    "attention": ("attention", "needle"),
-    "hallucination": ("hallucination",),
-    "harness": ("harness",),
-    "math": ("math",),
-    "sample": ("sample_tokens", "sample_temperature"),
-    "throughput": ("throughput_rounds", "throughput_steps"),
-    "outliers": ("outliers",),
-    "quantize": ("quantize",),  # And those of the suites that it names: `fields_of`.
-    "gradients": ("gradients",),
-}
-# The files that each reads beside the run's own data, by its config.
-FILES: dict[str, Callable[[Config], Iterable[Path]]] = {
-    "needle": needle.files,
-    "icl": icl.files,
-    "attention": needle.files,
-    "hallucination": hallucination.files,
-    "harness": harness.files,
-    "math": math_prompts.files,
-}
-MEASURES_DEVICES = {"throughput"}  # The results of the others are the same on any.
-
-
 def check_suites(names: Sequence[str]) -> None:
     """Raise `UserError` for a name that is no suite."""
     for name in names:
-        if name not in SUITES:
-            raise UserError(f"suite {name!r}: no such suite.{did_you_mean(name, SUITES)}")
+        SUITES[name]
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
     """Raise `UserError` where a run has not what a suite needs: sooner than at the first evaluation."""
-    for name in suites:
-        if name in NEEDS:
-            NEEDS[name](run)
+    for suite in suites:
+        for name in with_inner(run.config, suite):
+            SUITES[name].check(run)
 
 
 def evaluate(
@@ -152,8 +64,8 @@ def evaluate(
     with jax.set_mesh(run.mesh):
         for name in suites:
             path, depends_on = result_path(run.workdir, name, step), settings(run, name)
-            evaluation.journal = Journal(path.with_suffix(".items.jsonl"), depends_on, weights)
-            results[name] = result = SUITES[name](evaluation)
+            journal = Journal(path.with_suffix(".items.jsonl"), depends_on, weights)
+            results[name] = result = SUITES[name].evaluate(evaluation.with_journal(journal))
             if checkpoint is not None:
                 checkpoint.require_unchanged()
             if not is_lead():
@@ -162,7 +74,7 @@ def evaluate(
             source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
             content = {"suite": name, "step": step, "settings": depends_on} | source | dataclasses.asdict(result)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
-            evaluation.journal.remove()
+            journal.remove()
     return results
 
 
@@ -191,10 +103,13 @@ def settings(run: Run, suite: str) -> str:
         "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
         "seed": config.train.seed,
     }
-    files = [path for name in with_inner(config, suite) if name in FILES for path in FILES[name](config)]
+    suites = with_inner(config, suite)
+    files = [path for name in suites for path in SUITES[name].files(config)]
     if files:
         depends["files"] = [_sha256(path) for path in files]
-    if suite in MEASURES_DEVICES:
+    if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
+        depends["extensions"] = extensions
+    if SUITES[suite].measures_device:
         device = run.mesh.devices.flat[0].device_kind
         depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
     return json_sha256(depends)
@@ -202,12 +117,12 @@ def settings(run: Run, suite: str) -> str:
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
     """Return the fields of `eval` that a suite reads under a config."""
-    return tuple(field for name in with_inner(config, suite) for field in FIELDS[name])
+    return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
 
 
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:
     """Return a suite and those that it runs itself."""
-    return (suite, *quantize.inner_suites(config, SUITES)) if suite == "quantize" else (suite,)
+    return (suite, *SUITES[suite].inner(config))
 
 
 def _sha256(path: Path) -> str | None:

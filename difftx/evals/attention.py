@@ -24,11 +24,13 @@ from difftx.errors import UserError
 from difftx.evals import attention_charts
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.map_statistics import PARTS, UNSEEN, row_pictures, row_statistics
+from difftx.evals.needle import files
 from difftx.evals.needle_prompts import NeedleItem, NeedlePrompt, NeedlePrompts
 from difftx.evals.result import Result
 from difftx.evals.resume import resumable
 from difftx.evals.retrieval_prompts import TASK as RETRIEVAL
 from difftx.evals.retrieval_prompts import RetrievalPrompts
+from difftx.evals.suite import Suite
 from difftx.inference import decode
 from difftx.parallel.layout import Layout
 from difftx.training.run import Run
@@ -211,3 +213,6 @@ def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
         return reshard(found, P())
 
     return _Programs(statistics, pictures)
+
+
+SUITE = Suite(evaluate=evaluate, reads=("attention", "needle"), check=prompts_of, files=files, quantizable=False)

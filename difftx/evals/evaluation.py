@@ -1,6 +1,7 @@
 """The input of every suite, and the forward pass over validation data that suites share."""
 #   B = batch, T = tokens of a row
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -20,17 +21,24 @@ from difftx.training.state import graph
 
 
 class Evaluation:
-    """A run, the parameters of one of its steps, and a progress display."""
+    """A run, the parameters of one of its steps, a display for suites that take long, and a suite's journal."""
 
-    def __init__(self, run: Run, params: Any, work: Work):
-        self.run, self.params, self.work = run, params, work
-        self.journal: Journal | None = None  # Journal of the current suite; None: finished items are not saved.
+    def __init__(self, run: Run, params: Any, work: Work, journal: Journal | None = None):
+        """Without a journal, an interrupted suite starts again from its first item."""
+        self.run, self.params, self.work, self.journal = run, params, work, journal
+        self._lm = functools.cache(lambda: LanguageModel(run.config, run.mesh, params, run.tokenizer))
         self._valid_nll: dict[str, np.ndarray] = {}
 
-    @functools.cached_property
+    def with_journal(self, journal: Journal) -> "Evaluation":
+        """Return the evaluation for another suite; both share the language model and the `nll` of validation sets."""
+        other = copy.copy(self)
+        other.journal = journal
+        return other
+
+    @property
     def lm(self) -> LanguageModel:
-        """The model, for generating text and for scoring continuations."""
-        return LanguageModel(self.run.config, self.run.mesh, self.params, self.run.tokenizer)
+        """The model, to generate with and to score continuations."""
+        return self._lm()
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
         """Return -log p of each target of a source's first rows, in nats, float32 `[rows, T]`.

@@ -15,6 +15,7 @@ from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
+from difftx.evals.suite import Suite
 from difftx.training.loss import is_most_likely
 from difftx.training.run import Run
 from difftx.training.state import graph
@@ -81,3 +82,6 @@ def _scorer(config: Config):
         return jnp.sum(right_B), jnp.sum(answers_B), jnp.sum((right_B == answers_B) & (answers_B > 0))
 
     return score
+
+
+SUITE = Suite(evaluate=evaluate, check=tasks_of)

@@ -16,6 +16,7 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
+from difftx.evals.suite import Suite
 from difftx.evals.throughput import COMPARED, counterpart
 from difftx.model.abstract import vector_mask
 from difftx.training.loss import batch_nll
@@ -191,3 +192,6 @@ def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *,
         if not log_y or (y_L > 0).all()
     ]
     return LineChart(name=name, title=title, x_label="layer", y_label=y_label, series=series, log_y=log_y)
+
+
+SUITE = Suite(evaluate=evaluate, reads=("gradients",), check=lambda run: starts(run.config), quantizable=False)

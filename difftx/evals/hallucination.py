@@ -15,6 +15,7 @@ from difftx.evals.judge import Case, Judge, OfflineJudge, Verdict
 from difftx.evals.judge_model import JudgeModel
 from difftx.evals.result import Heatmap, LineChart, Result
 from difftx.evals.resume import resumable
+from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.multihost import decided_by_lead
@@ -191,3 +192,6 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
         low=0.0,
         high=1.0,
     )
+
+
+SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=needs, files=files)

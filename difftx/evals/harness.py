@@ -18,6 +18,7 @@ from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness_data import data_files
 from difftx.evals.result import Heatmap, Result
+from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
 PAPER_METRICS = {
@@ -195,3 +196,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
         for (metric, comma, filtered), value in parts
         if comma and isinstance(value, int | float | np.number)
     }
+
+
+SUITE = Suite(evaluate=evaluate, reads=("harness",), check=needs, files=files)

@@ -11,6 +11,7 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl_prompts import IclItem, IclTask
 from difftx.evals.result import LineChart, Result, Series
 from difftx.evals.resume import resumable
+from difftx.evals.suite import Suite
 from difftx.inference.score import most_likely
 from difftx.training.run import Run
 
@@ -155,3 +156,6 @@ def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) ->
             series=by_permutation,
         ),
     ]
+
+
+SUITE = Suite(evaluate=evaluate, reads=("icl",), check=tasks_of, files=files)

@@ -8,6 +8,7 @@ from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import token_bytes
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
+from difftx.evals.suite import Suite
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -38,3 +39,6 @@ def _score_set(evaluation: Evaluation, name: str) -> dict[str, float]:
             text_bytes += int(byte_counts[row["targets"][counts_T]].sum())
     scores = {"loss": nats / tokens, "tokens": tokens}
     return {**scores, "bits_per_byte": nats / math.log(2) / text_bytes, "bytes": text_bytes} if is_text else scores
+
+
+SUITE = Suite(evaluate=evaluate, reads=("loss_tokens",))

@@ -10,9 +10,10 @@ from difftx.data.readers import import_extra
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.math_answers import is_right
-from difftx.evals.math_prompts import STOP, MathItem, MathTask
+from difftx.evals.math_prompts import STOP, MathItem, MathTask, files
 from difftx.evals.result import LineChart, Result, Series
 from difftx.evals.resume import resumable
+from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
@@ -108,3 +109,6 @@ def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
         "text": answer["text"][:SHOWN_CHARACTERS],
         "right_answer": item.problem.answer,
     }
+
+
+SUITE = Suite(evaluate=evaluate, reads=("math",), check=tasks_of, files=files)

@@ -15,6 +15,7 @@ from difftx.evals.haystack import haystack_files
 from difftx.evals.needle_prompts import NeedleItem, NeedlePrompts
 from difftx.evals.result import Heatmap, LineChart, Result
 from difftx.evals.resume import resumable
+from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 
@@ -129,3 +130,6 @@ def _charts(prompts: NeedlePrompts, accuracy: Mapping[Cell, float]) -> list[Line
 
 def _over_depths(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], case: NeedleCaseConfig, length: int) -> float:
     return float(np.mean([accuracy[case, length, depth] for depth in prompts.depths]))
+
+
+SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=files)

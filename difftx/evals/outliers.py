@@ -17,6 +17,7 @@ from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.order_statistics import Counts, Digit, add_counts, no_counts, order_statistics, slots_for, summed
 from difftx.evals.result import Result
+from difftx.evals.suite import Suite
 from difftx.kernels import xla
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
@@ -161,3 +162,6 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
         return add_counts(counts_P2V, values, jnp.broadcast_to(counted[:, None], values.shape), digit), None
 
     return jax.lax.scan(piece, counts_1P2V[0], (values, counted))[0][None]
+
+
+SUITE = Suite(evaluate=evaluate, reads=("outliers",), quantizable=False)

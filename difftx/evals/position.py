@@ -10,6 +10,7 @@ from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import LineChart, Result, Series
+from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
 POINTS = 64  # Largest number of points of a curve, evenly spaced on a log axis.
@@ -99,3 +100,6 @@ def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
         return Series(**curve)
     half = ERRORS * averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
     return Series(**curve, low=(mean - half).tolist(), high=(mean + half).tolist())
+
+
+SUITE = Suite(evaluate=evaluate, reads=("position_documents",), check=long_documents)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
@@ -10,13 +10,9 @@ from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.resume import resumable
-
-type Suites = Mapping[str, Callable[[Evaluation], Result]]
+from difftx.evals.suite import SUITES, Suite
 
 UNQUANTIZED = 16
-# Excluded suites: quantize itself, and suites that measure speed, gradients, attention weights or unquantised logits
-# rather than the quality of a model.
-UNFIT = ("quantize", "throughput", "gradients", "attention", "outliers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +28,18 @@ class Item:
         return f"{self.suite} {self.bits}"
 
 
-def evaluate(evaluation: Evaluation, suites: Suites) -> Result:
-    """Run each of `eval.quantize.suites` with each of `eval.quantize.bits`; 16 bits means no quantisation.
+def evaluate(evaluation: Evaluation) -> Result:
+    """Run other suites under quantised attention logits: number by bits.
 
-    A suite's number is named `<suite>_<number>_<bits>_bits` in the result.
+    Each of `eval.quantize.suites` is evaluated under each of `eval.quantize.bits`; 16: as the suite does by itself. Its
+    numbers have their names, behind the suite's and before the bits.
 
     Raises:
         UserError: a suite cannot be quantised, or raises the error itself.
     """
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
-    # Ordered by bits, so that suites with the same bits share an `Evaluation` and its forward passes.
-    items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config, suites)]
+    # By bits: suites that share a pass over the model share it.
+    items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config)]
 
     @functools.lru_cache(maxsize=1)
     def with_bits(bits: int) -> Evaluation:
@@ -50,7 +47,7 @@ def evaluate(evaluation: Evaluation, suites: Suites) -> Result:
         return Evaluation(run, evaluation.params, evaluation.work)
 
     def answer(items: Sequence[Item]) -> list[dict[str, float]]:
-        return [suites[item.suite](with_bits(item.bits)).numbers for item in items]
+        return [SUITES[item.suite].evaluate(with_bits(item.bits)).numbers for item in items]
 
     found: dict[str, dict[int, dict[str, float]]] = {}
     for item, numbers in resumable(evaluation, items, answer, what="suites by bits", batch_items=1):
@@ -70,15 +67,15 @@ def evaluate(evaluation: Evaluation, suites: Suites) -> Result:
     return Result(numbers=numbers, details={"granularity": settings.granularity}, charts=charts)
 
 
-def inner_suites(config: Config, suites: Suites) -> tuple[str, ...]:
-    """Return `eval.quantize.suites`.
+def inner_suites(config: Config) -> tuple[str, ...]:
+    """Return which suites are to run.
 
     Raises:
         UserError: a suite is unknown or cannot be quantised.
     """
     for name in config.eval.quantize.suites:
-        fit = [other for other in suites if other not in UNFIT]
-        if name not in fit:
+        if name not in SUITES or not SUITES[name].quantizable:
+            fit = [other for other, suite in SUITES.items() if suite.quantizable]
             raise UserError(f"eval.quantize.suites: {name!r} is no suite to quantise.{did_you_mean(name, fit)}")
     return config.eval.quantize.suites
 
@@ -110,3 +107,6 @@ def _chart(suite: str, name: str, by_bits: Mapping[int, Mapping[str, float]]) ->
         y_label=name,
         series=[Series(name=suite, x=bits, y=values)],
     )
+
+
+SUITE = Suite(evaluate=evaluate, reads=("quantize",), inner=inner_suites, quantizable=False)

@@ -5,6 +5,7 @@ from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
+from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
@@ -51,3 +52,6 @@ def validation_text(run: Run) -> TokenStore:
     if not stores:
         raise UserError("suite 'sample': no validation set is text; synthetic tasks have the suite 'exact_match'")
     return stores[0]
+
+
+SUITE = Suite(evaluate=evaluate, reads=("sample_tokens", "sample_temperature"), check=validation_text)

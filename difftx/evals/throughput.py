@@ -18,6 +18,7 @@ from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
+from difftx.evals.suite import Suite
 from difftx.parallel.mesh import check_divisible
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
@@ -172,3 +173,12 @@ def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[
     for _ in range(WARM_UP_STEPS):
         jax.block_until_ready(step(params, batch))
     return lambda: step(params, batch)
+
+
+SUITE = Suite(
+    evaluate=evaluate,
+    reads=("throughput_rounds", "throughput_steps"),
+    check=lambda run: pair(run.config),
+    measures_device=True,
+    quantizable=False,
+)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.config.command_line import parse_overrides
+from difftx.config.command_line import parse_command
 from difftx.errors import UserError, printable
-from difftx.files import json_sha256, require_local_paths, require_writable_file, write_atomically
+from difftx.files import json_sha256, require_writable_file, write_atomically
 from difftx.inference.prompts import SEEDS, Prompt, read_prompts
 from difftx.parallel import multihost
 
@@ -45,9 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     multihost.add_flags(parser)
     parser.epilog = "--mesh.field=value changes a field of the run's mesh"
-    options, rest = parser.parse_known_args(arguments)
-    require_local_paths(options)
-    overrides = parse_overrides(rest, "mesh")
+    options, overrides = parse_command(parser, arguments, "mesh")
     prompts = _prompts(options)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 

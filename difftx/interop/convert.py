@@ -3,14 +3,14 @@
 import argparse
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from difftx.config import Config
-from difftx.config.command_line import parse_overrides
+from difftx.config.command_line import parse_command
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
-from difftx.files import require_local_paths, require_writable
+from difftx.files import require_writable
 
 SHARD_MIB = 4096
 OURS = "difftx"
@@ -31,10 +31,9 @@ def main(arguments: Sequence[str]) -> int:
         "--verify", action="store_true", help="compare logits with transformers; both models must fit in memory"
     )
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    options, rest = parser.parse_known_args(arguments)
-    require_local_paths(options)
-    config = _checked(options, rest)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
+    options, overrides = parse_command(parser, arguments, "config")
+    config = _checked(options, overrides)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax narrates every save; what fails, we report.
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.interop import runs
@@ -44,14 +43,14 @@ def main(arguments: Sequence[str]) -> int:
             options.input, options.out, options.step, options.target, options.shard_mib * 2**20, options.verify
         )
     else:
-        decided = {name.partition(".")[2] for name in parse_overrides(rest, "config") if name.startswith("model.")}
+        decided = {name.partition(".")[2] for name in overrides if name.startswith("model.")}
         lines = runs.import_run(options.input, options.out, options.source, config, decided, options.verify)
     print(*map(printable, lines), sep="\n")
     return 0
 
 
-def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
-    """Return the config of the run to create, or None if the input is a run.
+def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
+    """Return the config of a run to make; None where one is read.
 
     Raises:
         UserError: If a flag is invalid, or flags contradict each other.
@@ -74,9 +73,10 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> Config | None:
             raise UserError("--step is of a run that is read, with --from=difftx")
         if options.config is None:
             raise UserError("--to=difftx needs --config=FILE.py, the new run's data, mesh and so on (docs/config.md)")
-        return load_config(options.config, parse_overrides(rest, "config"))
-    if options.config is not None or rest:
-        raise UserError(f"{options.config or rest[0]}: --config is for --to=difftx; a run that is read has its own")
+        return load_config(options.config, overrides)
+    if options.config is not None or overrides:
+        given = options.config or f"--config.{next(iter(overrides))}"
+        raise UserError(f"{given}: --config is for --to=difftx; a run that is read has its own")
     return None
 
 

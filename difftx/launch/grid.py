@@ -6,9 +6,9 @@ import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_type_hints
 
 from difftx.config import Config
+from difftx.config.fields import types_of
 from difftx.config.recipes import argument_of, load_config
 from difftx.errors import UserError, did_you_mean
 
@@ -24,11 +24,13 @@ class Point:
     spec: str  # `FILE.py` or `FILE.py:ARG`, for train.py's --config.
     overrides: Mapping[str, str]  # Field → value, for train.py's --config.field flags.
     config: Config
+    extensions: Sequence[Path] = ()
 
     def flags(self, workdir: str | Path) -> list[str]:
         """Return the arguments with which train.py trains this run in `workdir`."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
-        return [f"--config={self.spec}", f"--workdir={workdir}", *changes]
+        files = [f"--extension={path}" for path in self.extensions]
+        return [f"--config={self.spec}", f"--workdir={workdir}", *files, *changes]
 
 
 def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -49,13 +51,16 @@ def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
     return grid
 
 
-def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str]) -> list[Point]:
-    """Return a point with a loaded config for each combination of the grid's values.
+def make_points(
+    spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str], extensions: Sequence[Path] = ()
+) -> list[Point]:
+    """Cross the grid's values and load every point's config.
 
     Args:
-        spec: `FILE.py`. If the grid sets none of the placeholders in the file's `ARG`, also `FILE.py:ARG`.
-        grid: Name → values. A name is a placeholder of the file's `ARG`, "seed", or a dotted config field.
-        overrides: Field → value, the same for every point.
+        spec: `FILE.py`, or `FILE.py:ARG` where the grid fills none of the names in the file's own `ARG`.
+        grid: name → values. A name of the file's `ARG`; "seed"; or a config field, written with its dot.
+        overrides: field → value, the same for every point.
+        extensions: files that each run loads, as this process has.
 
     Raises:
         UserError: A name is unknown, a config does not load, a field is set twice, or two points have the same name.
@@ -81,7 +86,7 @@ def make_points(spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):
             raise UserError(f"--grid: two runs would be named {name!r}; vary one of those fields in a sweep of its own")
-        points.append(Point(name, point_spec, changes, config))
+        points.append(Point(name, point_spec, changes, config, extensions))
     return points
 
 
@@ -99,8 +104,8 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
 
 
 def _fields(group: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all config fields of a group and its nested groups."""
-    for name, kind in get_type_hints(group).items():
+    """Yield the names of a group's fields, and of those of the groups in it."""
+    for name, kind in types_of(group).items():
         if dataclasses.is_dataclass(kind):
             yield from _fields(kind, f"{prefix}{name}.")
         else:

@@ -151,17 +151,17 @@ def _check_printable(what: str, texts: Iterable[str]) -> None:
 
 
 def _in_repository(point: Point) -> Point:
-    """Return the point with the path of its config file relative to the repository's root.
+    """Return the point with its config file and extensions as they are called from the repository's root."""
 
-    Raises:
-        UserError: The file is outside of the repository.
-    """
+    def relative(flag: str, path: str | Path) -> Path:
+        try:
+            return Path(path).resolve().relative_to(ROOT)
+        except ValueError as error:
+            raise UserError(f"--{flag}={path}: not in {ROOT}, so a job elsewhere would not have it") from error
+
     path, colon, arg = point.spec.partition(":")
-    try:
-        relative = Path(path).resolve().relative_to(ROOT)
-    except ValueError as error:
-        raise UserError(f"--config={path}: not in {ROOT}, so a job elsewhere would not have it") from error
-    return dataclasses.replace(point, spec=f"{relative}{colon}{arg}")
+    extensions = [relative("extension", extension) for extension in point.extensions]
+    return dataclasses.replace(point, spec=f"{relative('config', path)}{colon}{arg}", extensions=extensions)
 
 
 def _dns_label(name: str) -> str:

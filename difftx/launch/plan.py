@@ -14,10 +14,10 @@ from pathlib import Path
 
 from difftx.config import Config
 from difftx.config.build import override
-from difftx.config.command_line import parse_overrides
+from difftx.config.command_line import parse_command
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.files import require_local_paths, require_writable_file, write_atomically
+from difftx.files import require_writable_file, write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
 
@@ -33,10 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hbm_gib", type=float, help="memory of a device, GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="share of the bound's speed for the likely days")
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
-    args, rest = parser.parse_known_args(arguments)
-    require_local_paths(args)
+    args, overrides = parse_command(parser, arguments, "config")
     topology = parse_topology(args.topology)
-    config = with_slices(load_config(args.config, parse_overrides(rest, "config")), topology)
+    config = with_slices(load_config(args.config, overrides), topology)
     _check(args)
     prepare(topology)
     chip = topology.chip

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.config.command_line import parse_overrides
+from difftx.config.command_line import parse_command
 from difftx.errors import UserError
-from difftx.files import require_local_paths, require_writable
+from difftx.files import require_writable
 from difftx.launch import jobs
 from difftx.launch.grid import make_points, parse_grid
 
@@ -34,12 +34,10 @@ def main(arguments: Sequence[str]) -> int:
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="what a launcher's template asks for"
     )
     parser.epilog = "--config.path.to.field=value changes a field of every run"
-    args, rest = parser.parse_known_args(arguments)
-    require_local_paths(args)
+    args, overrides = parse_command(parser, arguments, "config")
     require_writable(args.out)
-    overrides = parse_overrides(rest, "config")
     grid = parse_grid(args.grid)
-    points = make_points(args.config, grid, overrides)
+    points = make_points(args.config, grid, overrides, args.extension)
     if args.launcher is not None:
         jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))
         return 0

@@ -13,8 +13,10 @@ import rich.console
 import rich.markup
 import rich.table
 
+from difftx.config.command_line import add_extension_flag
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder, require_local_paths
+from difftx.registry import load_extensions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
     for command in parsers.values():
         command.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+        add_extension_flag(command)
     parsers["diff"].add_argument("a", help="a step of --workdir, or the folder of a checkpoint")
     parsers["diff"].add_argument("b")
     parsers["diff"].add_argument("--values", action="store_true", help="read the arrays: the norm of each difference")
@@ -44,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
     options = parser.parse_args(arguments)
     require_local_paths(options)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
+    load_extensions(options.extension)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")

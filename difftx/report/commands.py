@@ -32,10 +32,10 @@ from difftx.training.state import init_state
 
 
 def list_suites() -> int:
-    """Print each suite's name and the first line of its module's docstring."""
+    """Print every suite with its summary."""
     width = max(map(len, evals.SUITES)) + 2
     for name, suite in evals.SUITES.items():
-        print(f"{name:<{width}}{(suite.__doc__ or '').splitlines()[0]}")
+        print(f"{name:<{width}}{suite.summary}")
     return 0
 
 

@@ -11,18 +11,19 @@ import difftx
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.parallel import multihost
+from difftx.registry import loaded_extensions
 from difftx.training.manifest import package_versions
 from difftx.training.run import Run
 
-# Flags that may differ. Each process has its own address and number, and `config_fields` covers the config's contents.
-OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config")
-# Fields that may differ: each host may keep the data, the tokenizer and the cache at other paths. `open_run` compares
-# the contents.
+# Each process has its own address and number. The config's fields and the extensions' contents are compared instead of
+# the files that they come from.
+OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
+# Hosts may keep copies of the data, the tokenizer and the cache at different places: `open_run` compares the contents.
 OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
-    """Compare the source code, package versions, flags and config of all processes.
+    """Compare difftx, the packages, the extensions, the command's flags and the config with the other processes.
 
     Call this function as soon as the processes have joined: a difference could make one process wait or fail where the
     other processes do not.
@@ -34,7 +35,9 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     def fields() -> dict[str, Any]:
         own = {f"--{name}": _as_json(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
         packages = {f"package {name}": version for name, version in package_versions().items()}
-        return source_files() | packages | own | config_fields(config)
+        loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
+        extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
+        return source_files() | packages | extensions | own | config_fields(config)
 
     multihost.agree("the command", fields, lambda found: found, config.multihost.barrier_timeout_seconds)
 
@@ -74,7 +77,7 @@ def source_files() -> dict[str, str]:
 
 
 def config_fields(config: Config) -> dict[str, Any]:
-    """Return the config fields that must be equal in all processes, keyed by full name."""
+    """Return the fields of a config that must be equal in all processes, by their full names."""
     raw = values_of(config)
     for group in (raw["data"], *raw["data"]["sources"]):
         for name in OWN_DATA_FIELDS:

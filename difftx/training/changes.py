@@ -3,6 +3,7 @@
 import dataclasses
 
 from difftx.config import Config
+from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
 
 # Changing these fields alters a run's numbers by rounding at most.
@@ -67,10 +68,9 @@ def config_for_reader(trained: Config, now: Config) -> Config:
         now: Config of the run directory with the reader's overrides. It determines the mesh, the evaluation and the
             other neutral fields.
     """
-    fields: dict[str, dict[str, object]] = {}
+    raw = values_of(trained)
     for change in changed_fields(trained, now):
         if change.is_neutral and change.field not in KEPT_FIELDS:
             group, name = change.field.split(".")
-            fields.setdefault(group, {})[name] = getattr(getattr(now, group), name)
-    groups = {group: dataclasses.replace(getattr(trained, group), **values) for group, values in fields.items()}
-    return dataclasses.replace(trained, **groups)
+            raw[group][name] = change.new
+    return config_from_dict(raw)

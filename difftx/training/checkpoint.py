@@ -28,6 +28,7 @@ from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import json_sha256, list_folder, read_json
 from difftx.parallel.multihost import decided_by_lead, is_lead, say
+from difftx.registry import require_names
 from difftx.training.manifest import (
     MANIFEST,
     damage,
@@ -330,12 +331,15 @@ def config_of(folder: Path) -> Config:
     """Return the config that the checkpoint in `folder` was trained with.
 
     Raises:
-        UserError: the config cannot be read, or its hash differs from the one in the manifest.
+        UserError: it cannot be read, is not the one of the checkpoint's manifest, or requires an extension that is not
+            loaded.
     """
     path = folder / CONFIG_FILE
     raw = read_json(path)
-    if json_sha256(raw) != read_manifest(folder).config_sha256:
+    manifest = read_manifest(folder)
+    if json_sha256(raw) != manifest.config_sha256:
         raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
+    require_names(manifest.extensions, str(folder))
     return config_from_dict(raw)
 
 

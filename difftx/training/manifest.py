@@ -19,6 +19,7 @@ import xxhash
 from difftx.config import Config
 from difftx.errors import UserError
 from difftx.files import check_link, json_sha256, list_folder, misfit, read_json, retry_read, size_of, write_atomically
+from difftx.registry import loaded_extensions
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -28,7 +29,8 @@ QUARANTINED = ".quarantined"  # Part of the name of a quarantined checkpoint.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 BLOCK_BYTES = 2**22
-THREADS = min(8, os.cpu_count() or 1)  # xxhash releases Python's GIL.
+THREADS = min(8, os.cpu_count() or 1)  # xxhash lets go of Python's lock.
+EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
 SHAPE = {
     "format": int,
     "step": int,
@@ -36,6 +38,7 @@ SHAPE = {
     "config_sha256": str,
     "data": dict,
     "packages": {str: str},
+    "extensions": EXTENSIONS_SHAPE,
     "arrays": {str: {"shape": [int], "dtype": str}},
     "files": {str: {"bytes": int, "xxh3": str}},
 }
@@ -55,6 +58,7 @@ class Manifest:
     config_sha256: str
     data: dict[str, Any]  # The loader's signature: sources, tokenizer, rows, order.
     packages: dict[str, str]
+    extensions: list[dict[str, str]]  # Path and SHA-256 of each file that the training loaded with --extension.
     arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape, dtype.
     files: dict[str, tuple[int, str]]  # Path in the folder → size in bytes, XXH3-128 in hexadecimal.
 
@@ -75,6 +79,11 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
+def describe_extensions() -> list[dict[str, str]]:
+    """Return path and SHA-256 of each loaded extension, as manifests record them."""
+    return [dataclasses.asdict(extension) for extension in loaded_extensions()]
+
+
 def write_manifest(
     folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
 ) -> None:
@@ -90,6 +99,7 @@ def write_manifest(
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
+        "extensions": describe_extensions(),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "files": {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
@@ -131,13 +141,22 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
             "version, or another --workdir"
         )
+    raw.setdefault("extensions", [])  # Earlier versions of difftx had no extensions.
     if why := misfit(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
     _check_inside(folder, files)
     return Manifest(
-        sha256, raw["step"], raw["weights"], raw["config_sha256"], raw["data"], raw["packages"], arrays, files
+        sha256=sha256,
+        step=raw["step"],
+        weights=raw["weights"],
+        config_sha256=raw["config_sha256"],
+        data=raw["data"],
+        packages=raw["packages"],
+        extensions=raw["extensions"],
+        arrays=arrays,
+        files=files,
     )
 
 

@@ -16,6 +16,7 @@ from difftx.data.loader import signature_changes
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.parallel.multihost import decided_by_lead, say
+from difftx.registry import require_extensions
 from difftx.training import agreement
 from difftx.training.changes import config_for_reader
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, config_of
@@ -67,11 +68,13 @@ def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
         now: Config of the run directory, with the reader's overrides.
 
     Raises:
-        UserError: the manifest or the config cannot be read, or the config does not match the manifest.
+        UserError: manifest or config cannot be read or do not fit together, or an extension that the checkpoint was
+            trained with is not loaded or has changed.
     """
 
     def look() -> dict[str, Any]:
         manifest = read_manifest(folder)
+        require_extensions(manifest.extensions, str(folder))
         found = {"weights": manifest.weights, "sha256": manifest.sha256, "data": manifest.data}
         return found | {"config": json.loads(config_for_reader(config_of(folder), now).to_json())}
 

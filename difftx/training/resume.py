@@ -9,6 +9,7 @@ from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
 from difftx.files import size_of
 from difftx.parallel.multihost import decided_by_lead, say
+from difftx.registry import changed_extensions
 from difftx.training.changes import changed_fields
 from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.guards import Guard
@@ -55,7 +56,14 @@ def _resume(
             say(f"{name}: {before} → {version}, since the checkpoint of step {step}")
     data = manifest.data
     data_changes = signature_changes(data, run.data.signature)
-    refused = _unsafe_changes(checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change)
+    refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
+    if allow_config_change:
+        for change in refused:
+            say(f"changed since the checkpoint: {change} (not safe)")
+    if allow_config_change or not refused:  # A changed extension may be unable to read the checkpoint's config.
+        refused += _unsafe_changes(
+            checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change
+        )
     if refused and not allow_config_change:
         raise UserError(
             f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "

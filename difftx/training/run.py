@@ -23,13 +23,15 @@ from difftx.config.build import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import read_file, read_json, remove_temporaries, size_of, write_atomically
+from difftx.files import misfit, read_file, read_json, remove_temporaries, size_of, write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
 from difftx.parallel.presets import apply_preset
-from difftx.training.manifest import package_versions
+from difftx.registry import require_extensions
+from difftx.training.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
+from difftx.training.optimizer import make_optimizer
 
 LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
@@ -55,6 +57,7 @@ class Run:
         mesh = make_mesh(config.mesh)
         check_divisible(config, mesh)
         check_attention(config)
+        make_optimizer(config)  # Raises for an unknown optimizer or schedule.
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
         return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
@@ -96,14 +99,14 @@ class Run:
         decided_by_lead(check, self.config.multihost.barrier_timeout_seconds)
 
     def write_description(self) -> None:
-        """Write `config.json` and `manifest.json`, atomically."""
+        """Write `manifest.json` and `config.json`, atomically."""
         self.workdir.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.workdir / "config.json", self.config.to_json())
         devices = self.mesh.devices.flatten()
         manifest = {
             "commit": _git_commit(),
             "python": platform.python_version(),
             "packages": package_versions(),
+            "extensions": describe_extensions(),
             "devices": {
                 "kind": devices[0].device_kind,
                 "count": len(devices),
@@ -116,7 +119,9 @@ class Run:
                 "notes": self.data.notes,
             },
         }
-        write_atomically(self.workdir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        write_atomically(self.workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        # After the manifest, which names the extensions without which the config cannot be read.
+        write_atomically(self.workdir / "config.json", self.config.to_json())
 
 
 def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
@@ -159,13 +164,27 @@ def read_config(workdir: Path) -> Config:
     """Return the config of an existing run directory.
 
     Raises:
-        UserError: config.json does not exist, or is not a config of this version of difftx.
-        UnreadableError: config.json cannot be read.
+        UserError: there is none, it is not a config of this version, or it requires an extension that is not loaded.
+        UnreadableError: it cannot be read.
     """
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
+    require_extensions(_extensions_of(workdir), f"--workdir={workdir}")
     return config_from_dict(read_json(path))
+
+
+def _extensions_of(workdir: Path) -> list[dict[str, str]]:
+    """Return the extensions that a run's manifest records; an imported run has no manifest."""
+    path = workdir / MANIFEST
+    if size_of(path) is None:
+        return []
+    manifest = read_json(path)
+    extensions = manifest.get("extensions", []) if isinstance(manifest, dict) else None
+    if why := misfit(extensions, EXTENSIONS_SHAPE, "extensions"):
+        raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
+    assert isinstance(extensions, list)
+    return extensions
 
 
 @contextlib.contextmanager

@@ -102,6 +102,22 @@ def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):  # 
     assert re.search(rf"error: process 0 stops: process 1 of 2 \(.*pid {two.running[1].pid}.*\) has been silent", text)
 
 
+def test_processes_with_different_extensions_end_before_the_first_step(started, tmp_path):  # noqa: F811
+    """Each process has the file elsewhere, with a suite of the same name."""
+    own = {}
+    for process in (0, 1):
+        path = tmp_path / f"host{process}" / "own.py"
+        path.parent.mkdir()
+        suite = "from difftx.evals.suite import Suite, register_suite\nregister_suite('own', Suite(evaluate=print))\n"
+        path.write_text(f"{suite}# On host {process}.\n")
+        own[process] = [f"--extension={path}"]
+    first, second = errors(started(own_flags=own))
+    assert first == second
+    assert re.search(
+        r"process 1 of 2 \(.*\): extension 1, own\.py=[0-9a-f]{12}…, but process 0 has [0-9a-f]{12}…; ", first
+    )
+
+
 def test_other_sources_of_difftx_are_noticed(started, tmp_path):  # noqa: F811
     """Process 1 has another checkout, in which one comment differs."""
     for name in ("difftx", "configs"):

@@ -18,6 +18,7 @@ from difftx import evals
 from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
+from difftx.evals import loss
 from difftx.evals.result import Result
 from difftx.evals.resume import resumable
 from difftx.files import json_sha256
@@ -74,11 +75,15 @@ def results(run, suite):
     return {int(path.stem): json.loads(path.read_text()) for path in files}
 
 
+def replace_loss(monkeypatch, evaluate):
+    """Let a function of the test compute the suite loss."""
+    monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss.SUITE, evaluate=evaluate))
+
+
 def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     """All steps twice; then with another field, on another mesh, and again: only what is not done is computed."""
     passes = []
-    original = evals.loss.evaluate
-    monkeypatch.setitem(evals.SUITES, "loss", lambda evaluation: passes.append(1) or original(evaluation))
+    replace_loss(monkeypatch, lambda evaluation: passes.append(1) or loss.evaluate(evaluation))
     assert evaluate(run, "loss", step="6:12:3") == 0
     first = results(run, "loss")
     assert list(first) == [6, 9, 12]
@@ -207,7 +212,7 @@ def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch
             raise Killed
         return Result(numbers={"sum": 1 + sum(answer for _, answer in answers)})
 
-    monkeypatch.setitem(evals.SUITES, "loss", suite)
+    replace_loss(monkeypatch, suite)
     with pytest.raises(Killed):
         evaluate(run, "loss", step="3")
     change_run(run, 3)

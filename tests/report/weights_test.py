@@ -12,11 +12,11 @@ pytestmark = pytest.mark.long
 CHANGED = ("--config.model.rope_theta=100.0", "--config.model.norm_eps=0.01", "--allow_config_change")
 # Stands for eval.py: does something to the newest checkpoint when the suite has its numbers, before they are written.
 DISTURBED = """
-import os, pathlib, runpy, shutil, sys
-from difftx import evals
+import dataclasses, os, pathlib, runpy, shutil, sys
+from difftx.evals import loss
 
 checkpoint, other = map(pathlib.Path, sys.argv[1:3])
-original = evals.SUITES["loss"]
+original = loss.evaluate
 
 def evaluate(evaluation):
     result = original(evaluation)
@@ -25,7 +25,7 @@ def evaluate(evaluation):
         shutil.copytree(other, checkpoint)
     return result
 
-evals.SUITES["loss"] = evaluate
+loss.SUITE = dataclasses.replace(loss.SUITE, evaluate=evaluate)
 sys.argv = ["eval.py", *sys.argv[3:]]
 runpy.run_path("eval.py", run_name="__main__")
 """

@@ -1,0 +1,89 @@
+"""A suite as one object, and the registry of suites; docs/extend.md shows how to add one."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from difftx.config import Config
+from difftx.config.eval import EvalConfig
+from difftx.config.fields import add_group, types_of
+from difftx.errors import UserError, did_you_mean
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.result import Result
+from difftx.registry import Registry
+from difftx.training.run import Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """How to evaluate a model, and what the result depends on in addition to the model and the validation data.
+
+    Attributes:
+        evaluate: function that runs the suite; `eval.py --list` prints the first line of its docstring.
+        reads: fields of the config group `eval`. A stored result is reused only if their values are the same.
+        files: function that returns the files that the suite reads. A stored result depends on their contents.
+        inner: function that returns the names of other suites that this suite runs; it may raise `UserError`.
+        check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
+            and before an evaluation.
+        measures_device: whether the result depends on the devices and the mesh.
+        quantizable: whether the suite `quantize` can run this suite.
+    """
+
+    evaluate: Callable[[Evaluation], Result]
+    reads: tuple[str, ...] = ()
+    files: Callable[[Config], Iterable[Path]] = lambda config: ()
+    inner: Callable[[Config], Sequence[str]] = lambda config: ()
+    check: Callable[[Run], Any] = lambda run: None
+    measures_device: bool = False
+    quantizable: bool = True
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring of `evaluate`."""
+        return (self.evaluate.__doc__ or "").partition("\n")[0]
+
+
+SUITES: Registry[Suite] = Registry(
+    "suite",
+    {
+        "loss": "difftx.evals.loss:SUITE",
+        "recall": "difftx.evals.recall:SUITE",
+        "position": "difftx.evals.position:SUITE",
+        "exact_match": "difftx.evals.exact_match:SUITE",
+        "needle": "difftx.evals.needle:SUITE",
+        "icl": "difftx.evals.icl:SUITE",
+        "attention": "difftx.evals.attention:SUITE",
+        "hallucination": "difftx.evals.hallucination:SUITE",
+        "harness": "difftx.evals.harness:SUITE",
+        "math": "difftx.evals.mathematics:SUITE",
+        "sample": "difftx.evals.sample:SUITE",
+        "throughput": "difftx.evals.throughput:SUITE",
+        "outliers": "difftx.evals.outliers:SUITE",
+        "quantize": "difftx.evals.quantize:SUITE",
+        "gradients": "difftx.evals.gradients:SUITE",
+    },
+)
+
+
+def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
+    """Add a suite.
+
+    Args:
+        name: of the suite.
+        suite: to add.
+        config: frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
+            depends on all of its values.
+
+    Raises:
+        UserError: the name is taken, `suite.reads` names a field that does not exist, or `config` is not a frozen
+            dataclass whose fields all have defaults.
+    """
+    for field in suite.reads:
+        if field not in types_of(EvalConfig):
+            raise UserError(f"suite {name!r}: eval has no field {field!r}.{did_you_mean(field, types_of(EvalConfig))}")
+    if config is not None:
+        suite = dataclasses.replace(suite, reads=(*suite.reads, name))
+    SUITES.register(name)(suite)
+    if config is not None:
+        add_group(EvalConfig, name, config)

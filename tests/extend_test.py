@@ -1,0 +1,303 @@
+"""docs/extend.md: its files and commands as a user has them, in a folder of the user's own."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment, write_text
+
+from difftx import registry
+from difftx.errors import UserError
+from difftx.training.agreement import source_files
+
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)]
+SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.tensorboard": "false"}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with the files of the page."""
+    write_text(tmp_path / "text.txt")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(place, line, *more, code=0, tiny=True):
+    """Execute a command of the page with tiny sizes; return what it printed."""
+    python, *words = shlex.split(line)
+    assert python == "python"
+    if words[0] in ("train.py", "eval.py"):
+        words[0] = str(ROOT / words[0])
+    if tiny and words[0].endswith("train.py"):
+        # A field that the command sets is not made tiny.
+        fields = SHORT | {"data.path": "text.txt"}
+        fields = {name: value for name, value in fields.items() if f"--config.{name}=" not in line}
+        words += [f"--config.{name}={value}" for name, value in fields.items()]
+    environment = child_environment(1) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *words, *more]
+    ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stdout if code == 0 else ended.stderr
+
+
+def flags(line, name):
+    return next(word for word in shlex.split(line) if word.startswith(f"--{name}="))
+
+
+def test_what_is_executed_is_the_page():
+    assert list(FILES) == ["temperature.py", "confident.py", "lion.py"]
+    assert [len(lines) for lines in COMMANDS] == [6, 5, 3]
+
+
+def test_added_fields_are_config_fields(place):
+    """All files of the page together, each with a field of its own."""
+    line = "python train.py --config=quickstart:temperature --print_config --config.optimizer.name=lion"
+    extensions = [f"--extension={name}" for name in FILES]
+    changes = ["--config.model.temperature.initial=2", "--config.eval.confident.probability=0.25"]
+    printed = json.loads(run(place, line, *extensions, *changes, "--config.optimizer.lion.b1=0.8"))
+    assert printed["model"]["architecture"] == "temperature"
+    assert printed["model"]["temperature"] == {"initial": 2.0}
+    assert printed["eval"]["confident"] == {"probability": 0.25}
+    assert printed["optimizer"]["lion"] == {"b1": 0.8, "b2": 0.99}
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """A registry, and no loaded extensions, for one test."""
+    monkeypatch.setattr(registry, "_extensions", {})
+    monkeypatch.setattr(registry, "_modules", {})
+    found = registry.Registry("colour", {})
+    monkeypatch.setattr(registry, "COLOURS", found, raising=False)
+    return found
+
+
+def write_extension(path, name):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"from difftx import registry\nregistry.COLOURS.register({name!r})(1)\n")
+    return path
+
+
+def test_files_of_one_name_are_different_extensions(own_registry, tmp_path):
+    one, two = (write_extension(tmp_path / name / "same.py", name) for name in ("red", "blue"))
+    registry.load_extensions([one, two, one])
+    assert list(own_registry) == ["red", "blue"]
+    assert len(registry.loaded_extensions()) == 2
+    assert own_registry.extension_of("red").path == str(one)
+    registry.import_file(one, "--config")  # A recipe that is also an extension.
+
+
+def test_what_a_run_records_is_required_by_name_and_content(own_registry, tmp_path):
+    path = write_extension(tmp_path / "red.py", "red")
+    with pytest.raises(
+        UserError, match=r"run was made with the extension /else/red\.py; add --extension=/else/red\.py"
+    ):
+        registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
+    registry.load_extensions([path])
+    (loaded,) = registry.loaded_extensions()
+    registry.require_extensions([{"path": "/else/red.py", "sha256": loaded.sha256}], "run")
+    registry.require_extensions([{"path": "/else/moved.py", "sha256": loaded.sha256}], "run")
+    with pytest.raises(UserError, match=r"run was made with another content of .*red\.py \(SHA-256 000000000000… → "):
+        registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"registers nothing; see docs/extend\.md"),
+        ("x = 1\nraise KeyError('y')", r"own\.py:2: KeyError: y"),
+        ("from difftx import registry\nregistry.COLOURS.register('a b')(1)", "a name consists of letters"),
+        ("from difftx import registry\nfor _ in 0, 1: registry.COLOURS.register('a')(1)", "'a' exists already"),
+    ],
+)
+def test_an_extension_that_fails_is_one_line(own_registry, tmp_path, text, message):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(UserError, match=message):
+        registry.load_extensions([tmp_path / "own.py"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "'temperature': no such architecture."),
+        ([], "If a file of yours adds it, name the file with --extension=FILE.py"),
+        (["--extension=nowhere.py"], "--extension=nowhere.py: no such file"),
+        (["--extension=gs://bucket/a.py"], "object stores are not supported"),
+    ],
+)
+@pytest.mark.long
+def test_an_extension_that_is_missing_is_one_line(place, changes, message):
+    assert message in run(place, "python train.py --config=quickstart:temperature --dry_run", *changes, code=2)
+
+
+@pytest.mark.long
+def test_an_attention_variant(place):
+    library = source_files()
+    transformer, temperature, train, evaluate, report, generate = COMMANDS[0]
+    # The variant adds two heads' temperatures to each of two layers.
+    first, second = (
+        int(re.search(r"([\d,]+) parameters", run(place, line))[1].replace(",", ""))
+        for line in (transformer, temperature)
+    )
+    assert second == first + 2 * int(TINY["model.num_heads"])
+    run(place, train, "--config.train.steps=4")
+    workdir = place / "runs" / "temperature"
+    (recorded,) = json.loads((workdir / "manifest.json").read_text())["extensions"]
+    assert recorded["path"] == str(place / "temperature.py")
+    assert json.loads((workdir / "checkpoints" / "4" / "manifest.json").read_text())["extensions"] == [recorded]
+    run(place, train)
+    assert (workdir / "checkpoints" / "6").is_dir()
+    run(place, evaluate)
+    assert (workdir / "evals" / "sample" / "6.json").is_file()
+    run(place, report)
+    assert "temperature" in (workdir / "report.html").read_text()
+    assert run(place, generate).startswith("def ")
+    prune = f"python -m difftx checkpoint prune --workdir={workdir}"
+    assert run(place, prune, "--extension=temperature.py").startswith("kept: ")
+
+    needed = f"--workdir=runs/temperature was made with the extension {place / 'temperature.py'}; add --extension="
+    extension = flags(evaluate, "extension")
+    for line in (evaluate, report, generate, f"{prune} {extension}"):
+        error = run(place, line.replace(extension, ""), code=2)
+        assert (
+            needed.replace("runs/temperature", str(workdir) if line.startswith(prune) else "runs/temperature") in error
+        )
+        assert error.count("\n") == 1
+    assert "model.temperature: no such field" in run(place, train.replace(extension, ""), code=2)
+
+    # The same run elsewhere with the file elsewhere; then with another content of the file.
+    shutil.move(place / "temperature.py", place / "moved.py")
+    run(place, report.replace("temperature.py", "moved.py"))
+    (place / "temperature.py").write_text(FILES["temperature.py"] + "\n# Changed.\n")
+    error = run(place, evaluate, code=2)
+    assert (
+        f"was made with another content of {place / 'temperature.py'} (SHA-256 {recorded['sha256'][:12]}… → " in error
+    )
+    longer = ["--config.train.steps=8"]
+    error = run(place, train, *longer, code=2)
+    assert f"changed since the checkpoint of step 6: extension {place / 'temperature.py'} (SHA-256 " in error
+    run(place, train, *longer, "--allow_config_change")
+    assert (workdir / "checkpoints" / "8").is_dir()
+    run(place, evaluate)
+    assert source_files() == library
+
+
+@pytest.mark.long
+def test_a_path_of_a_run_directory_is_never_executed(place):
+    """Somebody else wrote the run: its manifest names a file that is there."""
+    run(place, COMMANDS[1][0])
+    (place / "evil.py").write_text(f"open({str(place / 'executed')!r}, 'w')\n")
+    manifest = place / "runs" / "plain" / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"extensions": [{"path": str(place / "evil.py"), "sha256": "0" * 64}]}
+    manifest.write_text(json.dumps(content))
+    error = run(place, "python eval.py --workdir=runs/plain --suite=loss", code=2)
+    assert f"add --extension={place / 'evil.py'}" in error
+    assert not (place / "executed").exists()
+    manifest.write_text(json.dumps(content | {"extensions": ["evil.py"]}))
+    error = run(place, "python eval.py --workdir=runs/plain --suite=loss", code=2)
+    assert "manifest.json: not the description of a run (extensions[0]: not an object)" in error
+
+
+@pytest.mark.long
+def test_a_suite(place):
+    train, listing, evaluate, report, train_with = COMMANDS[1]
+    run(place, train)
+    assert re.search(r"^confident +Return the share of validation tokens", run(place, listing), re.MULTILINE)
+    assert "share" in run(place, evaluate)
+    assert "skipped" in run(place, evaluate)
+    other = evaluate.replace("0.9", "0.001")
+    assert "skipped" not in run(place, other)
+    result = json.loads((place / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())
+    assert 0.5 < result["numbers"]["share"] <= 1  # Nearly all tokens have more than a thousandth.
+    (place / "confident.py").write_text(FILES["confident.py"].replace("<= largest_nll", "< -1"))
+    assert "skipped" not in run(place, other)
+    assert (
+        json.loads((place / "runs" / "plain" / "evals" / "confident" / "6.json").read_text())["numbers"]["share"] == 0
+    )
+    (place / "confident.py").write_text(FILES["confident.py"])
+    run(place, report)
+    assert "confident" in (place / "runs" / "plain" / "report.html").read_text()
+    assert "eval.confident.probability=2.0 must lie" in run(place, evaluate.replace("0.9", "2"), code=2)
+    error = run(place, evaluate.replace("--extension=confident.py", ""), code=2)
+    assert "eval.confident: no such field" in error
+    assert "If a file of yours adds it, name the file with --extension=FILE.py" in error
+    run(place, train_with)
+    rows = [json.loads(line) for line in (place / "runs" / "confident" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("suite") == "confident" and 0 <= row["share"] <= 1 for row in rows)
+    # Another value for the reader; the value of the training stays what it was.
+    run(place, evaluate.replace("runs/plain", "runs/confident"))
+    assert (
+        json.loads((place / "runs" / "confident" / "config.json").read_text())["eval"]["confident"]["probability"]
+        == 0.5
+    )
+
+
+@pytest.mark.long
+def test_an_optimizer_and_a_schedule(place):
+    train, evaluate, report = COMMANDS[2]
+    run(place, train, "--config.train.steps=4")
+    error = run(place, train.replace("--extension=lion.py", ""), code=2)
+    assert "'lion': no such optimizer" in error
+    run(place, train)
+    rows = [json.loads(line) for line in (place / "runs" / "lion" / "metrics.jsonl").read_text().splitlines()]
+    rates = {row["step"]: row["learning_rate"] for row in rows if row["split"] == "train"}
+    # After 2 updates of warm-up, the last of the 4 other updates is at 3/4 of the half period: cos(3π/4) = -1/√2.
+    assert rates[6] == pytest.approx(4e-4 * 0.5 * (1 - 2**-0.5), rel=1e-5)
+    run(place, evaluate)
+    run(place, report)
+    error = run(
+        place,
+        f"python train.py --config=quickstart --dry_run --config.optimizer.schedule=cosin {flags(train, 'extension')}",
+        code=2,
+    )
+    assert "'cosin': no such schedule. Did you mean 'cosine'?" in error
+
+
+@pytest.mark.long
+def test_a_recipe_may_register_and_a_sweep_passes_extensions_on(place):
+    (place / "recipe.py").write_text(
+        FILES["temperature.py"]
+        + "\nfrom difftx.configs import quickstart\n\nARG = '{architecture}'\nget_config = quickstart.get_config\n"
+    )
+    fields = SHORT | {"data.path": "text.txt"}
+    changes = [f"--config.{name}={value}" for name, value in fields.items()]
+    line = "python -m difftx sweep --config=recipe.py --extension=lion.py --out=runs/sweep --grid"
+    names = ["architecture=temperature,transformer", "optimizer.name=lion"]
+    run(place, line, *names, *changes)
+    error = run(place, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", code=2)
+    assert f"was made with the extension {place / 'lion.py'}" in error
+    both = ["--extension=recipe.py", "--extension=lion.py"]
+    run(place, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", *both)
+    run(place, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes)  # All are finished.
+
+
+@pytest.mark.long
+def test_a_synthetic_task(place):
+    (place / "reverse.py").write_text(
+        """
+import numpy as np
+
+from difftx.data.synthetic import TASKS, Task
+
+
+def make(config, row_tokens, rng):
+    half = row_tokens // 2
+    tokens = rng.integers(1, config.vocab_size, half)
+    return np.concatenate([tokens, tokens[::-1]]), np.arange(half - 1, 2 * half - 1), tokens[::-1]
+
+
+TASKS.register("reverse")(Task(make, lambda config, row_tokens: 2))
+"""
+    )
+    line = "python train.py --config=quickstart:diff --workdir=runs/task --config.data.path=synthetic:reverse"
+    small = ["--config.data.synthetic.vocab_size=130", "--config.eval.suites=loss,exact_match"]
+    assert "'reverse': no such synthetic task." in run(place, line, *small, code=2)
+    run(place, line, *small, "--extension=reverse.py")
+    assert (place / "runs" / "task" / "checkpoints" / "6").is_dir()
