@@ -1,7 +1,7 @@
 """Registries of named implementations, and the user files (extensions) that add entries to them.
 
-Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules and synthetic tasks.
-docs/extend.md shows how a file adds to them.
+Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
+tasks. docs/extend.md shows how a file adds to them.
 """
 
 import contextlib

@@ -1,5 +1,7 @@
 """docs/extend.md: its files and commands as a user has them, in a folder of the user's own."""
 
+import csv
+import gzip
 import json
 import re
 import shlex
@@ -53,8 +55,8 @@ def flags(line, name):
 
 
 def test_what_is_executed_is_the_page():
-    assert list(FILES) == ["temperature.py", "confident.py", "lion.py"]
-    assert [len(lines) for lines in COMMANDS] == [6, 5, 3]
+    assert list(FILES) == ["temperature.py", "confident.py", "lion.py", "csv_reader.py"]
+    assert [len(lines) for lines in COMMANDS] == [6, 5, 3, 1]
 
 
 def test_added_fields_are_config_fields(place):
@@ -276,6 +278,30 @@ def test_a_recipe_may_register_and_a_sweep_passes_extensions_on(place):
     both = ["--extension=recipe.py", "--extension=lion.py"]
     run(place, "python eval.py --workdir=runs/sweep/temperature-namelion --suite=loss", *both)
     run(place, f"{line} architecture=temperature,transformer optimizer.name=lion", *changes)  # All are finished.
+
+
+@pytest.mark.long
+def test_a_reader(place):
+    """The store is the one of the same texts as JSON lines; another content of the reader is another store."""
+    reviews = [f'Film {i}, "quoted",\nand a second line.' for i in range(300)]
+    with gzip.open(place / "reviews.csv.gz", "wt", newline="") as file:
+        csv.writer(file).writerows([["stars", "review"], *([i % 5, text] for i, text in enumerate(reviews))])
+    (place / "reviews.jsonl").write_text("".join(json.dumps({"review": text}) + "\n" for text in reviews))
+    line = COMMANDS[3][0].replace("reviews.csv", "reviews.csv.gz") + " --workers=1"
+    run(place, line)
+    run(place, line.replace("reviews.csv.gz", "reviews.jsonl").replace("data/reviews", "data/lines"))
+    tokens, expected = (
+        {path.name: path.read_bytes() for path in (place / "data" / name).glob("t*/*.tokens")}
+        for name in ("reviews", "lines")
+    )
+    assert tokens == expected
+    assert sum(map(len, tokens.values())) > 8000
+    run(place, line)
+    (place / "csv_reader.py").write_text(FILES["csv_reader.py"] + "# Changed.\n")
+    assert "holds a store of other source.extensions" in run(place, line, code=2)
+    without = line.replace("--extension=csv_reader.py", "")
+    assert "holds a store of other source.extensions" in run(place, without, code=2)
+    assert "only --runner=local reads with extensions" in run(place, line, "--runner=direct", code=2)
 
 
 @pytest.mark.long

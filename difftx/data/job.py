@@ -22,6 +22,7 @@ from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.files import read_record, write_record
+from difftx.registry import loaded_extensions
 
 # Fields of a description's "source" that do not affect how a unit is tokenised. They assign documents to splits and
 # shards, or describe input files, which the journal compares per source.
@@ -79,7 +80,7 @@ def _load(name: str) -> tiktoken.Encoding:
 
 def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source]) -> dict[str, Any]:
     """Return the fields of meta.json that are known before the work. Stores with equal fields are equal."""
-    files = input_states(sources)
+    files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
     return {
         "format": FORMAT,
         "tokenizer": {
@@ -99,6 +100,7 @@ def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source])
             "prompt_field": job.fields.prompt,
             "valid_fraction": job.valid_fraction,
             "shard_tokens": job.shard_tokens,
+            **({"extensions": extensions} if extensions else {}),
         },
         "versions": {"tiktoken": importlib.metadata.version("tiktoken")},
     }
@@ -188,8 +190,8 @@ def _of_units(description: dict[str, Any]) -> dict[str, Any]:
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return the name and both values of the first field that differs, or ""."""
-    for name, value in new.items():
-        before = old.get(name)
+    for name in old | new:
+        before, value = old.get(name), new.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
             if inner := _differences(before, value):
                 return f"{name}.{inner}"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from difftx.config.command_line import add_extension_flag
 from difftx.data.beam import BeamWorkers
 from difftx.data.job import Job, describe, input_states, open_job
 from difftx.data.readers import Fields, Source, sources_of
@@ -23,6 +24,7 @@ from difftx.data.units import discard_damaged_units
 from difftx.data.workers import Workers
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError
 from difftx.files import require_local, require_local_paths, require_writable
+from difftx.registry import load_extensions
 
 LOCAL = "local"
 
@@ -95,8 +97,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runner", default=LOCAL, help="local, or one of Apache Beam's: direct, dataflow, flink …")
     parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")
     parser.add_argument("--on_error", choices=("stop", "skip"), default="stop", help="documents that cannot be read")
+    add_extension_flag(parser)
     options = parser.parse_args(arguments)
     require_local_paths(options)
+    if options.extension and options.runner != LOCAL:
+        raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
+    load_extensions(options.extension)
     for flag in ("input", "valid_input"):
         if (pattern := getattr(options, flag)) is not None:
             require_local(f"--{flag}", pattern)

@@ -16,9 +16,10 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
 from difftx.errors import UserError, install_hint
+from difftx.registry import Registry
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -28,7 +29,6 @@ else:
 UNIT_BYTES = 4 * 2**20
 LONGEST_DOCUMENT = 2**30  # Largest line or text file in bytes, decompressed, because a document is tokenised whole.
 HUGGING_FACE = "hf:"
-JSON_LINES = (".jsonl", ".ndjson", ".json")
 OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
 TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
 BROKEN_STREAM = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
@@ -166,7 +166,7 @@ class Source:
     """Files that one reader reads in order."""
 
     index: int
-    kind: Literal["lines", "texts", "parquet", "hf"]
+    kind: str  # "texts", "hf", or a name in `READERS`.
     files: tuple[Path, ...]  # For "hf", the name NAME[:SPLIT[:CONFIG]].
     size: int  # Bytes as stored.
     valid: bool  # Whether the source is validation text.
@@ -174,8 +174,8 @@ class Source:
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read and yield the units from `position` on, where unit `index` starts."""
-        read = {"lines": _read_lines, "texts": _read_texts, "parquet": _read_parquet, "hf": _read_hugging_face}
-        pieces = _stop_at_breaks(read[self.kind](self, fields, position), self.files[0])
+        read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
+        pieces = _stop_at_breaks(read(self, fields, position), self.files[0])
         numbered = (Unit(self.index, i, *piece) for i, piece in enumerate(pieces, start=index))
         # Read one unit ahead to identify the last unit.
         for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
@@ -184,6 +184,18 @@ class Source:
 
 
 type Piece = tuple[Lines | Texts | Rows | Unreadable, int, int]  # The fields content, end and input_bytes of a Unit.
+
+# Names are the endings of files; a file with another ending is one text. A reader yields the pieces of a source from a
+# position on, and the same pieces in each call. For tables there is `read_rows`.
+READERS: Registry[Callable[[Source, Fields, int], Iterator[Piece]]] = Registry(
+    "reader",
+    {
+        "jsonl": "difftx.data.readers:_read_lines",
+        "ndjson": "difftx.data.readers:_read_lines",
+        "json": "difftx.data.readers:_read_lines",
+        "parquet": "difftx.data.readers:_read_parquet",
+    },
+)
 
 
 def open_stream(file: Path) -> BinaryIO:
@@ -212,7 +224,7 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
         else:
             groups.append((kind, [file]))
     return [
-        Source(index, cast(Any, kind), tuple(group), sum(sizes[file] for file in group), valid)
+        Source(index, kind, tuple(group), sum(sizes[file] for file in group), valid)
         for index, (kind, group) in enumerate(groups, start=first_index)
     ]
 
@@ -259,9 +271,8 @@ def load_hugging_face(name: str) -> Any:
 
 def _kind(file: Path) -> str:
     plain = file.with_suffix("") if file.suffix in OPENERS else file
-    if plain.suffix in JSON_LINES:
-        return "lines"
-    return "parquet" if file.suffix == ".parquet" else "texts"
+    ending = plain.suffix.removeprefix(".")
+    return ending if ending in READERS else "texts"
 
 
 def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
@@ -318,7 +329,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Pie
             start += counts[groups.pop(0)]
         batches = table.iter_batches(batch_size=1024, row_groups=groups, columns=wanted)
         rows = (row for batch in batches for row in _rows_of(batch))
-        yield from _read_rows(source, itertools.islice(rows, position - start, None), position, sum(counts), fields)
+        yield from read_rows(source, itertools.islice(rows, position - start, None), position, sum(counts), fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
         yield Unreadable(f"{source.files[0]}: not readable as Parquet ({reason})"), 0, 0
@@ -331,13 +342,21 @@ def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
     data = load_hugging_face(str(source.files[0]))
     data = data.select_columns([name for name in fields.names if name in data.column_names])
-    yield from _read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
+    yield from read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
 
 
-def _read_rows(
+def read_rows(
     source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
 ) -> Iterator[Piece]:
-    """Group rows into units of about `UNIT_BYTES` of text."""
+    """Group the rows of a table into units of about `UNIT_BYTES` of text.
+
+    Args:
+        source: The table, as a source of one file.
+        rows: Fields and values of each row, from row `position` on.
+        position: Index of the first row of `rows` in the table.
+        total: Number of rows of the table.
+        fields: Fields to read.
+    """
     batch: list[dict[str, Any]] = []
     size = 0
     name = str(source.files[0])
