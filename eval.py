@@ -10,7 +10,7 @@ from difftx.errors import run_command
 def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
     # Not at the top of the file: `run_command` explains what to do where packages are missing.
-    from difftx.config.command_line import parse_command
+    from difftx.commands.flags import parse_command
     from difftx.files import require_writable, require_writable_file
     from difftx.parallel import multihost
 
@@ -37,7 +37,7 @@ def main() -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 
     # These modules are slow to import, so the flags are checked first.
-    from difftx.report import commands
+    from difftx.commands import evaluate as commands
 
     if args.list:
         return commands.list_suites()

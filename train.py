@@ -12,7 +12,7 @@ def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
     # Not at the top of the file: `run_command` explains what to do where packages are missing.
-    from difftx.config.command_line import parse_command
+    from difftx.commands.flags import parse_command
     from difftx.config.recipes import load_config
     from difftx.files import require_writable
     from difftx.parallel import multihost
@@ -37,7 +37,7 @@ def main() -> int:
 
     # These modules are slow to import, so the flags are checked first.
     from difftx import evals
-    from difftx.report.cost import format_cost, format_data
+    from difftx.commands.cost import format_cost, format_data
     from difftx.training.agreement import agree_on_command, open_run
     from difftx.training.loop import train
     from difftx.training.run import fit_to_devices

@@ -31,9 +31,9 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config.recipes import load_config
-from difftx.training import checkpoint
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import damage
+from difftx.training.checkpoint import checkpointer as checkpoint
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import damage
 from difftx.training.state import TrainState
 
 ARRAYS = 8  # Number of parameter arrays, and of arrays of each moment.

@@ -77,7 +77,7 @@ def _measure(folder: Path, flags: list[str]) -> tuple[float, float]:
     """Run `difftx convert` and return its peak resident memory in MiB and its time in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     code = (
-        "import sys; from difftx.interop.convert import main\n"
+        "import sys; from difftx.commands.convert import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: import difftx.interop.runs\n"  # --help measures the memory of the imports alone.
         # VmHWM instead of getrusage, because a child process starts with its parent's ru_maxrss.

@@ -25,8 +25,8 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from difftx.commands.flags import parse_overrides
 from difftx.config import Config
-from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources

@@ -7,16 +7,16 @@ from difftx.errors import UserError, did_you_mean, run_command
 
 # Name → module with `main(arguments) -> exit code`, imported only when its command runs, and description.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("difftx.launch.plan", "what a config costs on devices that are not here"),
-    "data": ("difftx.data.commands", "verify a token store, show a row of it, or count its bigrams"),
+    "plan": ("difftx.commands.plan", "what a config costs on devices that are not here"),
+    "data": ("difftx.commands.data", "verify a token store, show a row of it, or count its bigrams"),
     "prepare": (
-        "difftx.data.prepare",
+        "difftx.commands.prepare",
         "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     ),
-    "checkpoint": ("difftx.report.checkpoints", "list, verify, compare or delete a run's checkpoints"),
-    "generate": ("difftx.inference.commands", "complete a prompt, or a file of prompts, with a trained model"),
-    "convert": ("difftx.interop.convert", "weights from and to Hugging Face and the official layout"),
-    "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
+    "checkpoint": ("difftx.commands.checkpoint", "list, verify, compare or delete a run's checkpoints"),
+    "generate": ("difftx.commands.generate", "complete a prompt, or a file of prompts, with a trained model"),
+    "convert": ("difftx.commands.convert", "weights from and to Hugging Face and the official layout"),
+    "sweep": ("difftx.commands.sweep", "run a grid of configs here, or write its job files"),
 }
 
 

@@ -16,7 +16,7 @@ from difftx import registry
 from difftx.errors import UserError
 from difftx.files import write_record
 from difftx.training.agreement import source_files
-from difftx.training.manifest import read_manifest, write_manifest
+from difftx.training.checkpoint.manifest import read_manifest, write_manifest
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))

@@ -12,19 +12,19 @@ from conftest import ROOT, TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from difftx.commands.data import verify
+from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
-from difftx.data.commands import verify
-from difftx.data.prepare import main as prepare
 from difftx.data.store import SPLITS, open_store, read_meta, store_tokenizer
 from difftx.errors import UserError
 from difftx.files import json_sha256
 from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus
+from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, damage, write_manifest
+from difftx.training.checkpoint.retention import metrics_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, Journal
-from difftx.training.manifest import FORMAT, MANIFEST, OtherFormatError, damage, write_manifest
 from difftx.training.metrics import MetricsWriter, read_metrics
-from difftx.training.retention import metrics_of
 from difftx.training.run import read_config
 
 EXAMPLES = 400  # Inputs a test; there are eleven tests.

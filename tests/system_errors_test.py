@@ -15,7 +15,7 @@ from report.run_dirs import write_run
 # own `__main__` blocks. The result of a command: its exit code and its output.
 SERVER = """
 import json, os, runpy, sys, tempfile, traceback, warnings
-import difftx.inference.load, difftx.launch.runner, difftx.report.commands, difftx.training.loop
+import difftx.inference.load, difftx.launch.runner, difftx.commands.evaluate, difftx.training.loop
 
 def run(command):
     sys.argv = command

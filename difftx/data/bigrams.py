@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from difftx.data.progress import Work
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.files import misfit, new_file
+from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
 SHAPE = {

@@ -13,7 +13,7 @@ import numpy as np
 import tiktoken
 
 from difftx.config.data import DataConfig
-from difftx.data.readers import OPENERS
+from difftx.data.prepare.readers import OPENERS
 from difftx.data.store import SPLITS, TokenStore, open_store, store_tokenizer
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError

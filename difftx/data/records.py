@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from difftx.data.readers import BROKEN_STREAM, LONGEST_DOCUMENT, TOO_LONG, open_stream, why_broken
+from difftx.data.prepare.readers import BROKEN_STREAM, LONGEST_DOCUMENT, TOO_LONG, open_stream, why_broken
 from difftx.errors import UserError, did_you_mean
 
 

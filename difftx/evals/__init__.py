@@ -11,14 +11,14 @@ import jax
 
 from difftx.config import Config
 from difftx.config.fields import values_of
-from difftx.data.progress import Work
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.journal import Journal
 from difftx.evals.result import Result
 from difftx.evals.suite import SUITES
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_lead
-from difftx.training.reading import Checkpoint
+from difftx.progress import Work
+from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
 

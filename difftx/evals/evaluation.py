@@ -12,9 +12,9 @@ from flax import nnx
 
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import Row, RowSource
-from difftx.data.progress import Work
 from difftx.evals.journal import Journal
 from difftx.inference.decode import LanguageModel
+from difftx.progress import Work
 from difftx.training.loss import token_nll
 from difftx.training.run import Run
 from difftx.training.state import graph

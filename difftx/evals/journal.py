@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from difftx.files import misfit, read_file, write_atomically
 from difftx.parallel.multihost import decided_by_lead, is_lead
-from difftx.training.checkpoint import DECISION_SECONDS
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 
 DECISION_ITEMS = 64  # Items per message from process 0 to the other processes; answers may be long texts.
 

@@ -13,8 +13,8 @@ from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
 from difftx.training.agreement import agree_on_command
-from difftx.training.checkpoint import Checkpointer, restore_params
-from difftx.training.reading import open_checkpoint, open_tokenizer, read_newest
+from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
+from difftx.training.checkpoint.reading import open_checkpoint, open_tokenizer, read_newest
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 

@@ -25,7 +25,7 @@ from difftx.interop.layouts import (
     weights_of,
 )
 from difftx.interop.safetensors import Tensor, Written
-from difftx.training.weights import ParamsReader, Streamed
+from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
 BLOCK_BYTES = 2**26  # Size of a block of embedding rows.
 DERIVED = ".rotary_emb.inv_freq"  # Present in old Llama files; follows from the config.

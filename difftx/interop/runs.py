@@ -14,10 +14,10 @@ from difftx.interop import huggingface, official, tokenizers
 from difftx.interop.layouts import Format
 from difftx.interop.parameters import from_theirs, to_theirs
 from difftx.interop.safetensors import read_folder, write_folder
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.reading import open_checkpoint, open_tokenizer, read_newest
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.reading import open_checkpoint, open_tokenizer, read_newest
+from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config
-from difftx.training.weights import STEP, ParamsReader, save_params
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
 CONFIG = "config.json"

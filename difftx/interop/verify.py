@@ -11,7 +11,7 @@ from flax import nnx
 from difftx.config import Config
 from difftx.errors import RunError
 from difftx.parallel.mesh import batch_shards, make_mesh
-from difftx.training.checkpoint import restore_params
+from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.state import graph, init_state
 
 TOKENS = 64  # Largest number of tokens per row.

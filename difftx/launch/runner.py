@@ -17,7 +17,7 @@ from difftx.files import write_atomically
 from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus, State, View
 from difftx.training.changes import changed_fields
-from difftx.training.checkpoint import config_of
+from difftx.training.checkpoint.checkpointer import config_of
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")

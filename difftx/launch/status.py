@@ -17,7 +17,7 @@ import rich.table
 
 from difftx.errors import printable
 from difftx.launch.grid import Point
-from difftx.training.manifest import damage
+from difftx.training.checkpoint.manifest import damage
 from difftx.training.metrics import read_newest_metrics
 
 State = Literal["pending", "running", "done", "failed", "stopped"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from difftx.launch.estimate import Estimate
-from difftx.report.cost import format_bytes
+from difftx.model.flops import format_bytes
 
 
 def plan_table(e: Estimate, title: str, efficiency: float) -> Table:

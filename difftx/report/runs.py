@@ -14,9 +14,9 @@ from difftx.config import Config
 from difftx.errors import UserError, printable
 from difftx.files import read_file, read_json, require_local
 from difftx.model.flops import flops_per_token
-from difftx.training.manifest import read_manifest, steps_in
+from difftx.training.checkpoint.manifest import read_manifest, steps_in
+from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
-from difftx.training.reading import open_checkpoint
 from difftx.training.run import read_config
 
 Metric = Literal["loss", "bits_per_byte"]

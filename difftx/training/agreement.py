@@ -12,7 +12,7 @@ from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.parallel import multihost
 from difftx.registry import loaded_extensions
-from difftx.training.manifest import package_versions
+from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.run import Run
 
 # Each process has its own address and number. The config's fields and the extensions' contents are compared instead of

@@ -29,8 +29,8 @@ from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
 from difftx.files import json_sha256, read_file, write_atomically
 from difftx.parallel.multihost import barrier, is_lead, say
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.retention import remove
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.retention import remove
 
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 

@@ -11,12 +11,12 @@ import rich
 from difftx import kernels
 from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, Loader
-from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
 from difftx.parallel.multihost import Interrupt, barrier, decided_by_lead, is_lead, say
-from difftx.training.checkpoint import Checkpointer
+from difftx.progress import Work
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps
 from difftx.training.lambda_range import SPLIT, LambdaRange, warning

@@ -11,10 +11,10 @@ from difftx.files import size_of
 from difftx.parallel.multihost import decided_by_lead, say
 from difftx.registry import changed_extensions
 from difftx.training.changes import changed_fields
-from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.checkpoint.manifest import MANIFEST, damage, package_versions, read_manifest
+from difftx.training.checkpoint.reading import read_newest
 from difftx.training.guards import Guard
-from difftx.training.manifest import MANIFEST, damage, package_versions, read_manifest
-from difftx.training.reading import read_newest
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 

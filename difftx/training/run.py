@@ -30,7 +30,7 @@ from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
 from difftx.parallel.presets import apply_preset
 from difftx.registry import require_extensions
-from difftx.training.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
+from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
 from difftx.training.optimizer import make_optimizer
 
 LOCK_WAIT_SECONDS = 60.0

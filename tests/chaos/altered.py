@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from difftx import errors
 from difftx.data import loader
-from difftx.training import checkpoint, metrics
+from difftx.training import metrics
+from difftx.training.checkpoint import checkpointer as checkpoint
 
 
 def poison(batches: set[int]) -> None:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from difftx.commands.data import main as data_command
+from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BYTES_PER_ITEM, as_bigrams, count_bigrams, read_bigrams, write_bigrams
-from difftx.data.commands import main as data_command
-from difftx.data.prepare import main as prepare
-from difftx.data.progress import Work
 from difftx.data.store import TokenStore, open_store, read_meta
 from difftx.errors import UserError
+from difftx.progress import Work
 
 TOKENIZER = {"name": "bytes", "vocabulary_sha256": "f" * 64}
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from data.prepare_test import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
-from difftx.data import readers, records
-from difftx.data.readers import Document, Fields, sources_of, validation_start
+from difftx.data import records
+from difftx.data.prepare import readers
+from difftx.data.prepare.readers import Document, Fields, sources_of, validation_start
 from difftx.data.records import read_records
 from difftx.data.store import open_store
 from difftx.errors import UserError

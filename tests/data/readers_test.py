@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data import readers
-from difftx.data.readers import Document, Fields, sources_of, zstd
+from difftx.data.prepare import readers
+from difftx.data.prepare.readers import Document, Fields, sources_of, zstd
 from difftx.errors import UserError
 
 FIELDS = Fields("text", "id")

@@ -13,7 +13,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data.commands import main as data_command
+from difftx.commands.data import main as data_command
 from difftx.data.corpora import load_corpus
 from difftx.data.store import TokenStore, open_store, read_meta, store_tokenizer, write_meta
 from difftx.data.tokenizer import fingerprint, load_tokenizer

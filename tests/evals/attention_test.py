@@ -16,9 +16,9 @@ from difftx import evals
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.evals import attention
-from difftx.evals.map_statistics import PARTS, UNSEEN, row_pictures, row_statistics
-from difftx.evals.needle_prompts import NeedlePrompts
+from difftx.evals.attention import suite as attention
+from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
+from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.kernels.rows import MapRows
 from difftx.training.run import Run
 from difftx.training.state import init_state

@@ -77,7 +77,7 @@ def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file
     monkeypatch.setattr("difftx.evals.throughput.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
     completion = Completion(tokens=[], text="", ended_by="limit")
     monkeypatch.setattr("difftx.evals.sample.generate", lambda lm, requests, *_: [completion] * len(requests))
-    monkeypatch.setattr("difftx.evals.outliers._add_batch", lambda *arguments: arguments[-1])
+    monkeypatch.setattr("difftx.evals.outliers.suite._add_batch", lambda *arguments: arguments[-1])
     monkeypatch.setattr("difftx.evals.gradients.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
     monkeypatch.setattr("difftx.evals.gradients._sum_and_gradient", lambda *_: jnp.zeros(()))
     monkeypatch.setattr("difftx.evals.gradients._measure", lambda *_: (1.0, 1.0, {}, {}))

@@ -13,7 +13,7 @@ from difftx import evals
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.hallucination_prompts import STOP, HallucinationSet
+from difftx.evals.hallucination.prompts import STOP, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 from evals.chat_server import KEY, ChatServer, completion, verdict_on
@@ -79,7 +79,7 @@ class Reader:
 
     def __init__(self, monkeypatch, answer):
         self.answer, self.prompts = answer, []
-        monkeypatch.setattr("difftx.evals.hallucination.generate", self)
+        monkeypatch.setattr("difftx.evals.hallucination.suite.generate", self)
 
     def __call__(self, lm, requests, sampling, *, stop):
         assert sampling.temperature == 0
@@ -235,11 +235,11 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
                 raise Killed
             return killed(lm, requests, sampling, stop=stop)
 
-        monkeypatch.setattr("difftx.evals.hallucination.generate", die)
+        monkeypatch.setattr("difftx.evals.hallucination.suite.generate", die)
         with pytest.raises(Killed):
             evaluated(config, tmp_path / "killed")
         assert (tmp_path / "killed" / "evals" / "hallucination" / "3.items.jsonl").is_file()
-    monkeypatch.setattr("difftx.evals.hallucination.generate", killed)
+    monkeypatch.setattr("difftx.evals.hallucination.suite.generate", killed)
     assert evaluated(config, tmp_path / "killed") == expected
     assert sorted(killed.prompts) == sorted(whole.prompts)
     assert len(whole.prompts) == 42

@@ -15,8 +15,8 @@ from flax import nnx
 from difftx import evals
 from difftx.config.build import override
 from difftx.errors import UserError
-from difftx.evals.harness import PAPER_METRICS, averages
-from difftx.evals.harness_data import data_files, splits
+from difftx.evals.harness.data import data_files, splits
+from difftx.evals.harness.suite import PAPER_METRICS, averages
 from difftx.training.run import Run
 from difftx.training.state import graph, init_state
 
@@ -249,7 +249,7 @@ def test_local_tasks_ask_what_lm_evals_own_ask(lm_eval, folder, task):
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    from difftx.evals.harness import LOCAL_TASKS
+    from difftx.evals.harness.suite import LOCAL_TASKS
 
     names = {"boolq": "super_glue/boolq/default", "winogrande": "winogrande/default"}
     names |= {"arc_challenge": "arc/arc_challenge", "arc_easy": "arc/arc_easy"}
@@ -312,7 +312,7 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
     config = config_of(folder, truncate="true")
     run = Run.open(config, tmp_path)
     params = random_params(run)
-    from difftx.evals import harness_model
+    from difftx.evals.harness import model as harness_model
 
     asked, score = {}, harness_model.score_all
 
@@ -450,7 +450,7 @@ class Killed(BaseException):
 @pytest.mark.long
 def test_texts_are_generated_and_a_killed_suite_goes_on(lm_eval, folder, own_tasks, tmp_path, monkeypatch):
     """An oracle in place of `generate`; the likelihoods are those of the model."""
-    from difftx.evals import requests
+    from difftx.evals.harness import requests
 
     asked, scored, score = [], [], requests.loglikelihoods
 

@@ -15,8 +15,8 @@ from difftx import evals
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.icl import first_stable
-from difftx.evals.icl_prompts import IclTask
+from difftx.evals.icl.prompts import IclTask
+from difftx.evals.icl.suite import first_stable
 from difftx.training.run import Run
 
 # A question's label follows from its first word.
@@ -150,7 +150,7 @@ class Chooser:
 
     def __init__(self, monkeypatch, choose):
         self.choose, self.calls, self.prompts = choose, 0, 0
-        monkeypatch.setattr("difftx.evals.icl.most_likely", self)
+        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", self)
 
     def __call__(self, lm, prompts, labels, *, batch_rows):
         names = [bytes(label).decode() for label in labels]
@@ -307,12 +307,12 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
                 raise Killed
             return killed(lm, prompts, labels, batch_rows=batch_rows)
 
-        monkeypatch.setattr("difftx.evals.icl.most_likely", die)
+        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", die)
         with pytest.raises(Killed):
             evaluated(config, tmp_path / "killed")
         assert (tmp_path / "killed" / "evals" / "icl" / "3.items.jsonl").is_file()
         assert not (tmp_path / "killed" / "evals" / "icl" / "3.json").exists()
-    monkeypatch.setattr("difftx.evals.icl.most_likely", killed)
+    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", killed)
     assert evaluated(config, tmp_path / "killed") == expected
     assert killed.prompts == whole.prompts
     assert [path.name for path in (tmp_path / "killed" / "evals" / "icl").iterdir()] == ["3.json"]

@@ -13,12 +13,12 @@ from conftest import ROOT
 
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.data.progress import Work
 from difftx.errors import RunError, UserError
-from difftx.evals import chat
-from difftx.evals.chat import ChatEndpoint
-from difftx.evals.judge import Case
-from difftx.evals.judge_model import JudgeModel, read_verdict
+from difftx.evals.hallucination import chat
+from difftx.evals.hallucination.chat import ChatEndpoint
+from difftx.evals.hallucination.judge import Case
+from difftx.evals.hallucination.judge_model import JudgeModel, read_verdict
+from difftx.progress import Work
 from evals.chat_server import KEY, USAGE, ChatServer, completion
 
 CONFIG = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.judge_model": "gpt-4o-2024-08-06"}).eval

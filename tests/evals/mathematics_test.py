@@ -14,16 +14,16 @@ from conftest import suite_config
 from report.suites_test import save_run
 
 from difftx import evals
+from difftx.commands.evaluate import load_params
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.math_answers import final_answer, is_right
-from difftx.evals.math_formats import Problem, last_boxed, read_problems
-from difftx.evals.math_prompts import NUDGE, STOP, MathTask
+from difftx.evals.math.answers import final_answer, is_right
+from difftx.evals.math.formats import Problem, last_boxed, read_problems
+from difftx.evals.math.prompts import NUDGE, STOP, MathTask
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
-from difftx.report.commands import load_params
 from difftx.training.run import Run
 
 # Lines in the fields of the published sets, and what they say.
@@ -261,7 +261,7 @@ def test_one_of_given_texts_must_be_that_text(math_verify):
 
 @pytest.mark.long
 def test_an_endless_comparison_is_wrong(math_verify, monkeypatch):
-    monkeypatch.setattr("difftx.evals.math_answers.SECONDS", 1)
+    monkeypatch.setattr("difftx.evals.math.answers.SECONDS", 1)
     assert not is_right("The answer is 9^9^9^9", problem("5"))
 
 
@@ -274,7 +274,7 @@ class Writer:
 
     def __init__(self, monkeypatch, write):
         self.write, self.asked, self.die_at = write, [], None
-        monkeypatch.setattr("difftx.evals.mathematics.generate", self)
+        monkeypatch.setattr("difftx.evals.math.suite.generate", self)
 
     def __call__(self, lm, requests, sampling, *, stop):
         if len(self.asked) == self.die_at:

@@ -15,9 +15,9 @@ from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.haystack import TOLERANCE
-from difftx.evals.needle import lwm_share_found, share_found
-from difftx.evals.needle_prompts import NeedlePrompts
+from difftx.evals.needle.haystack import TOLERANCE
+from difftx.evals.needle.prompts import NeedlePrompts
+from difftx.evals.needle.suite import lwm_share_found, share_found
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 
@@ -144,7 +144,7 @@ class Reader:
 
     def __init__(self, monkeypatch, answer):
         self.answer, self.prompts = answer, []
-        monkeypatch.setattr("difftx.evals.needle.generate", self)
+        monkeypatch.setattr("difftx.evals.needle.suite.generate", self)
 
     def __call__(self, lm, requests, sampling, **_):
         assert sampling.temperature == 0

@@ -114,7 +114,7 @@ def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, mon
         **{f"mesh__{axis}": size for axis, size in axes.items()},
     )
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, the last one not full.
-    monkeypatch.setattr("difftx.evals.outliers.PIECE_VALUES", 200)
+    monkeypatch.setattr("difftx.evals.outliers.suite.PIECE_VALUES", 200)
     devices = np.prod([size for size in axes.values() if isinstance(size, int)], dtype=int)
     monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
     run = Run.open(made, tmp_path)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx import evals
+from difftx.commands.data import main as data_command
+from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BigramCounts, as_bigrams
-from difftx.data.commands import main as data_command
 from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
-from difftx.data.prepare import main as prepare
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.recall import is_hit

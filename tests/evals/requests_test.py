@@ -5,12 +5,12 @@ import types
 import numpy as np
 import pytest
 
-from difftx.data.progress import Work
-from difftx.evals import requests
+from difftx.evals.harness import requests
+from difftx.evals.harness.requests import Wanted, complete_all, score_all
 from difftx.evals.journal import Journal
-from difftx.evals.requests import Wanted, complete_all, score_all
 from difftx.inference.sampling import GREEDY, Sampling
 from difftx.inference.score import Score
+from difftx.progress import Work
 
 WARM = Sampling(repetition_penalty=None, temperature=0.7, top_k=None, top_p=None)
 

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from difftx.data.progress import Work
 from difftx.evals.journal import Journal
 from difftx.evals.resume import resumable
+from difftx.progress import Work
 
 
 @dataclasses.dataclass(frozen=True)

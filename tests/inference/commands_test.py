@@ -8,11 +8,11 @@ import jax
 import pytest
 from conftest import ROOT, child_environment
 
+from difftx.commands.generate import main
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
-from difftx.inference.commands import main
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.state import init_state
 from inference.cache_test import language_model
 

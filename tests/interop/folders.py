@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from conftest import ROOT
 
+from difftx.commands.convert import main
 from difftx.data.tokenizer import fingerprint
 from difftx.files import write_atomically
-from difftx.interop.convert import main
 from difftx.interop.safetensors import Written, read_folder, write_folder
-from difftx.training.checkpoint import Checkpointer, restore_params
-from difftx.training.manifest import array_name
+from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
+from difftx.training.checkpoint.manifest import array_name
+from difftx.training.checkpoint.weights import Streamed, save_params
 from difftx.training.run import read_config
 from difftx.training.state import init_state
-from difftx.training.weights import Streamed, save_params
 
 FIXTURES = Path(__file__).parent / "fixtures"  # By transformers: fixtures/make.py.
 # As a user would import them on one device.

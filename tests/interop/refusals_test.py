@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from inference.cache_test import language_model
 
+from difftx.commands.convert import main
 from difftx.errors import UserError
-from difftx.interop.convert import main
 from difftx.interop.runs import check_representable
 from interop.folders import FIXTURES, IMPORT, edit_config, export, import_, rewrite, run_of, tensors_of, with_model
 

@@ -15,13 +15,13 @@ import pytest
 from conftest import ROOT
 from training.verified_test import largest_file
 
+from difftx.commands import sweep
 from difftx.errors import UserError
-from difftx.launch import sweep
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.runner import find_reason
 from difftx.launch.status import RunStatus
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import damage
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import damage
 from difftx.training.metrics import NEWEST_BYTES, read_metrics
 from difftx.training.state import TrainState
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from difftx.commands import sweep
 from difftx.errors import UserError
-from difftx.launch import sweep
 from difftx.launch.jobs import LAUNCHERS, TEMPLATES
 
 NAME = "diff-1.4b-seed0"

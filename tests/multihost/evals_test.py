@@ -13,7 +13,7 @@ from processes import free_port
 from report.suites_test import save_run
 
 from difftx import evals
-from difftx.report.commands import load_params
+from difftx.commands.evaluate import load_params
 
 pytestmark = pytest.mark.long
 

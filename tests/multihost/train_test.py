@@ -16,8 +16,8 @@ from conftest import ROOT, child_environment
 from processes import UNHURRIED, Processes, free_port
 
 from difftx.parallel.mesh import AXES
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import damage
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import damage
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
@@ -88,7 +88,7 @@ COPY = """
 import argparse, pathlib, sys, jax
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags, (source, target) = parser.parse_known_args()

@@ -10,16 +10,16 @@ import pytest
 from conftest import ROOT, TINY
 from evals.icl_test import examples, task_of, write
 
+from difftx.commands.evaluate import load_params
+from difftx.commands.flags import parse_overrides
 from difftx.config.build import override
-from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
-from difftx.evals.icl_prompts import IclTask
-from difftx.evals.needle_prompts import NeedlePrompts
+from difftx.evals.icl.prompts import IclTask
+from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.inference.score import Item, loglikelihoods
-from difftx.report.commands import load_params
 from difftx.training.run import Run
 from report.suites_test import save_run
 
@@ -88,7 +88,7 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
     assert len(set(choices)) > 1
 
     # A second time nothing is done.
-    monkeypatch.setattr("difftx.evals.needle.generate", None)
-    monkeypatch.setattr("difftx.evals.icl.most_likely", None)
+    monkeypatch.setattr("difftx.evals.needle.suite.generate", None)
+    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", None)
     assert evaluate(run, monkeypatch) == 0
     assert capsys.readouterr().out.count("was made with the same settings") == 2

@@ -15,18 +15,18 @@ from conftest import ROOT, TINY, replace
 from training.verified_test import flip_a_bit, largest_file
 
 from difftx import evals
-from difftx.config.command_line import parse_overrides
+from difftx.commands import evaluate as commands
+from difftx.commands.evaluate import _show_result, chosen_steps, run_suites
+from difftx.commands.flags import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import loss
 from difftx.evals.result import Result
 from difftx.evals.resume import resumable
 from difftx.files import json_sha256
-from difftx.report import commands
-from difftx.report.commands import _show_result, chosen_steps, run_suites
-from difftx.training import checkpoint as checkpoint_module
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import read_manifest
+from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import Run
 from difftx.training.state import init_state
 

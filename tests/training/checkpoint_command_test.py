@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from conftest import ROOT, child_environment, replace
 
+from difftx.commands.checkpoint import main
 from difftx.errors import UserError
-from difftx.report.checkpoints import main
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.state import TrainState
 from training.verified_test import LOADER, flip_a_bit, largest_file, names, state_at
 

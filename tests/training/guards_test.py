@@ -17,7 +17,7 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
 from difftx.files import json_sha256
 from difftx.training import loop
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.guards import BadSteps, Guard, Journal, rewind_target
 from difftx.training.metrics import read_metrics
 from difftx.training.run import Run

@@ -16,9 +16,9 @@ from conftest import ROOT, TINY, child_environment
 from evals.loss_test import one_device
 
 from difftx import evals
+from difftx.commands.evaluate import load_params
 from difftx.config.build import override
-from difftx.report.commands import load_params
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
 from training.resume_test import stop_after, train_losses

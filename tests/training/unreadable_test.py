@@ -15,12 +15,12 @@ from processes import Processes
 from unreadable import as_other_users, failing_reads, modes_count, needs_compiler, needs_modes
 
 from difftx import files
+from difftx.commands.checkpoint import main as checkpoint_command
 from difftx.errors import UnreadableError, UserError
 from difftx.files import json_sha256, retry_read
-from difftx.report.checkpoints import main as checkpoint_command
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import MANIFEST, damage
-from difftx.training.reading import read_newest
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import MANIFEST, damage
+from difftx.training.checkpoint.reading import read_newest
 from training.verified_test import flip_a_bit, largest_file, names, saved, trainer  # noqa: F401
 
 

@@ -16,10 +16,10 @@ from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import json_sha256
-from difftx.training import checkpoint as checkpoint_module
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import MANIFEST, damage, read_manifest, write_manifest
 from difftx.training.guards import Guard
-from difftx.training.manifest import MANIFEST, damage, read_manifest, write_manifest
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import TrainState
