@@ -267,7 +267,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
-def misfit(value: Any, shape: Any, path: str = "") -> str | None:
+def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
     """Return the first schema error of a JSON value, such as "files.config: not an object", or None if there is none.
 
     Args:
@@ -291,7 +291,7 @@ def misfit(value: Any, shape: Any, path: str = "") -> str | None:
         if missing := [name for name in wanted if name not in value]:
             return f"{at}: no {missing[0]!r}"
         parts = {f"{path}.{name}".lstrip("."): (value[name], inner) for name, inner in wanted.items()}
-    return next((found for name, (item, inner) in parts.items() if (found := misfit(item, inner, name))), None)
+    return next((found for name, (item, inner) in parts.items() if (found := schema_error(item, inner, name))), None)
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from difftx.errors import UserError
 from difftx.files import json_sha256
 from difftx.launch.grid import Point
 from difftx.launch.status import RunStatus
-from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, damage, write_manifest
+from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
 from difftx.training.checkpoint.retention import metrics_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, Journal
@@ -278,7 +278,7 @@ def checkpoint(folder, tiny):
         (path / marker).touch()
     arrays = {"params/embedding": ((4, 2), "float32")}
     write_manifest(path, 7, "attempt/7", arrays, tiny, {"tokenizer": "bytes", "train": {"path": "abc"}})
-    assert damage(path, step=7, content=True) is None
+    assert why_invalid(path, step=7, content=True) is None
     return path, (path / MANIFEST).read_bytes()
 
 
@@ -290,7 +290,7 @@ def test_manifest(checkpoint, resign, mutate):
     content = mutate(valid, resign)
     (path / MANIFEST).write_bytes(content)
     try:
-        why = damage(path, step=7, content=True)
+        why = why_invalid(path, step=7, content=True)
     except OtherFormatError as error:
         why = str(error)
         assert json.loads(content)["format"] != FORMAT

@@ -134,10 +134,10 @@ def diff(a: Path, b: Path, values: bool) -> int:
     """
     from difftx.training.changes import changed_fields
     from difftx.training.checkpoint.checkpointer import config_of
-    from difftx.training.checkpoint.manifest import damage, read_manifest
+    from difftx.training.checkpoint.manifest import read_manifest, why_invalid
 
     for folder in (a, b):
-        if why := damage(folder, content=values):
+        if why := why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
     lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
     old, new = read_manifest(a).arrays, read_manifest(b).arrays
@@ -197,10 +197,10 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
 
 def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
     """Return None if a checkpoint verifies, the error if it cannot be read, or else why it does not verify."""
-    from difftx.training.checkpoint.manifest import damage
+    from difftx.training.checkpoint.manifest import why_invalid
 
     try:
-        return damage(folder, step=int(folder.name), content=content)
+        return why_invalid(folder, step=int(folder.name), content=content)
     except UnreadableError as error:
         return error
 

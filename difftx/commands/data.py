@@ -12,7 +12,7 @@ import rich.console
 import rich.text
 
 from difftx.data.bigrams import write_bigrams
-from difftx.data.store import SPLITS, damage, offsets_problem, open_store, read_meta, shard_file
+from difftx.data.store import SPLITS, corruption_of, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import require_local_paths, require_writable_file
@@ -129,7 +129,7 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
 
 
 def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
-    damaged = list(damage(folder, meta, split, content=True))
+    damaged = list(corruption_of(folder, meta, split, content=True))
     yield from damaged
     counts = meta["splits"][split]
     for name in ("documents", "tokens", "bytes"):

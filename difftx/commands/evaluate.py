@@ -101,7 +101,7 @@ def run_suites(
     checkpointer = Checkpointer(workdir)
     evaluation = _StepEvaluation(checkpointer, workdir, now, suites, again)
     failed = []
-    with Work(enabled=multihost.is_lead()) as work:
+    with Work(enabled=multihost.is_primary()) as work:
         if steps is None:
             opened = read_newest(checkpointer, evaluation.open)
             if opened is None:
@@ -165,7 +165,7 @@ class _StepEvaluation:
         """Run the suites without a result, and print the numbers of all suites."""
         step, checkpoint = opened.step, opened.checkpoint
         evals.evaluate(opened.run, opened.params, step, opened.todo, work, checkpoint.weights, checkpoint)
-        if multihost.is_lead():
+        if multihost.is_primary():
             for suite in self._suites:
                 _show_result(opened.run, suite, step, fresh=suite in opened.todo)
 
@@ -198,7 +198,7 @@ def _choose(checkpointer: Checkpointer, workdir: Path, steps: str) -> list[int]:
     Raises:
         UserError: The run has no checkpoint, or `steps` selects none.
     """
-    if there := multihost.decided_by_lead(checkpointer.steps, DECISION_SECONDS):
+    if there := multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS):
         return chosen_steps(steps, there)
     raise UserError(f"--workdir={workdir}: no checkpoint there yet")
 
@@ -226,7 +226,7 @@ def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) ->
                 print(f"{path} is of other weights than {checkpoint.folder} has now; evaluating it again")
         return done
 
-    return set(multihost.decided_by_lead(look, DECISION_SECONDS))
+    return set(multihost.decide_on_primary(look, DECISION_SECONDS))
 
 
 def load_params(run: Run, step: int) -> Any:

@@ -113,7 +113,7 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
     from difftx.inference.generate import generate
 
     def show(index: int, text: str) -> None:
-        if multihost.is_lead():
+        if multihost.is_primary():
             print(printable(text), end="", flush=True)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -148,12 +148,12 @@ def _complete_file(
                 "new_tokens": len(completion.tokens),
             }
         now = time.monotonic()
-        if now - reported >= PROGRESS_SECONDS and len(done) < len(order) and multihost.is_lead():
+        if now - reported >= PROGRESS_SECONDS and len(done) < len(order) and multihost.is_primary():
             reported, seconds = now, now - began
             rate = sum(record["new_tokens"] for record in done.values()) / seconds
             left = (len(order) - len(done)) * seconds / len(done)
             print(f"{len(done)} of {len(order)} prompts, {rate:,.0f} tokens/s, {left:,.0f} s left", file=sys.stderr)
-    if not multihost.is_lead():
+    if not multihost.is_primary():
         return
     text = "".join(json.dumps(done[i]) + "\n" for i in range(len(order)))
     if options.out is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.files import misfit, new_file
+from difftx.files import new_file, schema_error
 from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
@@ -135,7 +135,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
-    if why := misfit(header, SHAPE):
+    if why := schema_error(header, SHAPE):
         raise UserError(f"{where}: the header is damaged: {why}; count the bigrams again")
     size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
     if size != expected:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import json_sha256, misfit, read_json, write_atomically
+from difftx.files import json_sha256, read_json, schema_error, write_atomically
 
 META = "meta.json"
 FORMAT = 1
@@ -169,7 +169,7 @@ def open_store(folder: Path, split: str, *, verify: bool = False) -> TokenStore:
     shards = meta["splits"][split]["shards"]
     if not shards:
         raise UserError(f"{folder}: the store has no {split} documents; prepare it with more text or --valid_input")
-    for problem in damage(folder, meta, split, content=verify):
+    for problem in corruption_of(folder, meta, split, content=verify):
         raise UserError(f"{problem}; {RESTORE}")
     return ShardedStore(folder, meta, split)
 
@@ -202,7 +202,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
     if meta.pop("sha256", None) != json_sha256(meta):
         raise UserError(f"{path}: damaged, its SHA-256 is not that of its text; restore it, or prepare the store again")
-    if why := misfit(meta, SHAPE) or _strange_value(meta):
+    if why := schema_error(meta, SHAPE) or _strange_value(meta):
         raise UserError(f"{path}: not as `difftx prepare` writes it: {why}; prepare the store again")
     return meta
 
@@ -231,7 +231,7 @@ def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
     return Path(folder) / split / f"{index:05d}.{kind}"
 
 
-def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
+def corruption_of(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
     """Check the sizes of a split's files and, with `content`, their SHA-256; yield a message for each problem."""
     itemsize = np.dtype(meta["dtype"]).itemsize
     for index, shard in enumerate(meta["splits"][split]["shards"]):

@@ -16,7 +16,7 @@ from difftx.evals.journal import Journal
 from difftx.evals.result import Result
 from difftx.evals.suite import SUITES
 from difftx.files import json_sha256, read_json, write_atomically
-from difftx.parallel.multihost import is_lead
+from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
@@ -68,7 +68,7 @@ def evaluate(
             results[name] = result = SUITES[name].evaluate(evaluation.with_journal(journal))
             if checkpoint is not None:
                 checkpoint.require_unchanged()
-            if not is_lead():
+            if not is_primary():
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}

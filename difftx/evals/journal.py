@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from difftx.files import misfit, read_file, write_atomically
-from difftx.parallel.multihost import decided_by_lead, is_lead
+from difftx.files import read_file, schema_error, write_atomically
+from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 
 DECISION_ITEMS = 64  # Items per message from process 0 to the other processes; answers may be long texts.
@@ -32,19 +32,19 @@ class Journal:
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
         """Return the stored answers by item id in every process, and rewrite the file with only valid lines."""
-        there = self._read() if is_lead() else {}
+        there = self._read() if is_primary() else {}
         answers = {}
         for group in itertools.batched(items, DECISION_ITEMS):
             found = {item.id: there[item.id] for item in group if item.id in there}
-            answers |= decided_by_lead(lambda found=found: found, DECISION_SECONDS)
-        if is_lead():  # Drops a line that a kill interrupted, and answers for other settings or weights.
+            answers |= decide_on_primary(lambda found=found: found, DECISION_SECONDS)
+        if is_primary():  # Drops a line that a kill interrupted, and answers for other settings or weights.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, "".join(map(_line, [self._head, *_entries(there)])))
         return answers
 
     def add(self, answers: dict[str, Any]) -> None:
         """Append answers by item id; they are on disk when the function returns."""
-        if not is_lead():
+        if not is_primary():
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(map(_line, _entries(answers)))
@@ -64,7 +64,7 @@ class Journal:
         return {
             entry["id"]: entry["answer"]
             for entry in entries
-            if misfit(entry, {"id": str}) is None and "answer" in entry
+            if schema_error(entry, {"id": str}) is None and "answer" in entry
         }
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
 
-from difftx.kernels.cached import EMPTY, Ids, Past
+from difftx.kernels.cached import EMPTY, KVCache, SegmentMask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH
 
@@ -32,7 +32,7 @@ class Cache:
     A token sees the slots of its own segment.
     """
 
-    layers: Past  # Arrays [L, B, K, …, S, width], in the compute dtype.
+    layers: KVCache  # Arrays [L, B, K, …, S, width], in the compute dtype.
     segment_BS: jax.Array  # int32; EMPTY for a slot without a token.
 
 
@@ -65,7 +65,7 @@ def extend(
 ) -> tuple[jax.Array, Entries]:
     """Return the normalised output `[B, T, D]` of the last layer for new tokens, and their entries for the cache."""
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
-    ids = Ids(segment_BT, branch_BT, cache.segment_BS)
+    ids = SegmentMask(segment_BT, branch_BT, cache.segment_BS)
     return model.extend(tokens_BT, positions_BT=positions_BT, past=cache.layers, ids=ids)
 
 
@@ -91,7 +91,9 @@ def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: j
 
 
 def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array, where: jax.Array) -> Cache:
-    def on_one_device(layers: Past, segment_BS: jax.Array, entries: Entries, segment_BT: jax.Array, where: jax.Array):
+    def on_one_device(
+        layers: KVCache, segment_BS: jax.Array, entries: Entries, segment_BT: jax.Array, where: jax.Array
+    ):
         written = [put(old, jnp.moveaxis(new, 2, -2), where) for old, new in zip(layers, entries, strict=True)]
         ids = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)  # With axes for layers and width.
         return tuple(written), ids[0, ..., 0]

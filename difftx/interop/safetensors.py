@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import misfit, read_json, write_atomically
+from difftx.files import read_json, schema_error, write_atomically
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         hint = f"; {others[0]} must be saved as safetensors first" if others else ""
         raise UserError(f"{folder}: neither {FILE} nor {INDEX} there{hint}")
     index = read_json(folder / INDEX)
-    if why := misfit(index, {"weight_map": {str: str}}):
+    if why := schema_error(index, {"weight_map": {str: str}}):
         raise UserError(f"{folder / INDEX}: {why}")
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = index["weight_map"]
@@ -109,7 +109,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file}: not a safetensors file, or its header is truncated") from error
     if isinstance(header, dict):
         header.pop("__metadata__", None)
-    if why := misfit(header, {str: SHAPE}):
+    if why := schema_error(header, {str: SHAPE}):
         raise UserError(f"{file}: header: {why}")
     tensors = {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
     _check_tiling(file, size, 8 + length, tensors.values())

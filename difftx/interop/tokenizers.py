@@ -16,7 +16,7 @@ import tiktoken
 from difftx.config import Config
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, load_tokenizer, token_bytes
 from difftx.errors import UserError
-from difftx.files import misfit, read_json, write_atomically
+from difftx.files import read_json, schema_error, write_atomically
 
 FILE = "tokenizer.json"
 CL100K = "cl100k_base"
@@ -68,7 +68,7 @@ def import_tokenizer(source: Path, folder: Path, out: Path, config: Config) -> t
         )
     theirs = read_json(path)
     why = "it is not of byte-level BPE with cl100k_base's pattern"
-    if misfit(theirs, SHAPE) is None and theirs.get("normalizer") is None:
+    if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
         for known in (BYTES, name):
             if _is_same(known, theirs):
                 return _with_tokenizer(config, known), f"tokenizer: that of the model, data.tokenizer={known!r}"

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import baseline, cudnn, fused, mapped, pallas_tpu, reference, target, xla
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
 try:
@@ -117,7 +117,7 @@ def diff_attention(
     lam = jnp.asarray(lam)
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
-    cut = Cut.of(q_BTHGD, zigzag=zigzag)
+    cut = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
     name = _choose(
         "diff_attention",
         implementation,
@@ -154,7 +154,7 @@ def attention(
             f"attention wants q [B, T, H, D] and k, v [B, S, K, D]; got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
         )
     _check_common(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window)
-    cut = Cut.of(q_BTHD, zigzag=zigzag)
+    cut = SequenceSharding.of(q_BTHD, zigzag=zigzag)
     name = _choose(
         "attention",
         implementation,
@@ -200,7 +200,7 @@ def mapped_attention(
         )
     _check_common(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window)
     name = _choose("mapped_attention", implementation, tuple(MAPPED_BACKENDS), lambda _: None)
-    cut = Cut.of(q_BTHGD, zigzag=zigzag)
+    cut = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
     call = functools.partial(MAPPED_BACKENDS[name], map_of, window=window)
     per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
     return fused.per_shard(call, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, saves=False, cut=cut)
@@ -289,7 +289,9 @@ def _choose(
     )
 
 
-def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None, cut: Cut | None) -> str | None:
+def _diff_unsupported(
+    name: str, q, k, v, segment_ids_BT, window: int | None, cut: SequenceSharding | None
+) -> str | None:
     shapes = (q.shape, k.shape, v.shape, q.dtype)
     if name == "pallas_tpu":
         return pallas_tpu.unsupported(*shapes, window=window, cut=cut)
@@ -304,7 +306,7 @@ def _diff_unsupported(name: str, q, k, v, segment_ids_BT, window: int | None, cu
     return None
 
 
-def _softmax_unsupported(name: str, q, segment_ids_BT, cut: Cut | None) -> str | None:
+def _softmax_unsupported(name: str, q, segment_ids_BT, cut: SequenceSharding | None) -> str | None:
     if name == "splash":
         return baseline.splash_unsupported(q, cut)
     if name == "cudnn" and cut is not None:

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from difftx.kernels import mapped, maps, target
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 
 SPLASH_TILE = 512
 SPLASH_FUSED_TOKENS = 4096  # Splash's fused backward pass stores one dQ per key tile, T² / 512 rows in all.
@@ -31,7 +31,7 @@ def xla_attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Compute softmax attention by XLA operations, in query chunks if rows are long or sharded.
 
@@ -91,7 +91,7 @@ def splash_attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Compute softmax attention by JAX's splash attention kernel for TPU.
 
@@ -145,14 +145,14 @@ def splash_attention(
     return jnp.moveaxis(jnp.asarray(out_BKRYD), 3, 1).reshape(B, Y, H, D)[:, :T]
 
 
-def _share_of(mask_info: jax.Array, cut: Cut) -> jax.Array:
+def _share_of(mask_info: jax.Array, cut: SequenceSharding) -> jax.Array:
     """Return this device's shard of an array of splash's `MaskInfo`: `[heads, query tiles, …]`, or `[queries]`."""
     axis = min(1, mask_info.ndim - 1)
     size = mask_info.shape[axis] // cut.devices
     return jax.lax.dynamic_slice_in_dim(mask_info, cut.device() * size, size, axis)
 
 
-def _splash_tile(tokens: int, cut: Cut | None) -> int:
+def _splash_tile(tokens: int, cut: SequenceSharding | None) -> int:
     """Return the side of a tile in tokens, a multiple of 128.
 
     If rows are sharded, the side divides a chunk. It is 0 if none of the supported sides does.
@@ -163,7 +163,7 @@ def _splash_tile(tokens: int, cut: Cut | None) -> int:
     return max((tile for tile in (128, 256, SPLASH_TILE) if chunk % tile == 0), default=0)
 
 
-def splash_unsupported(q_BTHD: jax.Array, cut: Cut | None) -> str | None:
+def splash_unsupported(q_BTHD: jax.Array, cut: SequenceSharding | None) -> str | None:
     """Return the reason why splash attention cannot serve a call, or None."""
     T = q_BTHD.shape[1]
     if cut is not None and not _splash_tile(T, cut):

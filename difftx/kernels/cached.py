@@ -20,10 +20,10 @@ from difftx.kernels.maps import Map
 EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
 
 # Key/value cache of one layer: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
-type Past = tuple[jax.Array, ...]
+type KVCache = tuple[jax.Array, ...]
 
 
-class Ids(NamedTuple):
+class SegmentMask(NamedTuple):
     """Integer ids, int32, that define the attention mask.
 
     A token attends to the cached keys of its segment, and to the new keys of its segment and branch up to itself.
@@ -40,8 +40,8 @@ def mapped_attention(
     q: jax.Array,
     k: jax.Array,
     v_BTKE: jax.Array,
-    past: Past,
-    ids: Ids,
+    past: KVCache,
+    ids: SegmentMask,
     *,
     per_query: jax.Array | None = None,
 ) -> jax.Array:

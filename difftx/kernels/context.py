@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class SequenceSharding:
     """Sharding of rows along their tokens.
 
     Call `of` outside `jax.shard_map`. Call the methods that take or return arrays inside it.
@@ -27,7 +27,7 @@ class Cut:
     zigzag: bool  # Whether tokens are in zig-zag order.
 
     @classmethod
-    def of(cls, x_BT: jax.Array, *, zigzag: bool) -> "Cut | None":
+    def of(cls, x_BT: jax.Array, *, zigzag: bool) -> "SequenceSharding | None":
         """Return the token sharding of an array `[B, T, …]` from its type. None: rows are whole on each device."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or not mesh.are_all_axes_explicit:
@@ -106,23 +106,23 @@ def to_zigzag(x_BT: jax.Array) -> jax.Array:
 
     Call this function outside `jax.shard_map`.
     """
-    return _reordered(x_BT, Cut.to_zigzag)
+    return _reordered(x_BT, SequenceSharding.to_zigzag)
 
 
 def from_zigzag(x_BT: jax.Array) -> jax.Array:
     """Return an array `[B, T, …]` with its tokens back in text order: the inverse of `to_zigzag`."""
-    return _reordered(x_BT, Cut.from_zigzag)
+    return _reordered(x_BT, SequenceSharding.from_zigzag)
 
 
-def _reordered(x_BT: jax.Array, order: Callable[[Cut, jax.Array], jax.Array]) -> jax.Array:
-    cut = Cut.of(x_BT, zigzag=True)
+def _reordered(x_BT: jax.Array, order: Callable[[SequenceSharding, jax.Array], jax.Array]) -> jax.Array:
+    cut = SequenceSharding.of(x_BT, zigzag=True)
     if cut is None:
         return x_BT
     spec = jax.typeof(x_BT).sharding.spec
     return jax.shard_map(functools.partial(order, cut), in_specs=spec, out_specs=spec, check_vma=False)(x_BT)
 
 
-def with_whole_keys(call: Callable[..., Any], cut: Cut | None) -> Callable[..., Any]:
+def with_whole_keys(call: Callable[..., Any], cut: SequenceSharding | None) -> Callable[..., Any]:
     """Wrap `call` to receive the keys and values of whole rows, for use inside `jax.shard_map`.
 
     The returned function takes this device's shards of queries, keys, values and further arguments. It gathers keys,

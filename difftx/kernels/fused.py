@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 
-from difftx.kernels.context import Cut, with_whole_keys
+from difftx.kernels.context import SequenceSharding, with_whole_keys
 
 
 class Saved(NamedTuple):
@@ -39,7 +39,7 @@ def diff_attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-    cut: Cut | None,
+    cut: SequenceSharding | None,
 ) -> jax.Array:
     """Run differential attention by `backend.forward`, with `backend.backward` as its gradient.
 
@@ -107,7 +107,7 @@ def is_explicit_mesh() -> bool:
     return not mesh.empty and mesh.are_all_axes_explicit
 
 
-def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True, cut: Cut | None = None) -> Any:
+def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True, cut: SequenceSharding | None = None) -> Any:
     """Run `call` on each device with its shard of batch rows, heads and, if `cut` is given, tokens.
 
     Attention needs no communication between rows or between heads. `context.py` communicates between tokens.
@@ -124,7 +124,7 @@ def per_shard(call: Callable[..., Any], *operands: Any, saves: bool = True, cut:
     if not is_explicit_mesh():
         return call(*operands)
     batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
-    if cut is None and Cut.of(operands[0], zigzag=False) is not None:
+    if cut is None and SequenceSharding.of(operands[0], zigzag=False) is not None:
         raise ValueError(f"attention needs whole rows on each device; q is cut along its tokens over {tokens!r}")
     call = with_whole_keys(call, cut)
     by_token, row = P(batch, tokens, heads), P(batch, tokens)

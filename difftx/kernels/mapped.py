@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import xla
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
 
@@ -26,7 +26,7 @@ def attention(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Compute attention in chunks of queries and return `[B, T, H, E]`.
 

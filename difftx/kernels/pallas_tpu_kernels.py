@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 
 # T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
 # E = 2D = value width, X = T padded to whole tiles, Y = X or, where rows are sharded, the number of queries
@@ -58,7 +58,7 @@ class TileCall:
     y: int  # Y
     block: int  # side of a tile in tokens
     window: int | None
-    cut: Cut | None
+    cut: SequenceSharding | None
     segmented: bool  # whether the call has segment ids
     dtype: np.dtype
     visits: np.ndarray  # packed visits in grid order, int32; if rows are sharded, one row per device

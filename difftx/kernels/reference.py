@@ -8,7 +8,7 @@ All other backends are checked against this module.
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
 
@@ -20,7 +20,7 @@ def diff_attention(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Compute differential attention, Eq. 1 of arXiv 2410.05258, with λ `[B, T, H]`.
 
@@ -39,7 +39,7 @@ def attention(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Compute softmax attention with the arguments of `difftx.kernels.attention`."""
     maps_BHGTS = attention_maps(q[:, :, :, None], k[:, :, :, None], segment_ids_BT, window=window, cut=cut)
@@ -53,7 +53,7 @@ def attention_maps(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None = None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Return the attention weights softmax(Q Kᵀ / √D) of each group, `[B, H, G, T, S]`.
 
@@ -71,7 +71,7 @@ def mapped_attention(
     segment_ids_BT: jax.Array | None = None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> jax.Array:
     """Compute attention with the weight function `map_of`.
 
@@ -86,7 +86,11 @@ def mapped_attention(
 
 
 def _logits(
-    q_BTHGD: jax.Array, k_BSKGD: jax.Array, segment_ids_BS: jax.Array | None, window: int | None, cut: Cut | None
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    window: int | None,
+    cut: SequenceSharding | None,
 ) -> jax.Array:
     """Return the logits Q Kᵀ / √D of each group, `[B, H, G, T, S]`, minus infinity for masked keys."""
     dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.fused import Saved
 
 # Maximal number of attention weights of one head in a chunk: 4 MiB in float32. Up to 1,024 tokens, a row is one chunk.
@@ -32,7 +32,7 @@ def forward(
     segment_ids_BT: jax.Array | None,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> tuple[jax.Array, Saved]:
     """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
     B, T, H = lam_BTH.shape
@@ -62,7 +62,7 @@ def backward(
     dout_BTHE: jax.Array,
     *,
     window: int | None,
-    cut: Cut | None = None,
+    cut: SequenceSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
@@ -133,7 +133,7 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def chunks(
-    segment_ids_BS: jax.Array | None, cut: Cut | None = None, maps: int = 1, /, **arrays_BT: jax.Array
+    segment_ids_BS: jax.Array | None, cut: SequenceSharding | None = None, maps: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
     """Split per-query arrays `[B, T, …]` into chunks `[N, B, C, …]`, with the last chunk padded by zeros.
 

@@ -17,7 +17,7 @@ import rich.table
 
 from difftx.errors import printable
 from difftx.launch.grid import Point
-from difftx.training.checkpoint.manifest import damage
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import read_newest_metrics
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
@@ -58,7 +58,7 @@ class RunStatus:
 
     def is_finished(self) -> bool:
         """Return whether metrics.jsonl has the last step and its checkpoint's files have the recorded sizes."""
-        return self.step == self.steps and damage(self.last_checkpoint, step=self.steps, content=False) is None
+        return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""

@@ -20,7 +20,7 @@ from difftx import kernels
 from difftx.config import ModelConfig
 from difftx.errors import UserError
 from difftx.kernels import cached, maps
-from difftx.kernels.cached import Ids, Past
+from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows, map_rows
 from difftx.model.layers import projection, rms_normalize, rotate, vector
 from difftx.parallel.layout import Layout
@@ -135,14 +135,14 @@ class SelfAttention(nnx.Module):
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), self.statistics(x_BTD, depth)
 
     def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: KVCache, ids: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update of new tokens after cached tokens, and the keys and values of the new tokens."""
         q, k, v = self.project(x_BTD, angles)
         heads_BTHE = self.attend_cached(*self._placed(q, k, v), depth, past, ids)
         return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), (k, v)
 
-    def look(
+    def attention_rows(
         self,
         x_BTD: jax.Array,
         angles: Angles,
@@ -173,7 +173,9 @@ class SelfAttention(nnx.Module):
         options = self._options(segment_ids_BT)
         return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
 
-    def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
+    def attend_cached(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: KVCache, ids: SegmentMask
+    ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, for new tokens after cached tokens."""
         return cached.mapped_attention(self._map(), q, k, v, past, ids, per_query=self.per_query(depth))
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
-from difftx.kernels.cached import Ids, Past
+from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows
 from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
@@ -51,12 +51,12 @@ class Block(nnx.Module):
         return self._residual(x_BTD, lambda h_BTD: self.attention(h_BTD, angles, depth, segment_ids_BT))
 
     def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: KVCache, ids: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the output of the layer for new tokens after cached tokens, and the new cache entries."""
         return self._residual(x_BTD, lambda h_BTD: self.attention.extend(h_BTD, angles, depth, past, ids))
 
-    def look(
+    def attention_rows(
         self,
         x_BTD: jax.Array,
         angles: Angles,
@@ -66,7 +66,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, MapRows]:
         """Return the output of the layer, and its attention weights for the queries at positions `queries_BC`."""
         return self._residual(
-            x_BTD, lambda h_BTD: self.attention.look(h_BTD, angles, depth, segment_ids_BT, queries_BC)
+            x_BTD, lambda h_BTD: self.attention.attention_rows(h_BTD, angles, depth, segment_ids_BT, queries_BC)
         )
 
     def _residual(self, x_BTD: jax.Array, attention: Callable[[jax.Array], tuple[jax.Array, Any]]):
@@ -165,7 +165,7 @@ class Decoder(nnx.Module):
         return jax.lax.scan(layer, carry, (self.blocks, depth_schedule(self.config)))[0][1]
 
     def extend(
-        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: Past, ids: Ids
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: KVCache, ids: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the normalised output of the last layer for new tokens after cached tokens, and new cache entries.
 
@@ -181,7 +181,7 @@ class Decoder(nnx.Module):
         """
         angles = rotary_angles(positions_BT, self.config.d_head, self.config.rope_theta)
 
-        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, Past]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, KVCache]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             block, depth, past = inputs
             return block.extend(x_BTD, angles, depth, past, ids)
 
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
         x_BTD, entries = jax.lax.scan(layer, self._embed(tokens_BT), inputs)
         return self.final_norm(x_BTD), entries
 
-    def look[Found](
+    def attention_rows[Found](
         self,
         tokens_BT: jax.Array,
         queries_BC: jax.Array,
@@ -216,7 +216,7 @@ class Decoder(nnx.Module):
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, Found]:
             block, depth = block_and_depth
-            x_BTD, rows = block.look(x_BTD, angles, depth, segment_ids_BT, queries_BC)
+            x_BTD, rows = block.attention_rows(x_BTD, angles, depth, segment_ids_BT, queries_BC)
             return x_BTD, of_layer(rows)
 
         x_BTD, found = jax.lax.scan(layer, self._embed(tokens_BT), (self.blocks, depth_schedule(self.config)))

@@ -94,14 +94,14 @@ def _require_devices() -> None:
         ) from error
 
 
-def is_lead() -> bool:
+def is_primary() -> bool:
     """Return whether this is the primary process, process 0, which alone writes shared files and messages."""
     return jax.process_index() == 0
 
 
 def say(text: str) -> None:
     """Print a text from the primary process, with control characters escaped."""
-    if is_lead():
+    if is_primary():
         print(printable(text), flush=True)
 
 
@@ -129,7 +129,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
         ) from error
 
 
-def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
+def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
     The other processes wait for the result. All processes must make the same calls in the same order.
@@ -140,7 +140,7 @@ def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     if jax.process_count() == 1:
         return decide()
     client, key = service(), f"difftx/decision/{next(_decisions)}"
-    if is_lead():
+    if is_primary():
         try:
             answer = {"value": decide()}
         except Exception as error:

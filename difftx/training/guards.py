@@ -28,7 +28,7 @@ from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
 from difftx.files import json_sha256, read_file, write_atomically
-from difftx.parallel.multihost import barrier, is_lead, say
+from difftx.parallel.multihost import barrier, is_primary, say
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.retention import remove
 
@@ -134,7 +134,7 @@ class Journal:
         self.entries.append(
             {"event": event, "step": step, "reason": bad.reason, "bad_steps": steps, "attempt": attempt, **details}
         )
-        if is_lead():
+        if is_primary():
             lines = [json.dumps(entry | {"sha256": json_sha256(entry)}) for entry in self.entries]
             write_atomically(self.path, "".join(line + "\n" for line in lines))
 
@@ -181,11 +181,11 @@ def act_on_bad_steps(
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
     if why is not None or target is None:
         journal.add("stop", bad.last, bad, attempt)
-        if is_lead():
+        if is_primary():
             print(f"error: {where}; stopped, {why}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     rewind = Rewind(bad, target, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
-    if is_lead():
+    if is_primary():
         # Newest first: after a kill in between, the run resumes from an older step and repeats the rewind.
         later = sorted((step for step in steps if step > target), reverse=True)
         remove(checkpointer.folder / str(step) for step in later)

@@ -14,7 +14,7 @@ from difftx.data.loader import Batch, Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, barrier, decided_by_lead, is_lead, say
+from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, say
 from difftx.progress import Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
@@ -96,12 +96,12 @@ def _train(
         where=run.data.where,
     )
     guard = Guard(config.guards)
-    with goodput.section("restore" if decided_by_lead(checkpointer.steps, patience) else "init"):
+    with goodput.section("restore" if decide_on_primary(checkpointer.steps, patience) else "init"):
         state, start = starting_state(run, checkpointer, loader, guard, allow_config_change=allow_config_change)
-    if is_lead():
+    if is_primary():
         run.write_description()
         goodput.resume(run.workdir / "metrics.jsonl", start)
-    writer = MetricsWriter(run.workdir, config.logging, start, enabled=is_lead())
+    writer = MetricsWriter(run.workdir, config.logging, start, enabled=is_primary())
     if rewind is not None:
         journal.add_rewind(rewind, start, loader.state()["examples"], writer.attempt)
     journal.resume(start, guard, loader)
@@ -109,7 +109,7 @@ def _train(
     again = f", rewind {guard.rewinds}" if guard.rewinds else ""  # The name of each barrier must be unique.
     barrier(f"start{again}", patience)
 
-    with Progress(steps, start, enabled=is_lead()) as progress:
+    with Progress(steps, start, enabled=is_primary()) as progress:
         progress.note(f"{run.workdir}: attempt {writer.attempt}, from step {start} to {steps}")
         reporter = Reporter(run, writer, progress, guard)
         writer.write("goodput", start, goodput.row())
@@ -173,7 +173,7 @@ def _train(
     row = goodput.row()
     writer.write("goodput", step, row)
     writer.close()
-    if is_lead() and isinstance(outcome, int):
+    if is_primary() and isinstance(outcome, int):
         rich.print(format_goodput(row))
     return outcome
 
@@ -190,7 +190,7 @@ class Reporter:
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
         }
-        self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_lead() else ())
+        self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_primary() else ())
         self._pending: tuple[int, Metrics, float] | None = None
         self._last = time.perf_counter()
 

@@ -8,11 +8,11 @@ from difftx.config import Config
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
 from difftx.files import size_of
-from difftx.parallel.multihost import decided_by_lead, say
+from difftx.parallel.multihost import decide_on_primary, say
 from difftx.registry import changed_extensions
 from difftx.training.changes import changed_fields
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
-from difftx.training.checkpoint.manifest import MANIFEST, damage, package_versions, read_manifest
+from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
 from difftx.training.checkpoint.reading import read_newest
 from difftx.training.guards import Guard
 from difftx.training.run import Run
@@ -96,7 +96,7 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_
 
 def _weights_of(run: Run, source: Path) -> object:
     """Return the parameters stored in `source`, the directory of a run or of one checkpoint."""
-    if decided_by_lead(lambda: _is_checkpoint(source), DECISION_SECONDS):
+    if decide_on_primary(lambda: _is_checkpoint(source), DECISION_SECONDS):
         return _params_in(run, source, source.resolve())
     reader = Checkpointer(source)
     params = read_newest(reader, lambda step: _params_in(run, source, reader.folder / str(step)))
@@ -126,6 +126,6 @@ def _is_checkpoint(source: Path) -> bool:
     """
     if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
         return False
-    if why := damage(source, content=True):
+    if why := why_invalid(source, content=True):
         raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
     return True

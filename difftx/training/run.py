@@ -23,11 +23,11 @@ from difftx.config.build import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import misfit, read_file, read_json, remove_temporaries, size_of, write_atomically
+from difftx.files import read_file, read_json, remove_temporaries, schema_error, size_of, write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
+from difftx.parallel.multihost import barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import require_extensions
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
@@ -48,13 +48,18 @@ class Run:
     data: Sources
 
     @classmethod
-    def open(cls, config: Config, workdir: Path) -> "Run":
-        """Build the mesh, and open the tokenizer and the data.
+    def open(cls, config: Config, workdir: Path, mesh: jax.sharding.Mesh | None = None) -> "Run":
+        """Open the tokenizer and the data, and build the mesh.
+
+        Args:
+            config: Config of the run.
+            workdir: Directory of the run.
+            mesh: Mesh to use; None: the mesh of `config.mesh` over all devices.
 
         Raises:
             UserError: the config does not fit the devices, the data or the tokenizer.
         """
-        mesh = make_mesh(config.mesh)
+        mesh = mesh or make_mesh(config.mesh)
         check_divisible(config, mesh)
         check_attention(config)
         make_optimizer(config)  # Raises for an unknown optimizer or schedule.
@@ -79,7 +84,7 @@ class Run:
         Raises:
             UserError: the other training has not ended within one minute.
         """
-        with _lock_of(self.workdir) if is_lead() else contextlib.nullcontext():
+        with _lock_of(self.workdir) if is_primary() else contextlib.nullcontext():
             # Until process 0 holds the lock, another training may still save: no process may read the newest step yet.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
@@ -96,7 +101,7 @@ class Run:
             for name in RECORDS:
                 read_file(self.workdir / name)
 
-        decided_by_lead(check, self.config.multihost.barrier_timeout_seconds)
+        decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
     def write_description(self) -> None:
         """Write `manifest.json` and `config.json`, atomically."""
@@ -181,7 +186,7 @@ def _extensions_of(workdir: Path) -> list[dict[str, str]]:
         return []
     manifest = read_json(path)
     extensions = manifest.get("extensions", []) if isinstance(manifest, dict) else None
-    if why := misfit(extensions, EXTENSIONS_SHAPE, "extensions"):
+    if why := schema_error(extensions, EXTENSIONS_SHAPE, "extensions"):
         raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
     assert isinstance(extensions, list)
     return extensions

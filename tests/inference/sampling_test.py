@@ -72,7 +72,7 @@ def test_top_p_of_one_keeps_every_token_and_sorts_nothing():
 def test_candidates_equal_the_oracle(sampling):
     logits_BV = np.random.default_rng(0).normal(size=(20, 50)).astype(np.float32) * 3
     logits_BV[0] = 0.0  # All alike: the lower ids.
-    logits_BV[1, 10:] = -np.inf  # Ids that cannot be.
+    logits_BV[1, 10:] = -np.inf  # SegmentMask that cannot be.
     expected = np.stack([oracle(row, sampling) for row in logits_BV])
     np.testing.assert_allclose(distribution(logits_BV, sampling), expected, atol=2e-6)
 

@@ -9,7 +9,7 @@ from difftx.inference.text import TextStream
 
 
 def cuts(data, seed):
-    """Cut bytes into tokens at random places."""
+    """SequenceSharding bytes into tokens at random places."""
     rng = random.Random(seed)
     places = sorted(rng.sample(range(1, len(data)), rng.randint(0, len(data) - 1)))
     return [data[a:b] for a, b in itertools.pairwise([0, *places, len(data)])]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from difftx.kernels import cached, maps
-from difftx.kernels.cached import EMPTY, Ids
+from difftx.kernels.cached import EMPTY, SegmentMask
 from kernels import oracle
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}  # As in diff_attention_test.py.
@@ -43,7 +43,7 @@ def test_equals_the_oracle(K, new, lam, dtype):
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
     slots_BS = np.full((B, 24), EMPTY, np.int32)
     slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
-    ids = Ids(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
+    ids = SegmentMask(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
     lam = jnp.asarray(lam_BSH[:, -new:]) if lam == "per token" else jnp.float32(0.4)
     attend = jax.jit(functools.partial(cached.mapped_attention, maps.difference))
     actual = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)

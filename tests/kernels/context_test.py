@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx import kernels
 from difftx.kernels import context, maps, pallas_tpu, pallas_tpu_kernels
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.rows import map_rows
 
 B, H, K, D = 2, 4, 2, 8  # Query heads share keys: the gathered ones are fewer.
@@ -138,8 +138,8 @@ def test_orders(mesh_of, devices):
         wanted = np.concatenate([chunks[:, [i, 2 * devices - 1 - i]].reshape(3, 4) for i in range(devices)], axis=1)
         np.testing.assert_array_equal(there, wanted)
         np.testing.assert_array_equal(context.from_zigzag(there), x_BT)
-        cut = Cut.of(there, zigzag=True)
-        assert cut == Cut("context", devices, True)
+        cut = SequenceSharding.of(there, zigzag=True)
+        assert cut == SequenceSharding("context", devices, True)
         whole = functools.partial(jax.shard_map, in_specs=P(None, "context"), check_vma=False)
         np.testing.assert_array_equal(whole(cut.gather, out_specs=P())(there), x_BT)
         positions = whole(lambda x: x + cut.positions(4)[None] - x, out_specs=P(None, "context"))(there)
@@ -150,7 +150,7 @@ def test_orders(mesh_of, devices):
 @pytest.mark.parametrize("keys_outer", [False, True])
 def test_zigzag_gives_every_device_as_many_tiles(keys_outer, window):
     """Without a window; and in any case each device visits what its queries see, and all key tiles in turn."""
-    tiles, block, cut = 16, 128, Cut("context", 4, True)
+    tiles, block, cut = 16, 128, SequenceSharding("context", 4, True)
     visits = pallas_tpu_kernels.list_visits(tiles, block, window, cut, keys_outer=keys_outer)
     for device, row in enumerate(visits):
         places = np.concatenate([start + np.arange(2) for start in cut.starts(device, 2)])

@@ -10,7 +10,7 @@ from model.oracle import sink_row, top_k_row
 
 from difftx import kernels
 from difftx.kernels import cached, maps, xla
-from difftx.kernels.cached import EMPTY, Ids
+from difftx.kernels.cached import EMPTY, SegmentMask
 from kernels.cached_test import split
 from kernels.diff_attention_test import TOLERANCE, relative_error
 from kernels.oracle import softmax_row
@@ -154,7 +154,7 @@ def test_over_a_cache_it_is_the_same(name):
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
     slots_BS = np.full((B, 24), EMPTY, np.int32)
     slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
-    ids = Ids(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
+    ids = SegmentMask(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
     per_query = None if number is None else number[:, -new:]
     actual = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, per_query=per_query)
     assert relative_error(actual, expected) < TOLERANCE["float32"]

@@ -21,7 +21,7 @@ from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.runner import find_reason
 from difftx.launch.status import RunStatus
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import damage
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import NEWEST_BYTES, read_metrics
 from difftx.training.state import TrainState
 
@@ -206,7 +206,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_trained_again(config_file, tm
     array.write_bytes(array.read_bytes()[:-1])
     code, stdout, stderr = Sweep(config_file, tmp_path, *flags).end()
     assert code == 0, stdout + stderr
-    assert damage(last, step=100, content=True) is None
+    assert why_invalid(last, step=100, content=True) is None
     assert (last.parent / "100.quarantined").is_dir()
     assert "attempt 2, from step 50 to 100" in (tmp_path / "diff-s" / "train.log").read_text()
 

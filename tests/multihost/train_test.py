@@ -17,7 +17,7 @@ from processes import UNHURRIED, Processes, free_port
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import damage
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
@@ -146,7 +146,7 @@ def test_two_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_one_bef
         assert code == 0, text
         assert ("renamed 20.quarantined" in text) == (process == 0)
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "20.quarantined"]
-    assert damage(folder / "20", step=20, content=True) is None
+    assert why_invalid(folder / "20", step=20, content=True) is None
     np.testing.assert_allclose(*([row["loss"] for row in both] for both in (before, rows(two.metrics))), rtol=1e-5)
     assert {row["attempt"] for row in rows(two.metrics) if row["step"] > 10} == {2}
 
@@ -193,7 +193,7 @@ def test_a_save_that_one_of_two_fails_is_given_up_by_both_and_tried_again(starte
     folder = two.metrics.parent / "checkpoints"
     steps = sorted(int(path.name) for path in folder.iterdir())
     assert steps[-1] == 12
-    assert all(damage(folder / str(step), step=step, content=True) is None for step in steps)
+    assert all(why_invalid(folder / str(step), step=step, content=True) is None for step in steps)
 
 
 def test_a_killed_process_is_named(started):

@@ -184,7 +184,7 @@ def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, cap
 
         return read
 
-    monkeypatch.setattr(checkpoint_module, "damage", deleting(12, checkpoint_module.damage))
+    monkeypatch.setattr(checkpoint_module, "why_invalid", deleting(12, checkpoint_module.why_invalid))
     monkeypatch.setattr(commands, "load_params", deleting(9, commands.load_params))
     assert evaluate(run, "loss") == 0
     assert list(results(run, "loss")) == [6]

@@ -19,7 +19,7 @@ from difftx.commands.checkpoint import main as checkpoint_command
 from difftx.errors import UnreadableError, UserError
 from difftx.files import json_sha256, retry_read
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import MANIFEST, damage
+from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
 from difftx.training.checkpoint.reading import read_newest
 from training.verified_test import flip_a_bit, largest_file, names, saved, trainer  # noqa: F401
 
@@ -130,7 +130,7 @@ def test_a_step_behind_a_link_is_used_and_only_the_link_is_deleted(saved, traine
     assert trainer.newest() == 20
     assert saved(30, 40, keep=1, every_steps=7) == folder
     assert names(folder) == ["40"]
-    assert damage(target, step=20, content=True) is None
+    assert why_invalid(target, step=20, content=True) is None
     printed = capsys.readouterr().out
     assert f"20.removed: the link was deleted; its target {target} stays" in printed
     assert f"5.removed: the link was deleted; its target {target} stays" in printed

@@ -18,7 +18,7 @@ from difftx.errors import RunError, UserError
 from difftx.files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.manifest import MANIFEST, damage, read_manifest, write_manifest
+from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
 from difftx.training.guards import Guard
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
@@ -152,7 +152,7 @@ def test_a_manifest_says_what_the_checkpoint_holds(saved, config):
     assert len(manifest.config_sha256) == 64
     there = {str(p.relative_to(folder / "20")) for p in (folder / "20").rglob("*") if p.is_file()}
     assert there - set(manifest.files) == {MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA"}
-    assert damage(folder / "20", step=20, content=True) is None
+    assert why_invalid(folder / "20", step=20, content=True) is None
 
 
 def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved, tmp_path, config):

@@ -203,13 +203,13 @@ def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
         def of_layer(rows):
             return row_statistics(rows, batch.part_BT, l0_share=settings.l0_share, compared=compared)
 
-        _, found = nnx.merge(graphdef, params).look(batch.tokens_BT, batch.queries_BC, of_layer)
+        _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, of_layer)
         return reshard(found, P())  # Replicated, so that each host can read all of it.
 
     @functools.partial(jax.jit, static_argnums=2)
     def pictures(params: Any, batch: _Batch, tokens_a_bin: int) -> Mapping[str, jax.Array]:
         of_layer = functools.partial(row_pictures, tokens_a_bin=tokens_a_bin)
-        _, found = nnx.merge(graphdef, params).look(batch.tokens_BT, batch.queries_BC, of_layer)
+        _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, of_layer)
         return reshard(found, P())
 
     return _Programs(statistics, pictures)

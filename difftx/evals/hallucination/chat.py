@@ -13,7 +13,7 @@ import urllib3
 from difftx.config.eval import JudgeConfig
 from difftx.errors import RunError, UserError
 from difftx.evals.hallucination.bounded_http import RequestError, Response, may_carry_key, post_json
-from difftx.files import misfit
+from difftx.files import schema_error
 
 WORTH_ANOTHER_ATTEMPT = {408, 409, 425, 429}  # HTTP status codes to retry, besides all from 500.
 LONGEST_REASON = 200  # Characters of an endpoint's text that a message quotes.
@@ -149,13 +149,13 @@ class ChatEndpoint:
             content = json.loads(response.content)
         except (ValueError, RecursionError) as error:
             raise AttemptError("the reply is not JSON") from error
-        wrong = misfit(content, {"choices": [{"message": {"content": str}}]})
+        wrong = schema_error(content, {"choices": [{"message": {"content": str}}]})
         if wrong is None and not content["choices"]:
             wrong = "choices: empty"
         if wrong is not None:  # Some endpoints report errors with status 200.
             raise AttemptError(f"the reply is no chat completion, {wrong}: {self._reason(response)}")
         usage = content.get("usage")
-        if misfit(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
+        if schema_error(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
             usage = {"prompt_tokens": None, "completion_tokens": None}
         return Reply(content["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
 

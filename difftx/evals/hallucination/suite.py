@@ -18,7 +18,7 @@ from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
-from difftx.parallel.multihost import decided_by_lead
+from difftx.parallel.multihost import decide_on_primary
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
@@ -122,7 +122,7 @@ def _judge(evaluation: Evaluation, judge: Judge, one: HallucinationSet, entries:
         Case(one.config.kind, item.document, item.question, item.references, entries[item.id]["answer"])
         for item in given
     ]
-    found = decided_by_lead(lambda: judge.verdicts(cases, one.config.name, evaluation.work), DECISION_SECONDS)
+    found = decide_on_primary(lambda: judge.verdicts(cases, one.config.name, evaluation.work), DECISION_SECONDS)
     verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, found, strict=True)}
     for name, entry in entries.items():
         verdict = verdicts.get(name, Verdict(False, "the answer is empty"))

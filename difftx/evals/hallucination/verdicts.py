@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from difftx.evals.hallucination.judge import Verdict
-from difftx.files import misfit
+from difftx.files import schema_error
 
 
 class VerdictFile:
@@ -49,5 +49,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    fits = misfit(entry, {"key": str, "why": str}) is None and isinstance(entry.get("accurate"), bool)
+    fits = schema_error(entry, {"key": str, "why": str}) is None and isinstance(entry.get("accurate"), bool)
     return entry if fits else None

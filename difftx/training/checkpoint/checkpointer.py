@@ -27,15 +27,15 @@ from difftx.config import CheckpointConfig, Config
 from difftx.config.build import config_from_dict
 from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import json_sha256, list_folder, read_json
-from difftx.parallel.multihost import decided_by_lead, is_lead, say
+from difftx.parallel.multihost import decide_on_primary, is_primary, say
 from difftx.registry import require_names
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
-    damage,
     describe_arrays,
     quarantined_in,
     read_manifest,
     steps_in,
+    why_invalid,
     write_manifest,
 )
 from difftx.training.checkpoint.retention import (
@@ -77,8 +77,8 @@ class Checkpointer:
         self._attempt = ""
         if config is not None:
             # Each attempt creates its own checkpointer, so the attempt's id and a step identify parameters.
-            self._attempt = decided_by_lead(lambda: uuid.uuid4().hex, DECISION_SECONDS)
-            decided_by_lead(self._make_folder, DECISION_SECONDS)
+            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
+            decide_on_primary(self._make_folder, DECISION_SECONDS)
 
     # ── Reading ──
 
@@ -98,7 +98,7 @@ class Checkpointer:
             UnreadableError: a checkpoint that would be used cannot be read. It is not renamed.
         """
         self._settle()
-        step = decided_by_lead(self.find_newest, DECISION_SECONDS)
+        step = decide_on_primary(self.find_newest, DECISION_SECONDS)
         if step is not None:
             self._verified.add(step)
         return step
@@ -110,7 +110,7 @@ class Checkpointer:
             UserError: the checkpoint does not exist or does not verify.
             UnreadableError: the checkpoint cannot be read.
         """
-        decided_by_lead(lambda: self._require_verified(step), DECISION_SECONDS)
+        decide_on_primary(lambda: self._require_verified(step), DECISION_SECONDS)
         return step
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
@@ -178,7 +178,7 @@ class Checkpointer:
         for path in sorted(quarantined, key=quarantine_order, reverse=True):
             step, _ = quarantine_order(path)
             try:
-                why = damage(path, step=step, content=True)
+                why = why_invalid(path, step=step, content=True)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
@@ -196,7 +196,7 @@ class Checkpointer:
     def _damage(self, step: int) -> str | None:
         content = self._config is None or self._config.verify == "checksums"
         try:
-            return damage(self.folder / str(step), step=step, content=content)
+            return why_invalid(self.folder / str(step), step=step, content=content)
         except UnreadableError as error:
             raise UnreadableError(
                 f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
@@ -261,7 +261,7 @@ class Checkpointer:
         """
         self._settle()
         step = int(jax.device_get(state.step))
-        while not decided_by_lead(lambda: step in self._verified, DECISION_SECONDS):
+        while not decide_on_primary(lambda: step in self._verified, DECISION_SECONDS):
             self.save(state, loader, config)
             self._settle()
 
@@ -292,7 +292,7 @@ class Checkpointer:
         An error in orbax's own threads is raised here.
         """
         self._orbax.wait_until_finished()
-        if self._config is None or not is_lead():
+        if self._config is None or not is_primary():
             return
         try:
             steps = [other for other in self.steps() if other <= step]
@@ -316,7 +316,7 @@ class Checkpointer:
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
-        if is_lead():  # Free the space, which may be missing for the next save.
+        if is_primary():  # Free the space, which may be missing for the next save.
             shutil.rmtree(self._unfinished, ignore_errors=True)
         self._failures += 1
         limit = self._config.max_failed_saves

@@ -18,7 +18,16 @@ import xxhash
 
 from difftx.config import Config
 from difftx.errors import UserError
-from difftx.files import check_link, json_sha256, list_folder, misfit, read_json, retry_read, size_of, write_atomically
+from difftx.files import (
+    check_link,
+    json_sha256,
+    list_folder,
+    read_json,
+    retry_read,
+    schema_error,
+    size_of,
+    write_atomically,
+)
 from difftx.registry import loaded_extensions
 
 FORMAT = 3
@@ -142,7 +151,7 @@ def _read_manifest(folder: Path) -> Manifest:
             "version, or another --workdir"
         )
     raw.setdefault("extensions", [])  # Earlier versions of difftx had no extensions.
-    if why := misfit(raw, SHAPE):
+    if why := schema_error(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
@@ -160,7 +169,7 @@ def _read_manifest(folder: Path) -> Manifest:
     )
 
 
-def damage(folder: Path, *, step: int | None = None, content: bool) -> str | None:
+def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str | None:
     """Return why the checkpoint in `folder` does not verify, or None if it does.
 
     A checkpoint is corrupt if its contents contradict its manifest or if a file of the manifest does not exist. A read

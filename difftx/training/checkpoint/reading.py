@@ -15,7 +15,7 @@ from difftx.config.build import config_from_dict
 from difftx.data.loader import signature_changes
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.parallel.multihost import decided_by_lead, say
+from difftx.parallel.multihost import decide_on_primary, say
 from difftx.registry import require_extensions
 from difftx.training import agreement
 from difftx.training.changes import config_for_reader
@@ -44,7 +44,7 @@ class Checkpoint:
         Raises:
             RunError: the checkpoint was deleted, replaced or corrupted.
         """
-        decided_by_lead(self._require_unchanged, DECISION_SECONDS)
+        decide_on_primary(self._require_unchanged, DECISION_SECONDS)
 
     def _require_unchanged(self) -> None:
         try:
@@ -78,7 +78,7 @@ def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
         found = {"weights": manifest.weights, "sha256": manifest.sha256, "data": manifest.data}
         return found | {"config": json.loads(config_for_reader(config_of(folder), now).to_json())}
 
-    found = decided_by_lead(look, DECISION_SECONDS)
+    found = decide_on_primary(look, DECISION_SECONDS)
     return Checkpoint(folder, **found | {"config": config_from_dict(found["config"])}, now=now)
 
 

@@ -49,7 +49,7 @@ def test_maps_of_a_layer_equal_the_formula(name, monkeypatch, mesh_of):
         queries_BC = np.array([[TOKENS - 1, 0, 7], [4, 11, 5]], np.int32)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
         depth = jax.tree.map(lambda a: a[1], depth_schedule(model))
-        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).look(x, angles, depth, None, q))(
+        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, depth, None, q))(
             state, x_BTD, queries_BC
         )
         expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, depth, None))(state, x_BTD)
@@ -67,8 +67,8 @@ def test_maps_of_a_layer_equal_the_formula(name, monkeypatch, mesh_of):
             np.testing.assert_allclose(rows.lam_BCH[b], lam_HT[:, at].T, atol=1e-6)
 
 
-def look(config, mesh, queries, tokens, ids, positions):
-    """Return the model's output as `hidden` has it and as `look` has it, and the rows, under one jit each."""
+def attention_rows(config, mesh, queries, tokens, ids, positions):
+    """Return the model's output as `hidden` has it and as `attention_rows` has it, and the rows, under one jit each."""
 
     def place(x):
         return jax.device_put(x, jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
@@ -77,7 +77,7 @@ def look(config, mesh, queries, tokens, ids, positions):
         graphdef, params = graph(config), parameters_of(config)
         documents = {"positions_BT": place(positions), "segment_ids_BT": place(ids)}
         hidden = jax.jit(lambda p, t, d: nnx.merge(graphdef, p).hidden(t, **d)[0])(params, place(tokens), documents)
-        looked, rows = jax.jit(lambda p, t, q, d: nnx.merge(graphdef, p).look(t, q, lambda rows: rows, **d))(
+        looked, rows = jax.jit(lambda p, t, q, d: nnx.merge(graphdef, p).attention_rows(t, q, lambda rows: rows, **d))(
             params, place(tokens), place(queries), documents
         )
     np.testing.assert_array_equal(hidden, looked)
@@ -96,9 +96,9 @@ def test_a_sharded_model_of_packed_documents_shows_the_same(config, mesh_of, nam
     positions = (np.arange(ROW) - ids * cut[:, None]).astype(np.int32)
     queries = rng.integers(0, ROW, (8, 3)).astype(np.int32)
     c = config(name, **SIZES[name])
-    rows = look(c, mesh_of(), queries, tokens, ids, positions)
+    rows = attention_rows(c, mesh_of(), queries, tokens, ids, positions)
     sizes = {"fsdp": 4, "tensor": 2} if c.model.kv_heads % 4 else {"fsdp": 2, "tensor": 2, "context": 2}
-    on_eight = look(c, mesh_of(**sizes), queries, tokens, ids, positions)
+    on_eight = attention_rows(c, mesh_of(**sizes), queries, tokens, ids, positions)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), rows, on_eight)
     assert rows.map_BCHS.shape == (2, 8, 3, c.model.num_heads, ROW)
     seen_BCS = (np.arange(ROW) <= queries[..., None]) & (np.take_along_axis(ids, queries, 1)[..., None] == ids[:, None])
