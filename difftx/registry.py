@@ -76,7 +76,7 @@ class Registry[T](Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
             hint = did_you_mean(name, self._entries) + EXTENSION_HINT
-            raise UserError(f"{self.kind} {name!r}: there is none of this name.{hint}")
+            raise UserError(f"{name!r}: no such {self.kind}.{hint}")
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")

@@ -381,8 +381,9 @@ class Run:
             return self._ended({DONE})
         lines = [line for line in self._log().splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, f"no one line for a full disk: {self._log()}"
-        # Before it may stand what orbax and tensorstore print of a save that fails.
+        # Orbax may print a traceback of its own before that line. Writes that end after their save print nothing.
         assert "Traceback" not in self._log().partition(lines[0])[2], self._log()
+        assert "Event loop is closed" not in self._log(), self._log()
         assert re.search(r"earlier checkpoints are untouched|No space left|File too large", lines[0]), lines
         return self._ended({FAILED})
 

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ class Checkpointer:
         self._failures = 0  # Failed saves in a row.
         self._attempt = ""
         if config is not None:
+            _hide_late_writes()
             # Each attempt creates its own checkpointer, so the attempt's id and a step identify parameters.
             self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
             decide_on_primary(self._make_folder, DECISION_SECONDS)
@@ -384,6 +386,24 @@ def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> 
     if save_seconds is not None:
         options.timeout_secs = save_seconds
     return ocp.AsyncCheckpointer(handler, async_options=options)
+
+
+def _hide_late_writes() -> None:
+    """Stop the printing of a traceback for each write that ends after its save has failed.
+
+    Orbax closes the event loop of a failed save while tensorstore still writes other arrays. Each of these writes then
+    raises an error in a thread of tensorstore. The save's own error is reported by `Checkpointer.check`.
+    """
+    if getattr(sys.unraisablehook, "__name__", "") == "hide_late_writes":
+        return
+    report = sys.unraisablehook
+
+    def hide_late_writes(unraisable: "sys.UnraisableHookArgs") -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            report(unraisable)
+
+    sys.unraisablehook = hide_late_writes
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:
