@@ -1,4 +1,4 @@
-"""Errors with a one-line message for the user, and the exit codes of commands (docs/design.md §6)."""
+"""Errors with a one-line message for the user, and the exit codes of commands (docs/files.md)."""
 
 import difflib
 import errno

@@ -1,7 +1,7 @@
 """Suite `attention`: the attention weights of the last token of a needle prompt (arXiv 2410.05258, Table 3, Figure 1).
 
 The suite also measures the similarity of A1 and A2, and the sparsity of the attention weights. `map_statistics.py` and
-docs/design.md define all measures.
+docs/suites.md define all measures.
 """
 #   B = prompts of a batch, T = tokens, C = queries, L = layers, N = bins of tokens
 
