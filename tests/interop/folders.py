@@ -12,7 +12,7 @@ from conftest import ROOT
 from difftx.commands.convert import main
 from difftx.data.tokenizer import fingerprint
 from difftx.files import write_atomically
-from difftx.interop.safetensors import Written, read_folder, write_folder
+from difftx.interop.safetensors import read_folder, write_folder
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import array_name
 from difftx.training.checkpoint.weights import Streamed, save_params
@@ -71,7 +71,7 @@ def rewrite(folder, out, **changes):
     shutil.copy(folder / "config.json", out)
     tensors = tensors_of(folder) | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
-    write_folder(out, {n: Written(v.shape, lambda v=v: [v]) for n, v in kept.items()}, 2**30)
+    write_folder(out, {n: Streamed(v.shape, len(v), lambda v=v: [v]) for n, v in kept.items()}, 2**30)
     return out
 
 
