@@ -1,5 +1,6 @@
 """Folders of models for the tests of `difftx convert`, and what the command makes of them."""
 
+import base64
 import dataclasses
 import json
 import shutil
@@ -86,3 +87,13 @@ def edit_config(folder, out, **changes):
 def with_model(config, **changes):
     """The config with other fields of `model`."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+
+
+WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.
+
+
+def words_file(path):
+    """A vocabulary of bytes and a few words, as `data.tokenizer` takes it."""
+    tokens = [bytes([value]) for value in range(256)] + WORDS
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    return path

@@ -1,6 +1,5 @@
 """tokenizer.json out and in; what the library makes of it is in parity_test.py."""
 
-import base64
 import json
 import shutil
 
@@ -9,17 +8,9 @@ import pytest
 from difftx.data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
 from difftx.interop import tokenizers
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, export, import_
+from interop.folders import FIXTURES, export, import_, words_file
 
 LLAMA = FIXTURES / "llama"
-WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.
-
-
-def words_file(path):
-    """A vocabulary of bytes and a few words, as `data.tokenizer` takes it."""
-    tokens = [bytes([value]) for value in range(256)] + WORDS
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
-    return path
 
 
 def with_json(tmp_path, raw):
