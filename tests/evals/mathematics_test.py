@@ -133,10 +133,10 @@ def test_variants_of_published_fields(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gsm8k", {"answer": "It is 5."}, "line 2 has no answer as gsm8k has it, in 'answer'"),
+        ("gsm8k", {"answer": "It is 5."}, "line 2: 'answer' has no answer in the form of gsm8k"),
         ("math", {"problem": 3}, "line 2: problem=3 must be text"),
         ("svamp", {"Answer": None}, "line 2: Answer=None must be text"),
-        ("asdiv", {"answer": " (apples)"}, "line 2 has no answer as asdiv has it"),
+        ("asdiv", {"answer": " (apples)"}, "line 2: 'answer' has no answer in the form of asdiv"),
         ("tabmwp", {"table": ""}, "line 2: table='' must be text"),
     ],
 )
@@ -195,13 +195,13 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             override(config, {f"eval.math.{name}": value for name, value in changes.items()})
     for changes, message in [
-        ({"shots": 31}, "sums.train=.*train.jsonl: 30 problems, eval.math.shots=31"),
+        ({"shots": 31}, "sums.train=.*train.jsonl has 30 problems, but eval.math.shots=31"),
         (
             {"window": 192},
-            r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; leave the line out, or use fewer",
+            r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; remove the line, or use fewer",
         ),
         ({"window": 60, "shots": 0}, "line 1: the prompt has 60 tokens"),
-        ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; leave the line out$"),
+        ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; remove the line$"),
     ]:
         with pytest.raises(UserError, match=message):
             loaded(config_of(folder, **changes))

@@ -14,12 +14,11 @@ import numpy as np
 from difftx.config import Config
 from difftx.config.eval import HarnessConfig
 from difftx.data.prepare.readers import import_extra
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.data import data_files
 from difftx.evals.result import Heatmap, Result
 from difftx.evals.suite import Suite
-from difftx.training.run import Run
 
 PAPER_METRICS = {
     "arc_challenge": "acc",
@@ -38,19 +37,20 @@ BOOTSTRAPS = 1000
 def evaluate(evaluation: Evaluation) -> Result:
     """Run lm-eval's tasks on the model.
 
-    Numbers named `<task>_<metric>`, and their standard errors, are those of lm-eval. `average_acc` is the mean of `acc`
-    over `eval.harness.tasks`. `average_acc_norm` is the mean of `acc_norm`, the accuracy of choices by likelihood per
-    character, with `acc` for tasks without it. `average_paper` is the "Avg" of Tables 1 and 8: see `averages`.
+    Numbers named `<task>_<metric>`, and their standard errors, are those of lm-eval. `averages` describes the means
+    over `eval.harness.tasks`.
 
     Raises:
         UserError: lm-eval is not installed, a task or its data is not available, or a request does not fit the context.
     """
     settings = evaluation.run.config.eval.harness
     manager, tasks = load_tasks(settings)
-    from difftx.evals.harness.model import HarnessModel  # Imports lm-eval, an optional dependency.
+    import lm_eval
+
+    from difftx.evals.harness.model import HarnessModel
 
     model = HarnessModel(evaluation)
-    found = import_extra("lm_eval", "eval").simple_evaluate(
+    found = lm_eval.simple_evaluate(
         model,
         tasks=list(tasks.values()),
         task_manager=manager,
@@ -66,11 +66,6 @@ def evaluate(evaluation: Evaluation) -> Result:
     return _result(list(tasks), found, model.truncated)
 
 
-def needs(run: Run) -> None:
-    """Raise a `UserError` if lm-eval, a task or its data is not available."""
-    load_tasks(run.config.eval.harness)
-
-
 def files(config: Config) -> list[Path]:
     """Return the files that the suite reads in addition to the run's data."""
     settings = config.eval.harness
@@ -80,7 +75,7 @@ def files(config: Config) -> list[Path]:
 
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
-    """Return lm-eval's task manager, and the tasks and groups of the settings by name, with their data.
+    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data.
 
     Raises:
         UserError: lm-eval is not installed, a task does not exist, or its data is not available.
@@ -92,49 +87,45 @@ def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
     for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
         if path is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
-    manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, own=False)
+    manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=False)
     if not set(settings.tasks) <= set(manager.all_tasks):
-        manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, own=True)
+        manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=True)
     tasks = {}
     for name in settings.tasks:
         if name not in manager.all_tasks:
-            raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{_near(name, manager.all_tasks)}")
+            # `did_you_mean` would list all of the thousands of names if none is close.
+            close = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
         tasks |= _load(manager, name)
     return manager, tasks
 
 
 @functools.cache
-def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, own: bool) -> Any:
-    """Return a task manager; with `own`, also load the index of lm-eval's built-in tasks, which takes half a minute."""
+def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, built_in: bool) -> Any:
+    """Return a task manager. The index of lm-eval's built-in tasks takes half a minute to load."""
     from lm_eval.tasks import TaskManager
 
     folders = [] if data_path is None else [LOCAL_TASKS]
     folders += [] if include_path is None else [Path(include_path)]
     metadata = None if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
-    return TaskManager(include_path=folders, include_defaults=own, metadata=metadata)
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    """Return the closest known name as a hint; if none is close, return "" rather than a list of thousands of names."""
-    return did_you_mean(name, known) if difflib.get_close_matches(name, known, n=1, cutoff=0.5) else ""
+    return TaskManager(include_path=folders, include_defaults=built_in, metadata=metadata)
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Return the group or the task of a name, or the several tasks of a tag."""
+    """Return the task or the group of this name, or all tasks of the tag of this name."""
     from datasets.exceptions import DatasetsError
 
     try:
         loaded = manager.load([name])
     except (OSError, DatasetsError) as error:
         raise UserError(
-            f"eval.harness.tasks: the data of {name!r} cannot be had from the Hugging Face hub ({error}); leave it "
-            "out, or read it from files, eval.harness.data_path"
+            f"eval.harness.tasks: the data of {name!r} cannot be downloaded from the Hugging Face hub ({error}); "
+            "remove the task, or read its data from files with eval.harness.data_path"
         ) from error
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            raise UserError(
-                f"eval.harness.tasks: {name!r} runs what a model writes, or shows it pictures; leave it out"
-            )
+            raise UserError(f"eval.harness.tasks: {name!r} runs code of the model or needs images; remove the task")
     groups = loaded["groups"]
     return {name: groups[name]} if name in groups else loaded["tasks"]
 
@@ -169,15 +160,16 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
 
 
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the means over tasks of `acc`, of `acc_norm` (`acc` for tasks without it), and of the paper's metrics.
+    """Return the means over tasks.
 
-    `average_paper` is the mean over the seven tasks of the paper, and exists only if all seven were evaluated. Its
-    metrics are `acc_norm` for HellaSwag, and `acc` for ARC-C, ARC-E, BoolQ, OpenBookQA, PIQA and WinoGrande.
+    `average_acc` is the mean of `acc`. `average_acc_norm` is the mean of `acc_norm`, the accuracy of choices by
+    likelihood per character, with `acc` for tasks without it. `average_paper`, the "Avg" of Tables 1 and 8, exists only
+    if all of `PAPER_METRICS` were evaluated.
 
-    The paper does not name its metrics; this choice is an inference. With these metrics, the row of OpenLLaMA-3B-v2 in
-    Table 1 equals, when rounded, the column of that model in the README of github.com/openlm-research/open_llama. With
-    the alternatives, the numbers differ (HellaSwag 70.0: acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26, acc_norm
-    0.38).
+    The paper does not name its metrics; `PAPER_METRICS` is an inference. With these metrics, the row of OpenLLaMA-3B-v2
+    in Table 1 equals, when rounded, the column of that model in the README of github.com/openlm-research/open_llama.
+    With the alternatives, the numbers differ (HellaSwag 70.0: acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26,
+    acc_norm 0.38).
     """
     numbers = {}
     if rows:
@@ -190,12 +182,12 @@ def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", other filters append "_<filter>"."""
-    parts = ((name.partition(","), value) for name, value in values.items())
-    return {
-        metric if filtered == "none" else f"{metric}_{filtered}": float(value)
-        for (metric, comma, filtered), value in parts
-        if comma and isinstance(value, int | float | np.number)
-    }
+    numbers = {}
+    for name, value in values.items():
+        metric, comma, filter_ = name.partition(",")
+        if comma and isinstance(value, int | float | np.number):
+            numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = float(value)
+    return numbers
 
 
-SUITE = Suite(evaluate=evaluate, reads=("harness",), check=needs, files=files)
+SUITE = Suite(evaluate=evaluate, reads=("harness",), check=lambda run: load_tasks(run.config.eval.harness), files=files)

@@ -6,18 +6,14 @@ from difftx.data.prepare.readers import import_extra
 from difftx.evals.math.formats import Problem, last_boxed
 
 ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
-# Time limit to parse an expression, and to compare two expressions; after it, an answer counts as wrong. math-verify
-# uses SIGALRM, which works only in the main thread.
+# Time limit of math-verify to parse an expression, and to compare two; an answer that takes longer counts as wrong.
+# math-verify uses SIGALRM, which works only in the main thread.
 SECONDS = 5
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the content of the last \boxed{…}, else the rest of the line after the last "answer is" or "####".
-
-    None if the text has neither.
-    """
-    boxed = last_boxed(text)
-    if boxed is not None:
+    r"""Return the last \boxed{…}, else the rest of the line after the last "answer is" or "####", else None."""
+    if (boxed := last_boxed(text)) is not None:
         return boxed
     *before, last = ANSWER.split(text)
     return last.partition("\n")[0].strip().rstrip(".") if before else None
@@ -26,7 +22,7 @@ def final_answer(text: str) -> str | None:
 def is_right(text: str, problem: Problem) -> bool:
     """Return whether a text's final answer and the problem's answer are the same text or the same mathematical object.
 
-    If a text has no final answer, the number or expression that math-verify finds in it counts. Problems with choices
+    In a text without a final answer, the number or expression that math-verify finds counts. Problems with choices
     accept only the same text.
 
     Raises:
@@ -42,13 +38,12 @@ def is_right(text: str, problem: Problem) -> bool:
         final = text
     elif problem.latex and "$" not in final:
         final = f"${final}$"
-    right, given = (
-        math_verify.parse(expression, parsing_timeout=SECONDS) for expression in (f"${problem.answer}$", final)
-    )
+    right = math_verify.parse(f"${problem.answer}$", parsing_timeout=SECONDS)
+    given = math_verify.parse(final, parsing_timeout=SECONDS)
     return math_verify.verify(right, given, timeout_seconds=SECONDS)
 
 
 def _plain(answer: str) -> str:
-    r"""Return an answer in lower case, without dollar signs, \text and the like, extra space or final period."""
+    r"""Return an answer in lower case, without dollar signs, \text{…} and similar, extra space or a final period."""
     bare = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer)
     return " ".join(bare.replace("$", "").casefold().split()).rstrip(".")

@@ -1,4 +1,4 @@
-"""Formats of published sets of word problems: the fields that hold questions, solutions and answers."""
+"""Formats of published sets of word problems: the fields of questions, solutions and answers."""
 
 import dataclasses
 import re
@@ -22,8 +22,7 @@ class Format:
     answer: str  # Field of the answer.
     join: str = " "  # Separator between the fields of the question.
     optional: tuple[str, ...] = ()  # Fields of the question that may be missing, null or empty.
-    solution_end: str | None = None  # Text that separates the reasoning from the answer within the field `solution`.
-    solution_drop: str | None = None  # Regular expression of text to remove from the reasoning.
+    removed_from_solution: str = "(?!)"  # Regular expression of text to remove; (?!) matches nothing.
     answer_pattern: str = r"(?s)(.*)"  # Regular expression whose group is the answer within the field `answer`.
     latex: bool = False  # Whether answers are LaTeX.
 
@@ -35,8 +34,7 @@ FORMATS: Mapping[MathFormat, Format] = {
         question=("question",),
         solution="answer",
         answer="answer",
-        solution_end="####",
-        solution_drop=r"<<.*?>>",  # Annotations for a calculator.
+        removed_from_solution=r"<<.*?>>|####[\s\S]*",  # Annotations for a calculator, and the answer.
         answer_pattern=r"(?s).*####\s*(.+)",
     ),
     "math": Format(question=("problem",), solution="solution", answer="answer", latex=True),
@@ -96,21 +94,18 @@ def _problem(record: Record, name: MathFormat, form: Format) -> Problem:
     parts = [_part(record, field) for field in form.question if field not in form.optional or record.values.get(field)]
     choices = record.values.get("choices") if "choices" in form.question else None
     solution = None if form.solution is None else _scalar(record, form.solution)
-    # The original set MATH has no field of the answer: the solution contains it in \boxed{…}.
+    # The original set MATH has no answer field: the solution contains the answer in \boxed{…}.
     if name == "math" and solution is not None and form.answer not in record.values:
         answer = last_boxed(solution)
     else:
         found = re.match(form.answer_pattern, _scalar(record, form.answer))
         answer = None if found is None else found[1]
     if answer is None or not answer.strip():
-        raise UserError(f"{record.name} has no answer as {name} has it, in {form.answer!r}")
-    if solution is not None:
-        solution = solution.partition(form.solution_end)[0] if form.solution_end else solution
-        solution = re.sub(form.solution_drop, "", solution) if form.solution_drop else solution
+        raise UserError(f"{record.name}: {form.answer!r} has no answer in the form of {name}")
     return Problem(
         name=record.name,
         question=form.join.join(parts),
-        solution=None if solution is None else solution.strip(),
+        solution=None if solution is None else re.sub(form.removed_from_solution, "", solution).strip(),
         answer=answer.strip(),
         latex=form.latex,
         choices=tuple(map(str, choices or ())),
@@ -118,16 +113,14 @@ def _problem(record: Record, name: MathFormat, form: Format) -> Problem:
 
 
 def _part(record: Record, field: str) -> str:
-    """Return the text of a question's field; a list becomes "Options: …"."""
+    """Return the text of a field of the question; a list becomes "Options: …"."""
     value = record.field(field)
     return f"Options: {', '.join(map(str, value))}" if isinstance(value, list) else record.text(field).strip()
 
 
 def _scalar(record: Record, field: str) -> str:
-    """Return a field's text, or its number as text, without the decimals of whole numbers: "145" for 145.0."""
+    """Return a field's text, or its number as text: "145" for 145 and 145.0."""
     value: Any = record.field(field)
     if type(value) is float and value.is_integer():
         value = int(value)
-    if type(value) in (int, float):
-        return str(value)
-    return record.text(field)
+    return str(value) if type(value) in (int, float) else record.text(field)

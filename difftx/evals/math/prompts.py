@@ -23,12 +23,12 @@ NUDGE = " Let's think step by step."  # For prompts without demonstrations (arXi
 
 @dataclasses.dataclass(frozen=True)
 class MathItem:
-    """A problem and its prompt."""
+    """A problem, its prompt, and the seed to sample its answer."""
 
     id: str
     problem: Problem
     prompt: tuple[int, ...]
-    seed: int  # Seed of the sampled answer.
+    seed: int
 
 
 class MathTask:
@@ -63,12 +63,12 @@ class MathTask:
             if self.room(item) < 1:
                 raise UserError(
                     f"{item.problem.name}: the prompt has {len(item.prompt)} tokens, and the model's context "
-                    f"data.sequence_length={run.config.data.sequence_length}; leave the line out"
+                    f"data.sequence_length={run.config.data.sequence_length}; remove the line"
                     + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
                 )
 
     def room(self, item: MathItem) -> int:
-        """Return the largest number of tokens of the answer."""
+        """Return the largest number of tokens that the answer may have."""
         return min(self._settings.new_tokens, self._run.config.data.sequence_length - len(item.prompt))
 
     def _demonstrations(self, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
@@ -77,12 +77,14 @@ class MathTask:
             return ""
         problems = read_problems(config.train, form, field=f"{field}.train")
         if len(problems) < settings.shots:
-            raise UserError(f"{field}.train={config.train}: {len(problems)} problems, eval.math.shots={settings.shots}")
+            raise UserError(
+                f"{field}.train={config.train} has {len(problems)} problems, but eval.math.shots={settings.shots}"
+            )
         chosen = [problems[i] for i in rng.permutation(len(problems))[: settings.shots]]
         if settings.chain_of_thought and any(problem.solution is None for problem in chosen):
             raise UserError(
-                f"{field}: format {form!r} has no solutions to show; name a file of another as train and train_format, "
-                "or use eval.math.chain_of_thought=false"
+                f"{field}: format {form!r} has no solutions to show; set train and train_format to a file of a format "
+                "with solutions, or use eval.math.chain_of_thought=false"
             )
         return "".join(self._demonstration(problem) for problem in chosen)
 

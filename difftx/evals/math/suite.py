@@ -19,8 +19,8 @@ from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-SHOWN = 3  # Number of answers per task in the details.
-SHOWN_CHARACTERS = 4000  # Characters of each of these answers.
+SHOWN = 3  # Answers of each task in the details, each truncated to `SHOWN_CHARACTERS`.
+SHOWN_CHARACTERS = 4000
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -30,20 +30,18 @@ def evaluate(evaluation: Evaluation) -> Result:
     `truncated` is the share of answers that ended at the token limit.
 
     Raises:
-        UserError: math-verify is not installed, the config has no task, a file is invalid, or the context does not hold
-            a prompt.
+        UserError: `open_tasks` raises it.
     """
-    numbers, details, lines = {}, {}, []
-    tasks = tasks_of(evaluation.run)
-    for task in tasks:
+    by_task, details, lines = {}, {}, []
+    for task in open_tasks(evaluation.run):
         answers = _answers(evaluation, task)
         right = np.array([answer["right"] for _, answer in answers], np.float64)
         lengths = np.array([answer["tokens"] for _, answer in answers], np.float64)
-        percentiles = [float(value) for value in np.percentile(lengths, PERCENTILES)]
-        numbers |= {
-            f"{task.name}_accuracy": float(np.mean(right)),
-            f"{task.name}_tokens": float(np.mean(lengths)),
-            f"{task.name}_truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
+        percentiles = np.percentile(lengths, PERCENTILES).tolist()
+        by_task[task.name] = {
+            "accuracy": float(np.mean(right)),
+            "tokens": float(np.mean(lengths)),
+            "truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
         }
         details[task.name] = {
             "problems": len(answers),
@@ -53,19 +51,20 @@ def evaluate(evaluation: Evaluation) -> Result:
             "first": [_shown(item, answer) for item, answer in answers[:SHOWN]],
         }
         lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
-    means = {f"average_{what}": _mean(numbers, tasks, what) for what in ("accuracy", "tokens", "truncated")}
+    numbers = {
+        f"average_{metric}": float(np.mean([of_task[metric] for of_task in by_task.values()]))
+        for metric in ("accuracy", "tokens", "truncated")
+    }
+    for name, of_task in by_task.items():
+        numbers |= {f"{name}_{metric}": value for metric, value in of_task.items()}
     chart = LineChart(
-        name="math_tokens",
-        title="Length of answers",
-        x_label="percentile of answers",
-        y_label="tokens",
-        series=lines,
+        name="math_tokens", title="Length of answers", x_label="percentile of answers", y_label="tokens", series=lines
     )
-    return Result(numbers={**means, **numbers}, details={"tasks": details}, charts=[chart])
+    return Result(numbers=numbers, details={"tasks": details}, charts=[chart])
 
 
-def tasks_of(run: Run) -> list[MathTask]:
-    """Read the tasks of the config.
+def open_tasks(run: Run) -> list[MathTask]:
+    """Read the tasks of `eval.math.tasks`.
 
     Raises:
         UserError: math-verify is not installed, the config has no task, a file is invalid, or the context does not hold
@@ -73,7 +72,7 @@ def tasks_of(run: Run) -> list[MathTask]:
     """
     import_extra("math_verify", "eval")
     if not run.config.eval.math.tasks:
-        raise UserError("suite 'math': eval.math.tasks is empty; name files of problems, see docs/config.md")
+        raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")
     return [MathTask(run, config) for config in run.config.eval.math.tasks]
 
 
@@ -98,10 +97,6 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
     return list(resumable(evaluation, task.items, answer, what=f"problems of {task.name}", batch_items=rows))
 
 
-def _mean(numbers: dict[str, float], tasks: Sequence[MathTask], what: str) -> float:
-    return float(np.mean([numbers[f"{task.name}_{what}"] for task in tasks]))
-
-
 def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "problem": item.problem.name,
@@ -111,4 +106,4 @@ def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-SUITE = Suite(evaluate=evaluate, reads=("math",), check=tasks_of, files=files)
+SUITE = Suite(evaluate=evaluate, reads=("math",), check=open_tasks, files=files)
