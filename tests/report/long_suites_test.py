@@ -69,8 +69,8 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
     config = override(run.config, parse_overrides(flags_of(run), "eval", "mesh"))
     made = Run.open(config, run.workdir)
     lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
-    made_prompts = NeedlePrompts(made)
-    prompts = [made_prompts.prompt(item) for item in made_prompts.items]
+    needle_prompts = NeedlePrompts(made)
+    prompts = [needle_prompts.prompt(item) for item in needle_prompts.items]
     for prompt, first in zip(prompts[::3], needle["details"]["first_of_each_cell"], strict=True):
         (completion,) = generate(lm, [Request(prompt=prompt.tokens, new_tokens=32, seed=0)], GREEDY)
         assert first == {"id": prompt.item.id, "numbers": list(prompt.numbers), "answer": completion.text}

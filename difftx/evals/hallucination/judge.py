@@ -61,11 +61,9 @@ class OfflineJudge:
         self._words, self._threshold = settings.support_words, settings.support_threshold
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Judge each case by the rule of its kind."""
         return [self._verdict(case) for case in work.track(cases, f"{what}, {self.label}", len(cases))]
 
     def details(self) -> dict[str, Any]:
-        """Return the judge's settings."""
         return {"support_words": self._words, "support_threshold": self._threshold}
 
     def _verdict(self, case: Case) -> Verdict:

@@ -46,13 +46,13 @@ def evaluate(evaluation: Evaluation) -> Result:
     """
     run = evaluation.run
     sets, judge = sets_of(run), judge_of(run)
-    entries = {one.config.name: _answered(evaluation, one) for one in sets}
-    for one in sets:
-        _judge(evaluation, judge, one, entries[one.config.name])
-    measures = {one.config.name: _measures(one, entries[one.config.name], judge) for one in sets}
+    entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
+    for data_set in sets:
+        _judge(evaluation, judge, data_set, entries[data_set.name])
+    measures = {data_set.name: _measures(data_set, entries[data_set.name], judge) for data_set in sets}
     tables: list[LineChart | Heatmap] = []
     for kind in KINDS:
-        if names := [one.config.name for one in sets if one.config.kind == kind]:
+        if names := [data_set.name for data_set in sets if data_set.kind == kind]:
             measures[kind] = _mean([measures[name] for name in names])
             tables.append(_table(kind, names, measures, judge))
     return Result(
@@ -86,50 +86,48 @@ def judge_of(run: Run) -> Judge:
     return JudgeModel(settings, run.config.eval.judge, run.workdir / "evals" / "hallucination" / "verdicts.jsonl")
 
 
-def needs(run: Run) -> None:
+def check(run: Run) -> None:
     """Raise a `UserError` if the sets or the judge cannot be used."""
     sets_of(run)
     judge_of(run)
 
 
-def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
-    return [Path(one.path) for one in config.eval.hallucination.sets]
+def _files(config: Config) -> list[Path]:
+    return [Path(data_set.path) for data_set in config.eval.hallucination.sets]
 
 
-def _answered(evaluation: Evaluation, one: HallucinationSet) -> dict[str, Entry]:
+def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
     """Return the model's answers by item id."""
 
     def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
-        requests = [Request(prompt=item.tokens, new_tokens=one.config.new_tokens, seed=0) for item in items]
-        completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[one.config.kind])
+        requests = [Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0) for item in items]
+        completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[data_set.kind])
         return [
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    rows, what = evaluation.run.microbatch_rows, f"answers to {one.config.name}"
-    found = resumable(evaluation, one.items, answer, what=what, batch_items=rows)
+    rows, what = evaluation.run.microbatch_rows, f"answers to {data_set.name}"
+    found = resumable(evaluation, data_set.items, answer, what=what, batch_items=rows)
     return {
         item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
         for item, given in found
     }
 
 
-def _judge(evaluation: Evaluation, judge: Judge, one: HallucinationSet, entries: dict[str, Entry]) -> None:
+def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, entries: dict[str, Entry]) -> None:
     """Add the verdicts to the entries; empty answers are inaccurate without asking the judge."""
-    given = [item for item in one.items if entries[item.id]["answer"]]
+    given = [item for item in data_set.items if entries[item.id]["answer"]]
     cases = [
-        Case(one.config.kind, item.document, item.question, item.references, entries[item.id]["answer"])
-        for item in given
+        Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
     ]
-    found = decide_on_primary(lambda: judge.verdicts(cases, one.config.name, evaluation.work), DECISION_SECONDS)
+    found = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work), DECISION_SECONDS)
     verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, found, strict=True)}
     for name, entry in entries.items():
         verdict = verdicts.get(name, Verdict(False, "the answer is empty"))
         entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
 
 
-def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
+def _measures(data_set: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
     """Return the numbers of a set, each a share of its samples or a mean over them."""
     answers = [entry["answer"] for entry in entries.values()]
     accurate = [entry["accurate"] for entry in entries.values()]
@@ -147,7 +145,7 @@ def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) ->
         "answer_words": statistics.fmean(len(answer.split()) for answer in answers),
         "unfinished_rate": statistics.fmean(entry["ended_by"] == "limit" for entry in entries.values()),
     }
-    name, _, agreement = AGREEMENT[one.config.kind]
+    name, _, agreement = AGREEMENT[data_set.kind]
     for measure, compare in ((name, agreement), ("recall", overlap.recall)):
         measures[measure] = statistics.fmean(
             max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
@@ -156,8 +154,8 @@ def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) ->
     # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
     if has_reference := [
         any(overlap.contains(item.document, reference) for reference in item.references)
-        for item in one.items
-        if one.config.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
+        for item in data_set.items
+        if data_set.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
     ]:
         measures["reference_in_document"] = statistics.fmean(has_reference)
     return measures
@@ -194,4 +192,4 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
     )
 
 
-SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=needs, files=files)
+SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=check, files=_files)
