@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
-from difftx.data.packing import Row, RowSource
+from difftx.data.packing import PackedRows, Row, RowSource
+from difftx.errors import UserError
 from difftx.evals.resume import ItemJournal
 from difftx.inference.decode import LanguageModel
 from difftx.progress import Work
@@ -40,6 +41,18 @@ class Evaluation:
         """The model, to generate with and to score continuations."""
         return self._lm()
 
+    def batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Batch]:
+        """Yield the first rows of a source in microbatches, the last one padded; the arguments are those of `nll`."""
+        rows = self.run.microbatch_rows
+        batches = ordered_batches(
+            source,
+            rows=rows,
+            limit_tokens=limit_tokens,
+            sharding=self.run.batch_sharding,
+            vocab_size=self.run.config.model.vocab_size,
+        )
+        return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
+
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
         """Return -log p of each target of a source's first rows, in nats, float32 `[rows, T]`.
 
@@ -51,22 +64,13 @@ class Evaluation:
             limit_tokens: largest number of tokens, rounded down to whole rows, but at least one row.
             what: name of the rows in the progress display.
         """
-        run, graphdef = self.run, graph(self.run.config)
-        rows, total = run.microbatch_rows, ordered_rows(source, limit_tokens)
-        batches = ordered_batches(
-            source,
-            rows=rows,
-            limit_tokens=limit_tokens,
-            sharding=run.batch_sharding,
-            vocab_size=run.config.model.vocab_size,
-        )
-        found, pending = [], None
-        for batch in self.work.track(batches, what, -(-total // rows)):
+        graphdef, found, pending = graph(self.run.config), [], None
+        for batch in self.batches(source, limit_tokens, what):
             scored = _score(graphdef, self.params, batch)
             if pending is not None:  # Fetch the previous batch while the device computes the current one.
                 found.append(np.asarray(pending))
             pending = scored
-        return np.concatenate([*found, np.asarray(pending)])[:total]
+        return np.concatenate([*found, np.asarray(pending)])[: ordered_rows(source, limit_tokens)]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
         """Yield the rows of a validation set, at most `eval.loss_tokens` tokens, each with its `nll`.
@@ -78,6 +82,18 @@ class Evaluation:
             self._valid_nll[name] = self.nll(source, self.run.config.eval.loss_tokens, f"rows of {name}")
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
+
+
+def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
+    """Return the validation sets of text by name, for a suite that needs at least one.
+
+    Raises:
+        UserError: no validation set is text.
+    """
+    text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
+    if not text:
+        raise UserError(f"suite {suite!r}: no validation set is text; for synthetic tasks, use the suite 'exact_match'")
+    return text
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.evals_params import params_of
 
 from difftx import evals
 from difftx.errors import UserError
 from difftx.inference.generate import Completion
 from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
-from evals.loss_test import params_of
 
 SUITES = ["loss", "recall", "position"]
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
-from evals.loss_test import one_device
+from helpers.evals_params import one_device
 
 from difftx import evals
 from difftx.commands.evaluate import load_params
@@ -99,7 +99,7 @@ def between(curve, start, end):
 @pytest.mark.exhaustive  # Minutes of training.
 def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp_path, monkeypatch):
     """Against the model that was extended, and against as many more tokens in its own short rows."""
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+    monkeypatch.setattr("difftx.training.run.make_mesh", lambda _: one_device())
     base = tmp_path / "base"
     stages = {
         "base": ("diff_3b.py:diff", PRETRAINING),
@@ -184,6 +184,6 @@ def newest(workdir):
 
 def final_state(workdir):
     config = read_config(workdir)
-    mesh = one_device(config.mesh)
+    mesh = one_device()
     with jax.set_mesh(mesh):
         return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]

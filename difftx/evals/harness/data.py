@@ -30,31 +30,25 @@ MARKS = re.compile(r"\[(title|header|step|substeps)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form of the rows that lm-eval's task makes from the hub's data set."""
+    """The form of the rows that lm-eval's task makes from the data set of the Hugging Face hub."""
 
-    texts: range  # Allowed numbers of choices, or of contexts for winogrande.
+    texts: tuple[int, ...]  # Allowed numbers of choices, or of contexts for winogrande.
     query: str  # Regular expression that matches a whole query.
     shown: str  # Description of the query for messages.
     choices: tuple[str, ...] | None = None  # The choices of every row; None: they differ.
-    bare: bool = False  # Whether the query is only the question, without "Question: " and "Answer:".
     has_marks: bool = False  # Whether the hub's texts have WikiHow's marks, which lm-eval removes.
 
 
-_QUESTION = Form(range(2, 6), r"Question: .*\nAnswer:", "Question: …\nAnswer:")
+_QUESTION = Form((2, 3, 4, 5), r"Question: .*\nAnswer:", "Question: …\nAnswer:")
 # These follow the task files of the same names in lm-eval 0.4.13.
 FORMS = {
     "arc_challenge": _QUESTION,
     "arc_easy": _QUESTION,
-    "boolq": Form(
-        range(2, 3),
-        r"(Passage: )?.+\nQuestion: .+\?(\nAnswer:)?",
-        "…\nQuestion: …?",
-        choices=("no", "yes"),
-    ),
-    "hellaswag": Form(range(4, 5), r".+: .+", "activity: context", has_marks=True),
-    "openbookqa": Form(range(4, 5), r".+", "the question alone", bare=True),
-    "piqa": dataclasses.replace(_QUESTION, texts=range(2, 3)),
-    "winogrande": Form(range(2, 3), r"\S(.*\S)?", "the text behind the gap, without spaces around it"),
+    "boolq": Form((2,), r"(Passage: )?.+\nQuestion: .+\?(\nAnswer:)?", "…\nQuestion: …?", choices=("no", "yes")),
+    "hellaswag": Form((4,), r".+: .+", "activity: context", has_marks=True),
+    "openbookqa": Form((4,), r"(?!Question: ).+(?<!\nAnswer:)", "the question alone"),
+    "piqa": dataclasses.replace(_QUESTION, texts=(2,)),
+    "winogrande": Form((2,), r"\S(.*\S)?", "the text after the gap, without spaces around it"),
 }
 
 
@@ -64,7 +58,7 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
     Args:
         task: name of the task.
         data_path: folder of the files.
-        num_fewshot: examples in a prompt; the file needs one more, since the question itself may be drawn.
+        num_fewshot: examples in a prompt; the file needs one more, since lm-eval may draw the question itself.
         list_field: name of the field that holds one text per answer.
         test: name of the questions' split, which is also part of the file name.
 
@@ -76,7 +70,8 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
     train = _read(Path(data_path), task, "train", examine) if num_fewshot else []
     if num_fewshot and len(train) <= num_fewshot:
         raise UserError(
-            f"{FIELD}={data_path}: {task}_train has {len(train)} examples, num_fewshot={num_fewshot} too few"
+            f"{FIELD}={data_path}: {task}_train has {len(train)} examples, but num_fewshot={num_fewshot} needs "
+            f"{num_fewshot + 1}"
         )
     found = {"train": train, test: _read(Path(data_path), task, test, examine)}
     columns = {
@@ -89,8 +84,8 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
 
 def data_files(data_path: str, tasks: Sequence[str]) -> list[Path]:
     """Return the files in a folder that belong to the given tasks."""
-    there = Path(data_path).glob("*.jsonl*")
-    return sorted(path for path in there if path.name.split(".")[0].rpartition("_")[0] in tasks)
+    files = Path(data_path).glob("*.jsonl*")
+    return sorted(path for path in files if path.name.split(".")[0].rpartition("_")[0] in tasks)
 
 
 def _read(folder: Path, task: str, split: str, examine: Any) -> list[dict[str, Any]]:
@@ -98,7 +93,7 @@ def _read(folder: Path, task: str, split: str, examine: Any) -> list[dict[str, A
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         near = did_you_mean(paths[0].name, [other.name for other in folder.glob("*.jsonl*")]) if folder.is_dir() else ""
-        raise UserError(f"{FIELD}={folder}: no {paths[0].name} there, plain or compressed.{near}")
+        raise UserError(f"{FIELD}={folder} has no {paths[0].name}, plain or compressed.{near}")
     return [examine(record) for record in read_records(path, field=FIELD, what="questions")]
 
 
@@ -107,28 +102,17 @@ def _question(record: Record, *, form: Form, text_field: str, list_field: str) -
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{record.name}: {list_field}={texts!r} must be a list of texts")
     if type(gold) is not int or not 0 <= gold < len(texts):
-        raise UserError(f"{record.name}: gold={gold!r} must be a number of {list_field}, 0 … {len(texts) - 1}")
-    if why := _misfit(form, text, texts):
-        why = why.format(text=text_field, list=list_field)
+        raise UserError(f"{record.name}: gold={gold!r} must be an index of {list_field}, 0 … {len(texts) - 1}")
+    why = None
+    marked = next((part for part in (text, *texts) if MARKS.search(part)), None)
+    if len(texts) not in form.texts:
+        why = f"{list_field} has {len(texts)} texts, not {' or '.join(map(str, form.texts))}"
+    elif form.choices is not None and tuple(texts) != form.choices:
+        why = f"{list_field} must be {list(form.choices)}"
+    elif not re.fullmatch(form.query, text, re.DOTALL):
+        why = f"{text_field}={text!r} does not have the task's form, {form.shown!r}"
+    elif form.has_marks and marked is not None:
+        why = f"{marked!r} has a mark in brackets, which lm-eval removes"
+    if why is not None:
         raise UserError(f"{record.name}: {why}; write the row as lm-eval's task does")
     return {text_field: text, list_field: texts, "gold": gold}
-
-
-def _misfit(form: Form, text: str, texts: Sequence[str]) -> str | None:
-    """Return why a row does not have its task's form, or None; {text} and {list} stand for the names of the fields."""
-    if len(texts) not in form.texts:
-        counts = "2" if form.texts == range(2, 3) else f"{form.texts[0]} to {form.texts[-1]}"
-        return f"{{list}} has {len(texts)} texts, and the task {counts}"
-    if form.choices is not None and tuple(texts) != form.choices:
-        return f"{{list}} must be {list(form.choices)}"
-    shown = _braced(repr(text))
-    has_frame = text.startswith("Question: ") or text.endswith("\nAnswer:")
-    if not re.fullmatch(form.query, text, re.DOTALL) or (form.bare and has_frame):
-        return f"{{text}}={shown} has not the form of the task, {form.shown!r}"
-    if form.has_marks and (marked := next((t for t in (text, *texts) if MARKS.search(t)), None)):
-        return f"{_braced(repr(marked))} has a mark in brackets, which lm-eval removes"
-    return None
-
-
-def _braced(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")

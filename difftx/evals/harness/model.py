@@ -11,7 +11,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.harness.requests import Tokens, Wanted, complete_all, score_all
+from difftx.evals.harness.requests import GenerationRequest, Tokens, complete_all, score_all
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Score
 
@@ -33,7 +33,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that replaces an empty context and precedes every text."""
+        """The token that replaces an empty context and precedes each text."""
         return self._evaluation.lm.tokenizer.eot_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -45,7 +45,11 @@ class HarnessModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
-        pairs = [self._fitting(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        pairs = []
+        for _, context, continuation in requests:
+            # The last token of the continuation is only a target, so it needs no position in the context.
+            room = self._window + 1 - len(continuation)
+            pairs.append((self._truncated(tuple(context), room), tuple(continuation)))
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -54,52 +58,49 @@ class HarnessModel(TemplateLM):
         A long text is split into windows that score each token once. Each window is conditioned on the last token of
         the previous window.
         """
-        windows = [self._windows(*request.args) for request in requests]
+        windows = [self._windows(request.args[0]) for request in requests]
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the model's completion of each context, up to the first of the task's stop strings."""
         repeats: collections.Counter[tuple[str, str]] = collections.Counter()
-        wanted = []
+        found = []
         for request in requests:
             context, options = request.args
-            same = context, repr(options)
-            wanted.append(self._wanted(context, options, repeats[same]))
-            repeats[same] += 1
-        return complete_all(self._evaluation, wanted, what="texts to write")
+            key = context, repr(options)
+            found.append(self._generation_request(context, options, repeats[key]))
+            repeats[key] += 1
+        return complete_all(self._evaluation, found, what="texts to write")
 
     def _windows(self, text: str) -> list[tuple[Tokens, Tokens]]:
         windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._window, context_len=1)
         return [(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, windows)]
 
-    def _fitting(self, context: Tokens, continuation: Tokens) -> tuple[Tokens, Tokens]:
-        # The last token of the continuation is only a target, so it needs no position in the context.
-        return self._cut(context, self._window + 1 - len(continuation)), continuation
-
-    def _wanted(self, context: str, options: dict[str, Any], repeat: int) -> Wanted:
+    def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
         """Return a request; `repeat`, the number of equal earlier requests, gives each repetition its own seed."""
-        known = normalize_gen_kwargs(options)
-        if unknown := known.keys() - GENERATION:
+        options = normalize_gen_kwargs(options)
+        if unknown := options.keys() - GENERATION:
             raise UserError(
-                f"suite 'harness': a task wants generation with {min(unknown)!r}, which difftx does not know"
+                f"suite 'harness': a task requires the generation option {min(unknown)!r}, which difftx does not "
+                "support; remove the task from eval.harness.tasks"
             )
-        new_tokens = known["max_gen_toks"]
-        greedy = not known["do_sample"]
-        return Wanted(
-            prompt=self._cut(tuple(self.tok_encode(context)) or (self.eot_token_id,), self._window - new_tokens),
+        new_tokens, greedy = options["max_gen_toks"], not options["do_sample"]
+        tokens = tuple(self.tok_encode(context)) or (self.eot_token_id,)
+        return GenerationRequest(
+            prompt=self._truncated(tokens, self._window - new_tokens),
             new_tokens=new_tokens,
-            stop=tuple(filter(None, known["until"])),
+            stop=tuple(filter(None, options["until"])),
             sampling=Sampling(
-                repetition_penalty=known.get("repetition_penalty"),
-                temperature=0.0 if greedy else known.get("temperature", 1.0),
-                top_k=None if greedy else known.get("top_k") or None,  # 0 means all tokens, as in Hugging Face.
-                top_p=None if greedy else known.get("top_p"),
+                repetition_penalty=options.get("repetition_penalty"),
+                temperature=0.0 if greedy else options.get("temperature", 1.0),
+                top_k=None if greedy else options.get("top_k") or None,  # 0 means all tokens, as in Hugging Face.
+                top_p=None if greedy else options.get("top_p"),
             ),
             seed=0 if greedy else (self._settings.seed + repeat) % 2**32,
         )
 
-    def _cut(self, tokens: Tokens, room: int) -> Tokens:
+    def _truncated(self, tokens: Tokens, room: int) -> Tokens:
         """Return the last `room` tokens, or all if they are fewer.
 
         Raises:
@@ -108,10 +109,10 @@ class HarnessModel(TemplateLM):
         if len(tokens) <= room:
             return tokens
         if room < 1 or not self._settings.truncate:
-            way = ", or cut such at the left with eval.harness.truncate=true" if room > 0 else ""
+            way = ", or truncate long requests on the left with eval.harness.truncate=true" if room > 0 else ""
             raise UserError(
                 f"suite 'harness': a request takes {self._window + len(tokens) - room} tokens, and the model's context "
-                f"data.sequence_length={self._window}; leave its task out{way}"
+                f"data.sequence_length={self._window}; remove its task from eval.harness.tasks{way}"
             )
         self.truncated += 1
         return tokens[-room:]

@@ -1,4 +1,4 @@
-"""Likelihoods and completions for external tasks, without repeated work and resumable after a kill."""
+"""Likelihoods and completions for lm-eval's tasks: each request is answered once, also after a kill."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ from difftx.inference.score import Item, Score, loglikelihoods
 
 # Largest number of continuations per item. Some contexts have many: all first windows of texts follow <|endoftext|>.
 CONTINUATIONS = 64
-# Items of a batch per row of a microbatch. Larger batches allow rows of more similar length, but a kill loses a whole
-# batch.
-ITEMS_A_ROW = 8
+# Items of a batch per row of a microbatch. In larger batches, rows of a microbatch are more similar in length, but a
+# kill loses a whole batch.
+ITEMS_PER_ROW = 8
 
 type Tokens = tuple[int, ...]
 
@@ -30,17 +30,11 @@ class _Choices:
 
     @functools.cached_property
     def id(self) -> str:
-        """The item's name in a journal."""
         return json_sha256([self.context, self.continuations])
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the context and the longest continuation."""
-        return len(self.context) + max(map(len, self.continuations))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
+class GenerationRequest:
     """A prompt to complete, with the settings of its completion."""
 
     prompt: Tokens
@@ -51,7 +45,6 @@ class Wanted:
 
     @functools.cached_property
     def id(self) -> str:
-        """The item's name in a journal."""
         return json_sha256(dataclasses.asdict(self))
 
 
@@ -71,39 +64,40 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
         for context, continuations in by_context.items()
         for part in itertools.batched(continuations, CONTINUATIONS)
     ]
-    items.sort(key=lambda item: -item.tokens)  # Longest first, so that a lack of memory shows immediately.
+    # Longest first, so that a lack of memory shows immediately.
+    items.sort(key=lambda item: -len(item.context) - max(map(len, item.continuations)))
     rows = evaluation.run.microbatch_rows
 
     def answer(batch: Sequence[_Choices]) -> list[list[Score]]:
-        asked = [Item(item.context, continuation) for item in batch for continuation in item.continuations]
-        scores = iter(loglikelihoods(evaluation.lm, asked, batch_rows=rows))
+        pairs = [Item(item.context, continuation) for item in batch for continuation in item.continuations]
+        scores = iter(loglikelihoods(evaluation.lm, pairs, batch_rows=rows))
         return [list(itertools.islice(scores, len(item.continuations))) for item in batch]
 
     found = {}
-    for item, scores in resumable(evaluation, items, answer, what=what, batch_items=rows * ITEMS_A_ROW):
+    for item, scores in resumable(evaluation, items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
         for continuation, score in zip(item.continuations, scores, strict=True):
             found[item.context, continuation] = Score(*score)
     return [found[pair] for pair in pairs]
 
 
-def complete_all(evaluation: Evaluation, wanted: Sequence[Wanted], *, what: str) -> list[str]:
+def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], *, what: str) -> list[str]:
     """Return the completion of each prompt, up to the first of its stop strings.
 
     Args:
         evaluation: evaluation with the model, and the journal of finished items.
-        wanted: prompts that fit the model's context together with their new tokens.
+        requests: prompts that fit the model's context together with their new tokens.
         what: name of the prompts in the progress display.
     """
-    texts: dict[Wanted, str] = {}
-    alike: dict[tuple[Sampling, tuple[str, ...]], list[Wanted]] = {}
-    for item in dict.fromkeys(wanted):
-        alike.setdefault((item.sampling, item.stop), []).append(item)
-    for (sampling, stop), items in alike.items():
+    texts: dict[GenerationRequest, str] = {}
+    groups: dict[tuple[Sampling, tuple[str, ...]], list[GenerationRequest]] = {}
+    for item in dict.fromkeys(requests):
+        groups.setdefault((item.sampling, item.stop), []).append(item)
+    for (sampling, stop), items in groups.items():
 
-        def answer(batch: Sequence[Wanted], sampling: Sampling = sampling, stop: Sequence[str] = stop) -> list[str]:
-            requests = [Request(prompt=item.prompt, new_tokens=item.new_tokens, seed=item.seed) for item in batch]
-            return [completion.text for completion in generate(evaluation.lm, requests, sampling, stop=stop)]
+        def answer(batch: Sequence[GenerationRequest], sampling=sampling, stop=stop) -> list[str]:
+            prompts = [Request(prompt=item.prompt, new_tokens=item.new_tokens, seed=item.seed) for item in batch]
+            return [completion.text for completion in generate(evaluation.lm, prompts, sampling, stop=stop)]
 
         items.sort(key=lambda item: -len(item.prompt))  # Longest first, so that a lack of memory shows immediately.
         texts |= resumable(evaluation, items, answer, what=what, batch_items=evaluation.run.microbatch_rows)
-    return [texts[item] for item in wanted]
+    return [texts[item] for item in requests]

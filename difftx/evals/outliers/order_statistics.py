@@ -7,7 +7,6 @@ magnitude has the same bits in both; a mismatch of their counts is an error.
 """
 #   N = devices, P = slots: high digits whose low digits are counted, V = 2**16 values of a digit
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -59,23 +58,24 @@ def order_statistics(
         UserError: a set has fewer values than a rank.
         RunError: the two passes counted different values.
     """
-    slots = slots_for(ranks)
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
     high = {name: counts_PV[0] for name, counts_PV in count(dict.fromkeys(names, everything)).items()}
-    wanted, bins = {}, {}
+    indices, digits = {}, {}
     for name in names:
         total = int(high[name].sum())
         if max(ranks) > total:
-            raise UserError(f"{field}: rank {max(ranks)} of {total} values; use at most that")
-        wanted[name] = [*(total - rank for rank in ranks), (total - 1) // 2, total // 2]
-        bins[name] = np.searchsorted(np.cumsum(high[name]), wanted[name], side="right")
-    digits = {name: Digit(_slots_of(bins[name], slots), np.uint32(0)) for name in names}
+            raise UserError(f"{field}: rank {max(ranks)} of {total} values; use ranks of at most {total}")
+        indices[name] = [*(total - rank for rank in ranks), (total - 1) // 2, total // 2]
+        needed = np.unique(np.searchsorted(np.cumsum(high[name]), indices[name], side="right"))
+        slot_V = np.full(V, slots_for(ranks), np.uint32)
+        slot_V[needed] = np.arange(len(needed))
+        digits[name] = Digit(slot_V, np.uint32(0))
     low = count(digits)
-    return {name: _statistics(high[name], low[name], digits[name], wanted[name], ranks) for name in names}
+    return {name: _statistics(high[name], low[name], digits[name], indices[name], ranks) for name in names}
 
 
 def slots_for(ranks: Sequence[int]) -> int:
-    """Return the largest possible number of distinct high digits: one per rank, and two for the median."""
+    """Return the largest number of high digits that values can have: one per rank, and two for the median."""
     return len(ranks) + 2
 
 
@@ -92,8 +92,8 @@ def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, dig
     slots = counts_P2V.shape[0]
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
-    place = jnp.where(counted, slot * V + ((bits >> digit.shift) & (V - 1)), slots * V)
-    new_PV = jnp.zeros(slots * V, jnp.uint32).at[place.reshape(-1)].add(jnp.uint32(1), mode="drop").reshape(slots, V)
+    cell = jnp.where(counted, slot * V + ((bits >> digit.shift) & (V - 1)), slots * V)
+    new_PV = jnp.zeros(slots * V, jnp.uint32).at[cell.reshape(-1)].add(jnp.uint32(1), mode="drop").reshape(slots, V)
     low_PV = counts_P2V[:, 0] + new_PV
     return jnp.stack([low_PV, counts_P2V[:, 1] + (low_PV < new_PV)], axis=1)
 
@@ -111,30 +111,23 @@ def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
     return jax.sharding.reshard(jnp.sum(jnp.stack(halves, axis=2), axis=0), P())
 
 
-def _slots_of(bins: np.ndarray, slots: int) -> np.ndarray:
-    slot_V = np.full(V, slots, np.uint32)
-    distinct = np.unique(bins)
-    slot_V[distinct] = np.arange(len(distinct))
-    return slot_V
-
-
 def _statistics(
-    high_V: np.ndarray, low_PV: np.ndarray, digit: Digit, wanted: Sequence[int], ranks: Sequence[int]
+    high_V: np.ndarray, low_PV: np.ndarray, digit: Digit, indices: Sequence[int], ranks: Sequence[int]
 ) -> Statistics:
+    """Return the statistics of a set from its counts. `indices` are positions in ascending order."""
     until_V = np.cumsum(high_V)
 
-    @functools.cache
-    def at(position: int) -> float:
-        bin_ = int(np.searchsorted(until_V, position, side="right"))
-        low_V = low_PV[digit.slot_V[bin_]]
-        if low_V.sum() != high_V[bin_]:
+    def value_at(index: int) -> float:
+        high = int(np.searchsorted(until_V, index, side="right"))
+        low_V = low_PV[digit.slot_V[high]]
+        if low_V.sum() != high_V[high]:
             raise RunError(
-                f"{high_V[bin_]} values began with {bin_:#06x} in the first pass and {low_V.sum()} in the second: "
-                "the devices do not give the same values twice"
+                f"{high_V[high]} values began with {high:#06x} in the first pass and {low_V.sum()} in the second: "
+                "the devices do not compute the same values twice; check the hardware"
             )
-        place = position - (until_V[bin_] - high_V[bin_])
-        low = int(np.searchsorted(np.cumsum(low_V), place, side="right"))
-        return float(np.uint32(bin_ << DIGIT_BITS | low).view(np.float32))
+        index_in_digit = index - (until_V[high] - high_V[high])
+        low = int(np.searchsorted(np.cumsum(low_V), index_in_digit, side="right"))
+        return float(np.uint32(high << DIGIT_BITS | low).view(np.float32))
 
-    *top, below, above = map(at, wanted)
+    *top, below, above = map(value_at, indices)
     return Statistics(int(high_V.sum()), dict(zip(ranks, top, strict=True)), (below + above) / 2)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import P
 
 from difftx.config import ModelConfig
-from difftx.data.loader import Batch, ordered_batches, ordered_rows
+from difftx.data.loader import Batch, ordered_rows
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.outliers.order_statistics import (
     Counts,
@@ -31,7 +31,7 @@ from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
 KINDS = ("logits", "hidden")
-PIECE_VALUES = 2**20  # Hidden-state values that a device counts per chunk; for logits, `xla.CHUNK_MAP_ELEMENTS`.
+CHUNK_VALUES = 2**20  # Hidden-state values that a device counts per chunk; for logits, `xla.CHUNK_MAP_ELEMENTS`.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -59,23 +59,14 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
     """Make a pass over the validation data, and return the counts of `digits` for logits and hidden states."""
-    run, layout = evaluation.run, Layout.of(evaluation.run.config.mesh.context_method).with_whole_rows()
-    graphdef = graph(run.config, layout)
-    rows, limit = run.microbatch_rows, run.config.eval.outliers.tokens
-    slots = slots_for(run.config.eval.outliers.ranks)
-    counts = {kind: no_counts(run.mesh, slots) for kind in KINDS}
+    run, settings = evaluation.run, evaluation.run.config.eval.outliers
+    graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
+    counts = {kind: no_counts(run.mesh, slots_for(settings.ranks)) for kind in KINDS}
     for name, source in run.data.valid.items():
-        wanted = ordered_rows(source, limit)
-        batches = ordered_batches(
-            source,
-            rows=rows,
-            limit_tokens=limit,
-            sharding=run.batch_sharding,
-            vocab_size=run.config.model.vocab_size,
-        )
-        shown = evaluation.work.track(batches, f"rows of {name}, {what}", -(-wanted // rows))
-        for start, batch in zip(range(0, wanted, rows), shown, strict=True):
-            counts = _add_batch(graphdef, evaluation.params, batch, np.int32(wanted - start), digits, counts)
+        left = ordered_rows(source, settings.tokens)
+        for batch in evaluation.batches(source, settings.tokens, f"rows of {name}, {what}"):
+            counts = _add_batch(graphdef, evaluation.params, batch, np.int32(left), digits, counts)
+            left -= run.microbatch_rows
     return {kind: summed(counts[kind]) for kind in KINDS}
 
 
@@ -123,7 +114,7 @@ def _add_batch(
 
 
 def _is_own(config: ModelConfig) -> np.ndarray:
-    """Return which heads and groups to count, bool `[H, G]`: of the repeated copies of a noise head, only the first."""
+    """Return whether to count each head and group, bool `[H, G]`: of the copies of a noise head, only the first."""
     if config.signal_heads is None:
         return np.ones((config.query_heads // config.groups, config.groups), bool)
     is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
@@ -160,16 +151,16 @@ def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
     """
     D = out_BTD.shape[2]
     counted = (real_BT & (jax.lax.axis_index("tensor") == 0)).reshape(-1)
-    size = min(len(counted), max(1, PIECE_VALUES // D))
+    size = min(len(counted), max(1, CHUNK_VALUES // D))
     count = -(-len(counted) // size)
     counted = jnp.pad(counted, (0, count * size - len(counted))).reshape(count, size)
     values = jnp.pad(out_BTD.reshape(-1, D), [(0, counted.size - out_BTD.size // D), (0, 0)]).reshape(count, size, D)
 
-    def piece(counts_P2V: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def chunk(counts_P2V: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         values, counted = rows
         return add_counts(counts_P2V, values, jnp.broadcast_to(counted[:, None], values.shape), digit), None
 
-    return jax.lax.scan(piece, counts_1P2V[0], (values, counted))[0][None]
+    return jax.lax.scan(chunk, counts_1P2V[0], (values, counted))[0][None]
 
 
 SUITE = Suite(evaluate=evaluate, reads=("outliers",), quantizable=False)
