@@ -1,7 +1,6 @@
 """The driver of suites: run them, write their results, and find results that need not be computed again."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 
 from difftx.config import Config
 from difftx.config.fields import values_of
+from difftx.data.store import sha256_of
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.resume import ItemJournal
@@ -128,7 +128,6 @@ def with_inner(config: Config, suite: str) -> tuple[str, ...]:
 def _sha256(path: Path) -> str | None:
     """Return the SHA-256 of a file; None if the file cannot be read, which the suite's own check reports."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError:
         return None

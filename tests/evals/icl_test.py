@@ -326,7 +326,7 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
         ([{"text": "a", "coarse": "NUM"}, {"txt": "a"}], {}, "line 2 has no field 'text'. Did you mean 'txt'"),
         ([{"text": "a", "coarse": 3}], {}, "line 1: coarse=3 must be text"),
         ([{"text": " \n ", "coarse": "NUM"}], {}, "line 1: text is only white space"),
-        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is no label of .*train.*. Did you mean 'NUM'"),
+        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is not a label of .*train.*. Did you mean 'NUM'"),
         ([{"text": "a " * 2000, "coarse": "NUM"}], {}, "'trec': data.sequence_length=1024 does not hold"),
         ([{"text": "a", "coarse": "NUM"}], {"train": "no/such.jsonl"}, "trec.train=no/such.jsonl: cannot be read"),
         ([{"text": "a", "coarse": "NUM"}], {"label": "corse"}, "line 1 has no field 'corse'. Did you mean 'coarse'"),

@@ -59,20 +59,17 @@ object: {"why": "your reason, in a sentence or two", "accurate": true or false}"
 
 
 class JudgeModel:
-    """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is asked twice.
+    """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is paid for twice.
 
     Each line of the file has the `key` of the request, the whole `reply`, its verdict and the tokens that it costs.
     `accurate` is null if the reply is not a verdict.
     """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
-        """Prepare the endpoint and the file of replies.
-
-        Raises:
-            UserError: the environment has no valid key, or the key would be sent unencrypted.
-        """
+        """Raise a `UserError` if the environment has no valid key, or the key would be sent unencrypted."""
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
+        # The suffix of the names of all numbers that the judge decides, and its name in tables and charts.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
         self._endpoint, self._file = ChatEndpoint(config), JsonLines(path)

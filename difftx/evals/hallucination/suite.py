@@ -10,7 +10,7 @@ from difftx.config.eval import KINDS
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judge import Case, Judge, OfflineJudge, Verdict
+from difftx.evals.hallucination.judge import Case, OfflineJudge, Verdict
 from difftx.evals.hallucination.judge_model import JudgeModel
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.result import Heatmap, LineChart, Result
@@ -22,6 +22,7 @@ from difftx.parallel.multihost import decide_on_primary
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
+type Judge = OfflineJudge | JudgeModel
 type Measures = dict[str, float]
 type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
 
@@ -44,8 +45,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         UserError: the config has no set, or a set's file, the context or the judge cannot be used.
         RunError: the judge cannot be reached.
     """
-    run = evaluation.run
-    sets, judge = sets_of(run), judge_of(run)
+    sets, judge = sets_and_judge(evaluation.run)
     entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
     for data_set in sets:
         _judge(evaluation, judge, data_set, entries[data_set.name])
@@ -62,34 +62,21 @@ def evaluate(evaluation: Evaluation) -> Result:
     )
 
 
-def sets_of(run: Run) -> list[HallucinationSet]:
-    """Read the sets of the config.
+def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
+    """Read the sets of the config, and return them with its judge.
 
     Raises:
-        UserError: the config has no set, a file is invalid, or the context does not hold a prompt.
-    """
-    sets = run.config.eval.hallucination.sets
-    if not sets:
-        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
-    return [HallucinationSet(run, config) for config in sets]
-
-
-def judge_of(run: Run) -> Judge:
-    """Return the judge of the config.
-
-    Raises:
-        UserError: the environment has no valid key for the judge, or the key would be sent unencrypted.
+        UserError: the config has no set, a file is invalid, the context does not hold a prompt, the environment has no
+            valid key for the judge, or the key would be sent unencrypted.
     """
     settings = run.config.eval.hallucination
+    if not settings.sets:
+        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
+    sets = [HallucinationSet(run, config) for config in settings.sets]
     if settings.judge_model is None:
-        return OfflineJudge(settings)
-    return JudgeModel(settings, run.config.eval.judge, run.workdir / "evals" / "hallucination" / "verdicts.jsonl")
-
-
-def check(run: Run) -> None:
-    """Raise a `UserError` if the sets or the judge cannot be used."""
-    sets_of(run)
-    judge_of(run)
+        return sets, OfflineJudge(settings)
+    replies = run.workdir / "evals" / "hallucination" / "verdicts.jsonl"
+    return sets, JudgeModel(settings, run.config.eval.judge, replies)
 
 
 def _files(config: Config) -> list[Path]:
@@ -132,13 +119,13 @@ def _measures(data_set: HallucinationSet, entries: dict[str, Entry], judge: Judg
     answers = [entry["answer"] for entry in entries.values()]
     accurate = [entry["accurate"] for entry in entries.values()]
     abstains = [overlap.is_abstention(answer) for answer in answers]
-    says = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
+    is_answered = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
     measures = {f"accuracy_by_{judge.label}": statistics.fmean(accurate)}
-    if any(says):
-        of_answers = [right for right, answered in zip(accurate, says, strict=True) if answered]
+    if any(is_answered):
+        of_answers = [right for right, answered in zip(accurate, is_answered, strict=True) if answered]
         measures[f"accuracy_when_answered_by_{judge.label}"] = statistics.fmean(of_answers)
     measures |= {
-        "answer_rate": statistics.fmean(says),
+        "answer_rate": statistics.fmean(is_answered),
         "abstention_rate": statistics.fmean(abstains),
         "empty_rate": statistics.fmean(not answer for answer in answers),
         "answer_tokens": statistics.fmean(entry["tokens"] for entry in entries.values()),
@@ -192,4 +179,4 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
     )
 
 
-SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=check, files=_files)
+SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=sets_and_judge, files=_files)
