@@ -13,7 +13,7 @@ from flax import nnx
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
 from difftx.data.packing import PackedRows, Row, RowSource
 from difftx.errors import UserError
-from difftx.evals.journal import Journal
+from difftx.evals.resume import ItemJournal
 from difftx.inference.decode import LanguageModel
 from difftx.progress import Work
 from difftx.training.loss import token_nll
@@ -22,15 +22,15 @@ from difftx.training.state import graph
 
 
 class Evaluation:
-    """A run, the parameters of one of its steps, a display for suites that take long, and a suite's journal."""
+    """A run, the parameters of one of its steps, a progress display, and the journal of the current suite."""
 
-    def __init__(self, run: Run, params: Any, work: Work, journal: Journal | None = None):
+    def __init__(self, run: Run, params: Any, work: Work, journal: ItemJournal | None = None):
         """Without a journal, an interrupted suite starts again from its first item."""
         self.run, self.params, self.work, self.journal = run, params, work, journal
         self._lm = functools.cache(lambda: LanguageModel(run.config, run.mesh, params, run.tokenizer))
         self._valid_nll: dict[str, np.ndarray] = {}
 
-    def with_journal(self, journal: Journal) -> "Evaluation":
+    def with_journal(self, journal: ItemJournal) -> "Evaluation":
         """Return the evaluation for another suite; both share the language model and the `nll` of validation sets."""
         other = copy.copy(self)
         other.journal = journal
@@ -79,8 +79,7 @@ class Evaluation:
         """
         source = self.run.data.valid[name]
         if name not in self._valid_nll:
-            limit = self.run.config.eval.loss_tokens
-            self._valid_nll[name] = self.nll(source, limit, f"rows of {name}")
+            self._valid_nll[name] = self.nll(source, self.run.config.eval.loss_tokens, f"rows of {name}")
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
 

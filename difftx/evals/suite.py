@@ -1,4 +1,4 @@
-"""A suite as one object, and the registry of suites; docs/extend.md shows how to add one."""
+"""The class of suites, and the registry of suites; docs/extend.md shows how to add a suite."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """How to evaluate a model, and what the result depends on in addition to the model and the validation data.
+    """A function that evaluates a model, and what its result depends on besides the model and the validation data.
 
     Attributes:
         evaluate: function that runs the suite; `eval.py --list` prints the first line of its docstring.
@@ -40,7 +40,6 @@ class Suite:
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring of `evaluate`."""
         return (self.evaluate.__doc__ or "").partition("\n")[0]
 
 
@@ -69,11 +68,8 @@ SUITES: Registry[Suite] = Registry(
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
     """Add a suite.
 
-    Args:
-        name: of the suite.
-        suite: to add.
-        config: frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
-            depends on all of its values.
+    `config` is a frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
+    depends on all of its values.
 
     Raises:
         UserError: the name is taken, `suite.reads` names a field that does not exist, or `config` is not a frozen

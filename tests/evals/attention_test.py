@@ -145,7 +145,8 @@ def planted(config, mesh):
 def expected_of(run, architecture):
     """Return (depth, layer, name) → the mean over prompts and heads, from the prompts' text."""
     found = {}
-    for prompt in attention.prompts_of(run):
+    prompts = attention.prompts_of(run)
+    for prompt in map(prompts.prompt, prompts.items):
         part = np.full(len(prompt.tokens), PARTS.index("noise"))
         text = run.tokenizer.decode(prompt.tokens)
         assert len(text) == len(prompt.tokens)
@@ -256,7 +257,9 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
     cases = json.dumps([{"needles": 4, "queries": 2}])
     config = config_of(tmp_path, "diff", **{"eval.needle.cases": cases, "eval.needle.samples": 3})
     run = Run.open(config, tmp_path / "run")
-    assert list(attention.prompts_of(run)) == list(NeedlePrompts(run))
+    prompts, needle = attention.prompts_of(run), NeedlePrompts(run)
+    assert prompts.items == needle.items
+    assert [prompts.prompt(item) for item in prompts.items] == [needle.prompt(item) for item in needle.items]
 
 
 def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):

@@ -1,4 +1,3 @@
-import gzip
 import json
 import re
 import subprocess
@@ -8,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment, suite_config
+from helpers.evals_examples import write_lines
 
 from difftx import evals
 from difftx.config.build import override
@@ -36,18 +36,12 @@ def long_bench(count, words=20):
     return records
 
 
-def write(path, records):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
-    write(folder / "qa.jsonl.gz", long_bench(30))
+    write_lines(folder / "qa.jsonl.gz", long_bench(30))
     news = [{"text": record["context"], "summary": f"All about {record['answers'][0]}."} for record in long_bench(12)]
-    write(folder / "news.jsonl", news)
+    write_lines(folder / "news.jsonl", news)
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     return folder
 
@@ -273,7 +267,7 @@ GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
     path = tmp_path / "qa.jsonl"
     if records is not None:
-        write(path, records)
+        write_lines(path, records)
     with pytest.raises(UserError, match=message):
         loaded(config_of(folder, set_of(folder, path=str(path), **changes)))
 

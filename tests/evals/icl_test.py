@@ -1,5 +1,4 @@
 import collections
-import gzip
 import itertools
 import json
 import re
@@ -8,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from conftest import suite_config
+from helpers.evals_examples import LABELS, examples, task_of, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,46 +19,16 @@ from difftx.evals.icl.prompts import IclTask
 from difftx.evals.icl.suite import first_stable
 from difftx.training.run import Run
 
-# A question's label follows from its first word.
-LABELS = {"How far": "NUM", "Who": "HUM", "Where": "LOC", "What is": "ENTY", "Why": "DESC", "What does": "ABBR"}
 DEMONSTRATION = re.compile(r"Question: (.+)\nType: (\S+)\n\n")
-
-
-def examples(count, seed):
-    rng = np.random.default_rng(seed)
-    first = rng.choice(list(LABELS), count, p=[0.3, 0.3, 0.2, 0.1, 0.06, 0.04])
-    return [
-        {"text": f"{words} {' '.join(rng.choice(['a', 'thing', 'of', 'wonder'], rng.integers(1, 7)))} {i} ?",
-         "coarse": LABELS[str(words)], "fine": f"{LABELS[str(words)]}:{i % 3}"}
-        for i, words in enumerate(first)
-    ]  # fmt: skip
-
-
-def write(path, records):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    write(folder / "train.jsonl.gz", examples(200, 0))
-    write(folder / "test.jsonl", examples(60, 1))
+    write_lines(folder / "train.jsonl.gz", examples(200, 0))
+    write_lines(folder / "test.jsonl", examples(60, 1))
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     return folder
-
-
-def task_of(folder, **changes):
-    files = {"train": f"{folder}/train.jsonl.gz", "test": f"{folder}/test.jsonl"}
-    return {
-        "name": "trec",
-        **files,
-        "text": "text",
-        "label": "coarse",
-        "text_word": "Question",
-        "label_word": "Type",
-    } | changes
 
 
 def config_of(folder, *tasks, window=1024, **changes):
@@ -326,7 +296,7 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
         ([{"text": "a", "coarse": "NUM"}, {"txt": "a"}], {}, "line 2 has no field 'text'. Did you mean 'txt'"),
         ([{"text": "a", "coarse": 3}], {}, "line 1: coarse=3 must be text"),
         ([{"text": " \n ", "coarse": "NUM"}], {}, "line 1: text is only white space"),
-        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is no label of .*train.*. Did you mean 'NUM'"),
+        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is not a label of .*train.*. Did you mean 'NUM'"),
         ([{"text": "a " * 2000, "coarse": "NUM"}], {}, "'trec': data.sequence_length=1024 does not hold"),
         ([{"text": "a", "coarse": "NUM"}], {"train": "no/such.jsonl"}, "trec.train=no/such.jsonl: cannot be read"),
         ([{"text": "a", "coarse": "NUM"}], {"label": "corse"}, "line 1 has no field 'corse'. Did you mean 'coarse'"),
@@ -335,7 +305,7 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
     path = tmp_path / "test.jsonl"
     if records is not None:
-        write(path, records)
+        write_lines(path, records)
     with pytest.raises(UserError, match=message):
         loaded(config_of(folder, task_of(folder, test=str(path), **changes)))
 
@@ -357,9 +327,9 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
 
 
 def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
-    path = write(tmp_path / "test.jsonl", examples(10, 2))
+    path = write_lines(tmp_path / "test.jsonl", examples(10, 2))
     run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
     before = evals.settings(run, "icl")
     assert evals.settings(run, "icl") == before
-    write(path, examples(11, 2))
+    write_lines(path, examples(11, 2))
     assert evals.settings(run, "icl") != before

@@ -335,7 +335,7 @@ def test_a_redirect_is_not_followed_with_the_key(tmp_path):
             r"HTTP 404: no model gpt for \(key",
         ),
         ({"status": 422, "reply": b"-" * 190 + KEY.encode()}, r"HTTP 422: -{190}\(key\);"),
-        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: it says no more; see eval.judge.base_url"),
+        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: no message; see eval.judge.base_url"),
         ({"status": 403}, r"refuses the key in the environment variable OPENAI_API_KEY \(HTTP 403\)"),
         ({"status": 302, "headers": {"Location": "/v1/elsewhere"}}, "refuses the request: HTTP 302"),
     ],

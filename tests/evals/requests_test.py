@@ -7,7 +7,7 @@ import pytest
 
 from difftx.evals.harness import requests
 from difftx.evals.harness.requests import GenerationRequest, complete_all, score_all
-from difftx.evals.journal import Journal
+from difftx.evals.resume import ItemJournal
 from difftx.inference.sampling import GREEDY, Sampling
 from difftx.inference.score import Score
 from difftx.progress import Work
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 def evaluation_of(path):
-    journal = Journal(path, "s", None)
+    journal = ItemJournal(path, "s", None)
     return types.SimpleNamespace(
         journal=journal, work=Work(enabled=False), lm=None, run=types.SimpleNamespace(microbatch_rows=2)
     )

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, TINY
-from evals.icl_test import examples, task_of, write
+from helpers.evals_examples import examples, task_of, write_lines
 
 from difftx.commands.evaluate import load_params
 from difftx.commands.flags import parse_overrides
@@ -31,8 +31,8 @@ NEEDLES = ['--eval.needle.cases=[{"needles": 2, "queries": 1}]', "--eval.needle.
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long")
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
-    write(folder / "train.jsonl.gz", examples(60, 0))
-    write(folder / "test.jsonl", examples(9, 1))
+    write_lines(folder / "train.jsonl.gz", examples(60, 0))
+    write_lines(folder / "test.jsonl", examples(9, 1))
     sizes = {"data.sequence_length": "512", "train.global_batch_tokens": "4096", "mesh.fsdp": "8"}
     sizes |= {"model.num_layers": "1", "data.path": str(folder / "text.txt")}
     config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | sizes)
@@ -69,7 +69,8 @@ def test_both_suites_end_to_end(run, monkeypatch, capsys):
     config = override(run.config, parse_overrides(flags_of(run), "eval", "mesh"))
     made = Run.open(config, run.workdir)
     lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
-    prompts = list(NeedlePrompts(made))
+    needle_prompts = NeedlePrompts(made)
+    prompts = [needle_prompts.prompt(item) for item in needle_prompts.items]
     for prompt, first in zip(prompts[::3], needle["details"]["first_of_each_cell"], strict=True):
         (completion,) = generate(lm, [Request(prompt=prompt.tokens, new_tokens=32, seed=0)], GREEDY)
         assert first == {"id": prompt.item.id, "numbers": list(prompt.numbers), "answer": completion.text}

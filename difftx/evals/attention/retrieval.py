@@ -1,4 +1,4 @@
-"""Examples of the synthetic task retrieval as needle prompts, with the spans of their parts."""
+"""Prompts of suite `attention` from the validation examples of the synthetic task `retrieval`."""
 
 import numpy as np
 
@@ -8,58 +8,55 @@ from difftx.errors import UserError
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
 from difftx.training.run import Run
 
-TASK = "retrieval"
-
 
 class RetrievalPrompts:
-    """Validation examples of the task retrieval, with the same number of examples at each depth.
+    """Validation examples of the task `retrieval` as needle prompts, with the same number of examples at each depth.
 
-    An example consists of the queried pair, other pairs, distractors, and last the queried key. Its depth is the entry
-    of `depths` that is nearest to the position of the queried pair, as a share of the tokens before the last key.
+    An example consists of the queried pair, other pairs and distractors in random order, and ends with the queried key.
+    The pairs are the needles. The depth of an example is the entry of `depths` nearest to the position of the queried
+    pair, as a share of the tokens before the final key.
     """
 
-    def __init__(self, run: Run, rows: SyntheticRows, *, depths: tuple[float, ...], samples: int):
-        """Select the first examples of each depth.
+    def __init__(self, run: Run, rows: SyntheticRows):
+        """Select the first `eval.attention.samples` examples at each of `eval.needle.depths`.
 
         Raises:
-            UserError: a depth has fewer than `samples` examples.
+            UserError: there are too few examples at a depth.
         """
         self._rows, self._settings = rows, run.config.data.synthetic
-        self.depths = depths
+        self.depths, samples = run.config.eval.needle.depths, run.config.eval.attention.samples
         case = NeedleCaseConfig(needles=self._settings.pairs, queries=1)
-        found: dict[float, list[int]] = {depth: [] for depth in depths}
+        examples: dict[float, list[int]] = {depth: [] for depth in self.depths}
         for index in range(len(rows)):
-            if min(map(len, found.values())) >= samples:
+            if min(map(len, examples.values())) >= samples:
                 break
-            tokens, places, asked = self._example(index)
-            share = places[asked] / (len(tokens) - 1)
-            found[min(depths, key=lambda depth: abs(depth - share))].append(index)
-        for depth, indices in found.items():
+            tokens, positions, queried = self._example(index)
+            share = positions[queried] / (len(tokens) - 1)
+            examples[min(self.depths, key=lambda depth: abs(depth - share))].append(index)
+        length = len(self._example(0)[0])
+        self.lengths = [length]
+        self._example_of: dict[NeedleItem, int] = {}
+        for depth, indices in examples.items():
             if len(indices) < samples:
                 raise UserError(
                     f"eval.attention.samples={samples}: of data.synthetic.valid_examples={len(rows)} only "
                     f"{len(indices)} have their answer near depth {depth:g}; use fewer samples, or more examples"
                 )
-        length = len(self._example(0)[0])
-        self.lengths = [length]
-        self._index = {
-            NeedleItem(length, case, depth, sample): index
-            for depth, indices in found.items()
-            for sample, index in enumerate(indices[:samples])
-        }
-        self.items = list(self._index)
+            for sample, index in enumerate(indices[:samples]):
+                self._example_of[NeedleItem(length, case, depth, sample)] = index
+        self.items = list(self._example_of)
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
         """Return the prompt of an item."""
-        tokens, places, asked = self._example(self._index[item])
-        spans = [(place, place + 2) for place in places.tolist()]
+        tokens, positions, queried = self._example(self._example_of[item])
+        spans = [(position, position + 2) for position in positions.tolist()]
         return NeedlePrompt(
             item=item,
             tokens=tokens.tolist(),
-            asked=(spans.pop(asked),),
+            asked=(spans.pop(queried),),
             others=tuple(spans),
             question=(len(tokens) - 1, len(tokens)),
-            numbers=(str(tokens[places[asked] + 1]),),
+            numbers=(str(tokens[positions[queried] + 1]),),
         )
 
     @staticmethod

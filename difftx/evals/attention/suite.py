@@ -1,6 +1,6 @@
 """Suite `attention`: the attention weights of the last token of a needle prompt (arXiv 2410.05258, Table 3, Figure 1).
 
-The suite also measures the similarity of A1 and A2, and the sparsity of the attention weights. `map_statistics.py` and
+The suite also measures the similarity of A1 and A2, and the sparsity of the attention weights. `statistics.py` and
 docs/suites.md define all measures.
 """
 #   B = prompts of a batch, T = tokens, C = queries, L = layers, N = bins of tokens
@@ -8,7 +8,7 @@ docs/suites.md define all measures.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +21,12 @@ from difftx.config import Config
 from difftx.config.eval import NeedleCaseConfig
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
-from difftx.evals.attention import charts as attention_charts
-from difftx.evals.attention.retrieval import TASK as RETRIEVAL
+from difftx.evals.attention.charts import Example, example_charts, layer_charts, part_table
 from difftx.evals.attention.retrieval import RetrievalPrompts
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
 from difftx.evals.evaluation import Evaluation
+from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt, NeedlePrompts
-from difftx.evals.needle.suite import files
 from difftx.evals.result import Result
 from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
@@ -36,7 +35,7 @@ from difftx.parallel.layout import Layout
 from difftx.training.run import Run
 from difftx.training.state import graph
 
-MOST_BINS = 256  # Largest number of columns of a drawn attention map; columns of longer prompts sum several tokens.
+MOST_BINS = 256  # Largest number of columns of an attention map; columns of longer prompts sum several tokens.
 # The measures of `row_statistics` that become `Result.numbers`. Details and charts contain the remaining measures.
 NAMES = """
 answer others noise question first answer_signed noise_signed first_signed first_a1 first_a2 gini entropy l0 lambda
@@ -57,9 +56,9 @@ def evaluate(evaluation: Evaluation) -> Result:
     run, settings = evaluation.run, evaluation.run.config.eval.attention
     prompts, layers = prompts_of(run), chosen_layers(run)
     rows = decode.rows_for(run.microbatch_rows, run.mesh)
-    look = functools.partial(_statistics, evaluation, prompts, rows)
+    measure = functools.partial(_statistics, evaluation, prompts, rows)
     of_depth: dict[float, list[dict[str, list[float]]]] = collections.defaultdict(list)
-    for item, found in resumable(evaluation, prompts.items, look, what="prompts", batch_items=rows):
+    for item, found in resumable(evaluation, prompts.items, measure, what="prompts", batch_items=rows):
         of_depth[item.depth].append(found)
     # Maps names to arrays [depth, layer]. Every depth has the same number of prompts, so means of means are exact.
     names = next(iter(of_depth.values()))[0]
@@ -85,9 +84,9 @@ def evaluate(evaluation: Evaluation) -> Result:
             "example": example.prompt.item.id,
         },
         charts=[
-            attention_charts.table_3(list(of_depth), by_depth),
-            *attention_charts.of_example(example),
-            *attention_charts.over_layers(by_layer, settings.l0_share),
+            part_table(list(of_depth), by_depth),
+            *example_charts(example),
+            *layer_charts(by_layer, settings.l0_share),
         ],
     )
 
@@ -98,7 +97,7 @@ type Prompts = NeedlePrompts | RetrievalPrompts
 def prompts_of(run: Run) -> Prompts:
     """Return the prompts that suite `needle` makes with the case and the length of `eval.attention`.
 
-    If all validation sets are synthetic, one of them is the task retrieval, and `eval.needle.haystack` is None, the
+    If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
     prompts are examples of that task.
 
     Raises:
@@ -107,9 +106,9 @@ def prompts_of(run: Run) -> Prompts:
     chosen_layers(run)
     settings, needle = run.config.eval.attention, run.config.eval.needle
     tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
-    retrieval = [rows for rows in tasks if rows.task == RETRIEVAL]
+    retrieval = [rows for rows in tasks if rows.task == "retrieval"]
     if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
-        return RetrievalPrompts(run, retrieval[0], depths=needle.depths, samples=settings.samples)
+        return RetrievalPrompts(run, retrieval[0])
     return NeedlePrompts(
         run,
         dataclasses.replace(
@@ -129,15 +128,14 @@ def chosen_layers(run: Run) -> list[int]:
     Raises:
         UserError: `eval.attention.layers` names a layer that the model does not have.
     """
-    wanted, there = run.config.eval.attention.layers, run.config.model.num_layers
-    for layer in wanted:
-        if layer > there:
-            raise UserError(f"eval.attention.layers={wanted}: the model has {there} layers; use 1 … {there}")
-    return [layer - 1 for layer in wanted] or list(range(there))
+    layers, count = run.config.eval.attention.layers, run.config.model.num_layers
+    if layers and max(layers) > count:
+        raise UserError(f"eval.attention.layers={layers}: the model has {count} layers; use 1 … {count}")
+    return [layer - 1 for layer in layers] or list(range(count))
 
 
 class _Batch(NamedTuple):
-    """Prompts on the mesh, int32, padded to `NeedleItem.length`; all tokens of rows without a prompt are UNSEEN."""
+    """Prompts on the mesh, int32, padded to the longest prompt; all tokens of rows without a prompt are UNSEEN."""
 
     tokens_BT: jax.Array
     part_BT: jax.Array  # Indices into PARTS, or UNSEEN.
@@ -165,21 +163,23 @@ def _statistics(
     batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
     case = items[0].case
     compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
-    programs = _programs(evaluation.run.config, compared)
-    found = jax.tree.map(np.asarray, programs.statistics(evaluation.params, batch))
-    return [{name: found_LB[:, row].tolist() for name, found_LB in found.items()} for row in range(len(items))]
+    config = evaluation.run.config
+    l0_share = config.eval.attention.l0_share
+    found = _measure_rows(_graph(config), evaluation.params, batch, l0_share=l0_share, compared=compared)
+    found = {name: np.asarray(value_LB) for name, value_LB in found.items()}
+    return [{name: value_LB[:, row].tolist() for name, value_LB in found.items()} for row in range(len(items))]
 
 
-def _example(evaluation: Evaluation, prompts: Prompts, layers: Sequence[int]) -> attention_charts.Example:
+def _example(evaluation: Evaluation, prompts: Prompts, layers: Sequence[int]) -> Example:
     """Return the attention maps of the first prompt of the middle depth."""
     run, depth = evaluation.run, prompts.depths[len(prompts.depths) // 2]
     prompt = prompts.prompt(next(item for item in prompts.items if item.depth == depth))
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
     tokens_a_bin = -(-len(prompt.tokens) // MOST_BINS)
-    batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
-    found = _programs(run.config).pictures(evaluation.params, batch, tokens_a_bin)
     bins = -(-len(prompt.tokens) // tokens_a_bin)
-    return attention_charts.Example(
+    batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
+    found = _draw_rows(_graph(run.config), evaluation.params, batch, tokens_a_bin=tokens_a_bin)
+    return Example(
         prompt=prompt,
         tokens_a_bin=tokens_a_bin,
         maps={name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in found.items()},
@@ -187,32 +187,30 @@ def _example(evaluation: Evaluation, prompts: Prompts, layers: Sequence[int]) ->
     )
 
 
-class _Programs(NamedTuple):
-    statistics: Callable[[Any, _Batch], Mapping[str, jax.Array]]  # Arrays [L, B].
-    pictures: Callable[[Any, _Batch, int], Mapping[str, jax.Array]]  # Arrays [L, B, C, N].
-
-
 @functools.cache
-def _programs(config: Config, compared: tuple[str, ...] = ()) -> _Programs:
-    # The layout of inference does not shard tokens, so a prompt's length need not be divisible by the context axis.
-    graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
-    settings = config.eval.attention
-
-    @jax.jit
-    def statistics(params: Any, batch: _Batch) -> Mapping[str, jax.Array]:
-        def of_layer(rows):
-            return row_statistics(rows, batch.part_BT, l0_share=settings.l0_share, compared=compared)
-
-        _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, of_layer)
-        return reshard(found, P())  # Replicated, so that each host can read all of it.
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def pictures(params: Any, batch: _Batch, tokens_a_bin: int) -> Mapping[str, jax.Array]:
-        of_layer = functools.partial(row_pictures, tokens_a_bin=tokens_a_bin)
-        _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, of_layer)
-        return reshard(found, P())
-
-    return _Programs(statistics, pictures)
+def _graph(config: Config) -> nnx.GraphDef:
+    """Return the graph with a layout that does not shard tokens, so that prompts may have any length."""
+    return graph(config, Layout.of(config.mesh.context_method).for_inference())
 
 
-SUITE = Suite(evaluate=evaluate, reads=("attention", "needle"), check=prompts_of, files=files, quantizable=False)
+@functools.partial(jax.jit, static_argnames=("graphdef", "l0_share", "compared"))
+def _measure_rows(
+    graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, l0_share: float, compared: tuple[str, ...]
+) -> Mapping[str, jax.Array]:
+    """Return `row_statistics` in every layer, `[L, B]` each."""
+    visit = functools.partial(row_statistics, part_BS=batch.part_BT, l0_share=l0_share, compared=compared)
+    _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
+    return reshard(found, P())  # Replicated, so that each host can read all of it.
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "tokens_a_bin"))
+def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_a_bin: int) -> Mapping[str, jax.Array]:
+    """Return `row_pictures` in every layer, `[L, B, C, N]` each."""
+    visit = functools.partial(row_pictures, tokens_a_bin=tokens_a_bin)
+    _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
+    return reshard(found, P())
+
+
+SUITE = Suite(
+    evaluate=evaluate, reads=("attention", "needle"), check=prompts_of, files=haystack_files, quantizable=False
+)

@@ -5,14 +5,13 @@ import ipaddress
 import socket
 import threading
 import urllib.parse
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import requests
 import urllib3
 
 MOST_RESPONSE_BYTES = 8 * 2**20  # A chat completion takes some KiB.
-POLL_SECONDS = 0.1
+TIMEOUTS = requests.exceptions.Timeout, urllib3.exceptions.TimeoutError
 
 
 class Response(NamedTuple):
@@ -52,8 +51,8 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
             request.headers["Authorization"] = f"Bearer {key}"
         return request
 
-    adapter = _TrackingAdapter()
-    with requests.Session() as session, _deadline(adapter.sockets, seconds) as expired:
+    adapter, too_late = _DeadlineAdapter(seconds), RequestError(f"no complete answer within {seconds:g} s")
+    with requests.Session() as session:
         # Ignore proxy settings for http within this machine: a proxy would receive the key unencrypted.
         session.trust_env = not _is_loopback_http(url)
         session.mount("https://", adapter)
@@ -66,63 +65,54 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
             )
             content = response.raw.read(MOST_RESPONSE_BYTES + 1, decode_content=False)
         except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-            timeouts = requests.exceptions.Timeout, urllib3.exceptions.TimeoutError
-            if expired.is_set() or isinstance(error, timeouts):
-                raise RequestError(f"no complete answer within {seconds:g} s") from error
+            if adapter.expired.is_set() or isinstance(error, TIMEOUTS):
+                raise too_late from error
             raise RequestError(f"{type(error).__name__}: {error}") from error
-    if expired.is_set():  # Without a Content-Length, the end of the connection looks like the end of the response.
-        raise RequestError(f"no complete answer within {seconds:g} s")
+    if adapter.expired.is_set():  # Without a Content-Length, an ended connection looks like a complete response.
+        raise too_late
     if len(content) > MOST_RESPONSE_BYTES:
         raise RequestError(f"the response has more than {MOST_RESPONSE_BYTES / 2**20:g} MiB")
     return Response(response.status_code, response.headers, content)
 
 
-class _TrackingAdapter(requests.adapters.HTTPAdapter):
-    """HTTP adapter that records the sockets of its connections in `sockets`."""
-
-    def __init__(self):
-        self.sockets: list[socket.socket] = []
-        super().__init__()
-
-    def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a connection pool whose connections register their sockets."""
-        pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
-        sockets = self.sockets
-
-        class Tracked(pool.ConnectionCls):
-            def connect(self) -> None:
-                super().connect()
-                sockets.append(self.sock)
-
-        pool.ConnectionCls = Tracked
-        return pool
-
-
-@contextlib.contextmanager
-def _deadline(sockets: list[socket.socket], seconds: float) -> Iterator[threading.Event]:
-    """Set the yielded event and shut the sockets down when the block takes longer than `seconds`.
+class _DeadlineAdapter(requests.adapters.HTTPAdapter):
+    """HTTP adapter that shuts its connections down after `seconds`, and then sets `expired`.
 
     A socket's own timeout cannot bound a whole request, since it restarts with every byte that arrives.
     """
-    ended, expired = threading.Event(), threading.Event()
 
-    def watch() -> None:
-        wait = seconds
-        while not ended.wait(wait):  # Repeats, since a connection may still be opened after the deadline.
-            wait = POLL_SECONDS
-            expired.set()
-            for one in tuple(sockets):
-                with contextlib.suppress(OSError):
-                    # SSLSocket.shutdown would change the TLS state while another thread reads.
-                    socket.socket.shutdown(one, socket.SHUT_RDWR)
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.expired = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+        self._timer.start()
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield expired
-    finally:
-        ended.set()
-        watcher.join()
+    def close(self) -> None:
+        self._timer.cancel()
+        super().close()
+
+    def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
+        pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
+        adapter = self
+
+        class Connection(pool.ConnectionCls):
+            def connect(self) -> None:
+                super().connect()
+                adapter._sockets.append(self.sock)
+                if adapter.expired.is_set():
+                    raise TimeoutError
+
+        pool.ConnectionCls = Connection
+        return pool
+
+    def _expire(self) -> None:
+        self.expired.set()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                # SSLSocket.shutdown would change the TLS state while another thread reads.
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
 
 
 def _is_loopback_http(url: str) -> bool:

@@ -15,21 +15,22 @@ from difftx.errors import RunError, UserError
 from difftx.evals.hallucination.bounded_http import RequestError, Response, may_carry_key, post_json
 from difftx.files import schema_error
 
-WORTH_ANOTHER_ATTEMPT = {408, 409, 425, 429}  # HTTP status codes to retry, besides all from 500.
+RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes to retry, besides all from 500.
 LONGEST_REASON = 200  # Characters of an endpoint's text that a message quotes.
 LONGEST_EXAMINED = 4096  # Characters of an endpoint's text that are searched for the key before they are shortened.
 LONGEST_RETRY_SECONDS = 10**9
 KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Names of environment variables whose values may be sent to an endpoint.
 # Fewest characters of a key that are masked in messages. Shorter parts, "sk-" and the last four, are often shown.
 SHORTEST_PART = 6
+RESUMES = "earlier answers are kept; run the same command again to resume"
 
 
 class Reply(NamedTuple):
-    """An endpoint's answer and the numbers of tokens that it bills."""
+    """An endpoint's answer and the numbers of tokens that it bills; None: the endpoint does not report them."""
 
     text: str
-    tokens_in: int | None  # None: the endpoint does not report it.
-    tokens_out: int | None  # None: the endpoint does not report it.
+    tokens_in: int | None
+    tokens_out: int | None
 
 
 class AttemptError(Exception):
@@ -91,58 +92,48 @@ class ChatEndpoint:
         return " ".join(masked.split())[:LONGEST_REASON]
 
     def _ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
-        longest, reason = self._config.longest_wait_seconds, ""
-        for attempt in range(self._config.attempts):
+        attempts, longest = self._config.attempts, self._config.longest_wait_seconds
+        reason = ""
+        for attempt in range(attempts):
             self._pace.turn()
             try:
                 return read(self._post(body))
             except AttemptError as error:
-                reason = str(error)
-                if error.wait_seconds is not None:
-                    self._hold(error.wait_seconds, reason)
-                if attempt + 1 < self._config.attempts:
-                    self._pace.sleep(min(self._config.backoff_seconds * 2**attempt, longest))
-        raise RunError(
-            f"{self.url}: eval.judge.attempts={self._config.attempts} failed, the last: {reason}; what it answered "
-            "before is kept, and the same command goes on"
-        )
-
-    def _hold(self, seconds: float, reason: str) -> None:
-        """Make all threads wait, since the endpoint's limit applies to them together.
-
-        Raises:
-            RunError: the wait is longer than `eval.judge.longest_wait_seconds`.
-        """
-        longest = self._config.longest_wait_seconds
-        if seconds > longest:
-            raise RunError(
-                f"{self.url} asks to wait {seconds:.0f} s, longer than eval.judge.longest_wait_seconds={longest:g} "
-                f"({reason}); what it answered before is kept, and the same command goes on"
-            )
-        self._pace.hold(seconds)
+                reason, wait = str(error), error.wait_seconds or 0.0
+            if wait > longest:
+                raise RunError(
+                    f"{self.url} asks to wait {wait:.0f} s, longer than eval.judge.longest_wait_seconds={longest:g} "
+                    f"({reason}); {RESUMES}"
+                )
+            self._pace.hold(wait)
+            if attempt + 1 < attempts:
+                self._pace.sleep(min(self._config.backoff_seconds * 2**attempt, longest))
+        raise RunError(f"{self.url}: eval.judge.attempts={attempts} failed, the last: {reason}; {RESUMES}")
 
     def _post(self, body: dict[str, Any]) -> Reply:
+        """Send a request once.
+
+        Raises:
+            AttemptError: another attempt may succeed.
+            UserError: another attempt would get the same response.
+        """
         try:
             response = post_json(self.url, body, key=self._key, seconds=self._config.timeout_seconds)
         except RequestError as error:
             raise AttemptError(self.brief(str(error))) from error
-        if response.status == 200:
-            return self._reply(response)
-        self._refuse(response)
-        raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After")))
-
-    def _refuse(self, response: Response) -> None:
-        """Raise a `UserError` for a status that a repeated request would get again."""
         status = response.status
+        if status == 200:
+            return self._reply(response)
         if status in (401, 403):
-            where = f"the key in the environment variable {self._config.key_variable}"
-            wanted = "a request without a key; set eval.judge.key_variable" if self._key is None else where
-            raise UserError(f"{self.url} refuses {wanted} (HTTP {status})")
-        if status < 500 and status not in WORTH_ANOTHER_ATTEMPT:
+            key = f"the key in the environment variable {self._config.key_variable}"
+            refused = "a request without a key; set eval.judge.key_variable" if self._key is None else key
+            raise UserError(f"{self.url} refuses {refused} (HTTP {status})")
+        if status < 500 and status not in RETRIED_STATUS:
             raise UserError(
                 f"{self.url} refuses the request: {self._reason(response)}; see eval.judge.base_url and "
                 "eval.hallucination.judge_model"
             )
+        raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After")))
 
     def _reply(self, response: Response) -> Reply:
         try:
@@ -153,11 +144,11 @@ class ChatEndpoint:
         if wrong is None and not content["choices"]:
             wrong = "choices: empty"
         if wrong is not None:  # Some endpoints report errors with status 200.
-            raise AttemptError(f"the reply is no chat completion, {wrong}: {self._reason(response)}")
-        usage = content.get("usage")
+            raise AttemptError(f"the reply is not a chat completion, {wrong}: {self._reason(response)}")
+        text, usage = content["choices"][0]["message"]["content"], content.get("usage")
         if schema_error(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
-            usage = {"prompt_tokens": None, "completion_tokens": None}
-        return Reply(content["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
+            return Reply(text, None, None)
+        return Reply(text, usage["prompt_tokens"], usage["completion_tokens"])
 
     def _reason(self, response: Response) -> str:
         """Return the HTTP status and the endpoint's error message."""
@@ -165,7 +156,7 @@ class ChatEndpoint:
             text = str(json.loads(response.content)["error"]["message"])
         except (ValueError, RecursionError, TypeError, KeyError):
             text = response.content.decode(errors="replace")
-        return f"HTTP {response.status}: {self.brief(text) or 'it says no more'}"
+        return f"HTTP {response.status}: {self.brief(text) or 'no message'}"
 
 
 class _Pace:
@@ -194,16 +185,11 @@ class _Pace:
             self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Block the calling thread for `seconds`.
-
-        Raises:
-            StoppedError: `stop` was called.
-        """
+        """Block the calling thread; raise a `StoppedError` if `stop` is called, or was called before."""
         if self._stopped.wait(seconds):
             raise StoppedError
 
     def stop(self) -> None:
-        """Stop all waiting: threads that wait, now or later, get a `StoppedError`."""
         self._stopped.set()
 
 
@@ -219,10 +205,10 @@ def _key(variable: str | None) -> str | None:
     if not key:
         raise UserError(
             f"eval.judge.key_variable={variable!r}: this environment variable is not set; set it to the key of "
-            "eval.judge.base_url, or the field to none for an endpoint that wants no key"
+            "eval.judge.base_url, or set the field to none for an endpoint that needs no key"
         )
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"eval.judge.key_variable={variable!r}: what this environment variable holds is not a key")
+        raise UserError(f"eval.judge.key_variable={variable!r}: the value of this environment variable is not a key")
     return key
 
 
@@ -240,10 +226,7 @@ def _without_parts(text: str, key: str) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Return the wait in seconds from a Retry-After header, a number or a date; None if the header is invalid.
-
-    The wait is at most `LONGEST_RETRY_SECONDS`.
-    """
+    """Return the seconds of a Retry-After header, a number or a date; None if the header is missing or invalid."""
     if value is None:
         return None
     try:

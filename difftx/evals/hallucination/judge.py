@@ -1,7 +1,7 @@
-"""The interface of judges, which decide whether answers are accurate, and a judge that needs no network."""
+"""The input and output of judges, which decide whether answers are accurate, and a judge that needs no network."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from difftx.config.eval import HallucinationConfig
 from difftx.evals.hallucination import overlap
@@ -19,32 +19,10 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A judge's decision; in JSON, a list."""
+    """A judge's decision."""
 
     accurate: bool
     why: str
-
-
-class Judge(Protocol):
-    """The interface of a judge."""
-
-    @property
-    def label(self) -> str:
-        """The suffix of the names of all numbers that this judge decides, such as "offline_judge"."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The judge's name in tables and charts."""
-        ...
-
-    def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Judge cases; `what` names them in the progress display."""
-        ...
-
-    def details(self) -> dict[str, Any]:
-        """Return information for the details of the result."""
-        ...
 
 
 class OfflineJudge:
@@ -55,17 +33,15 @@ class OfflineJudge:
     occur in the document or in a reference. The numbers are not comparable with those of a judge model.
     """
 
-    label, name = "offline_judge", "offline judge: words in common"
+    label, name = "offline_judge", "offline judge: words in common"  # As those of `JudgeModel`.
 
     def __init__(self, settings: HallucinationConfig):
         self._words, self._threshold = settings.support_words, settings.support_threshold
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Judge each case by the rule of its kind."""
         return [self._verdict(case) for case in work.track(cases, f"{what}, {self.label}", len(cases))]
 
     def details(self) -> dict[str, Any]:
-        """Return the judge's settings."""
         return {"support_words": self._words, "support_threshold": self._threshold}
 
     def _verdict(self, case: Case) -> Verdict:

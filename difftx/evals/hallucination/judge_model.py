@@ -8,15 +8,14 @@ import concurrent.futures
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from difftx.config.eval import HallucinationConfig, JudgeConfig
 from difftx.evals.hallucination.chat import AttemptError, ChatEndpoint, Reply, StoppedError
 from difftx.evals.hallucination.judge import Case, Verdict
-from difftx.evals.hallucination.verdicts import VerdictFile
-from difftx.files import json_sha256
+from difftx.files import JsonLines, json_sha256
 from difftx.parallel.multihost import say
 from difftx.progress import Work
 
@@ -60,24 +59,20 @@ object: {"why": "your reason, in a sentence or two", "accurate": true or false}"
 
 
 class JudgeModel:
-    """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is asked twice."""
+    """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is paid for twice.
+
+    Each line of the file has the `key` of the request, the whole `reply`, its verdict and the tokens that it costs.
+    `accurate` is null if the reply is not a verdict.
+    """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
-        """Prepare the endpoint and the file of replies.
-
-        Args:
-            settings: the judge's model and temperature.
-            config: access to the endpoint.
-            path: path of the file of replies.
-
-        Raises:
-            UserError: the environment has no valid key, or the key would be sent unencrypted.
-        """
+        """Raise a `UserError` if the environment has no valid key, or the key would be sent unencrypted."""
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
+        # The suffix of the names of all numbers that the judge decides, and its name in tables and charts.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
-        self._endpoint, self._file = ChatEndpoint(config), VerdictFile(path)
+        self._endpoint, self._file = ChatEndpoint(config), JsonLines(path)
         self._lock = threading.Lock()
         self._spent = {"replies": 0, "tokens_in": 0, "tokens_out": 0, "replies_without_usage": 0}
 
@@ -91,7 +86,8 @@ class JudgeModel:
         """
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
-        known = self._file.read()
+        stored = self._file.read({"key": str, "accurate": bool, "why": str})
+        known = {row["key"]: Verdict(row["accurate"], row["why"]) for row in stored}
         left = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
         before = dict(self._spent)
         try:
@@ -102,7 +98,6 @@ class JudgeModel:
         return [known[key] for key in keys]
 
     def details(self) -> dict[str, Any]:
-        """Return the model, the address, and the replies, tokens and cost of this evaluation."""
         asked = {"model": self._model, "base_url": self._config.base_url}
         return asked | self._spent | {"cost_usd": self._cost(self._spent)}
 
@@ -140,31 +135,28 @@ class JudgeModel:
         def read(reply: Reply) -> Verdict:
             text = self._endpoint.public(reply.text)
             verdict = read_verdict(text)
-            accurate, why = (None, None) if verdict is None else verdict
-            usage = {"tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out}
-            self._file.add({"key": key, "model": self._model, "accurate": accurate, "why": why, "reply": text, **usage})
-            self._count(usage)
+            row = {"key": key, "model": self._model, "accurate": None, "why": None, "reply": text}
+            row |= {} if verdict is None else verdict._asdict()
+            self._file.append([row | {"tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out}])
+            with self._lock:
+                self._spent["replies"] += 1
+                self._spent["replies_without_usage"] += reply.tokens_in is None
+                self._spent["tokens_in"] += reply.tokens_in or 0
+                self._spent["tokens_out"] += reply.tokens_out or 0
             if verdict is None:
-                raise AttemptError(f"the reply is no verdict: {self._endpoint.brief(text)!r}")
+                raise AttemptError(f"the reply is not a verdict: {self._endpoint.brief(text)!r}")
             return verdict
 
         return self._endpoint.ask(body, read)
 
-    def _count(self, usage: dict[str, int | None]) -> None:
-        with self._lock:
-            self._spent["replies"] += 1
-            self._spent["replies_without_usage"] += usage["tokens_in"] is None
-            for name, count in usage.items():
-                self._spent[name] += count or 0
-
-    def _bill(self, spent: dict[str, int]) -> str:
+    def _bill(self, spent: Mapping[str, int]) -> str:
         cost = self._cost(spent)
         text = f"{spent['replies']} replies, {spent['tokens_in']:,} tokens in, {spent['tokens_out']:,} out"
         if spent["replies_without_usage"]:
             text += f", {spent['replies_without_usage']} replies do not say how many"
         return text if cost is None else f"{text}, {cost:.4f} USD"
 
-    def _cost(self, spent: dict[str, int]) -> float | None:
+    def _cost(self, spent: Mapping[str, int]) -> float | None:
         prices = self._config.usd_per_million_tokens_in, self._config.usd_per_million_tokens_out
         if prices[0] is None or prices[1] is None:
             return None

@@ -7,7 +7,7 @@ separately.
 
 import dataclasses
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -41,6 +41,13 @@ class HallucinationItem:
     references: tuple[str, ...]  # Reference answers.
 
 
+class _Sample(NamedTuple):
+    name: str  # File and line, for messages.
+    document: str
+    question: str | None
+    references: tuple[str, ...]
+
+
 class HallucinationSet:
     """The samples of a file; the same file, settings and tokenizer always give the same samples."""
 
@@ -51,52 +58,50 @@ class HallucinationSet:
             UserError: the file cannot be read or is empty, a line lacks a field or has one of the wrong type, or the
                 context does not hold a prompt.
         """
-        self.config, self._tokenizer = config, run.tokenizer
+        self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
+        self._config, self._tokenizer = config, run.tokenizer
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
         self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
-        lines = [self._read(record) for record in read_records(Path(config.path), field=field, what="documents")]
-        chosen = np.random.default_rng(settings.seed).permutation(len(lines))[: settings.samples]
-        items = [self._item(number, *lines[number]) for number in sorted(chosen.tolist())]
+        samples = [self._read(record) for record in read_records(Path(config.path), field=field, what="documents")]
+        chosen = np.random.default_rng(settings.seed).permutation(len(samples))[: settings.samples]
+        items = [self._item(number, samples[number]) for number in sorted(chosen.tolist())]
         # Items of similar length share a batch, since a batch takes as long as its longest row.
         self.items = sorted(items, key=lambda item: len(item.tokens))
 
-    def _read(self, record: Record) -> tuple[str, str, str | None, tuple[str, ...]]:
-        """Return a line's location for messages, its document, its question and its references."""
-        question = None if self.config.question is None else record.text(self.config.question).strip()
-        document = _document(record, self.config.document).strip()
+    def _read(self, record: Record) -> _Sample:
+        question = None if self._config.question is None else record.text(self._config.question).strip()
+        document = _document(record, self._config.document).strip()
         if not document:
-            raise UserError(f"{record.name}: {self.config.document} is only white space")
-        return record.name, document, question, _references(record, self.config.answers)
+            raise UserError(f"{record.name}: {self._config.document} is only white space")
+        return _Sample(record.name, document, question, _references(record, self._config.answers))
 
-    def _item(
-        self, number: int, name: str, document: str, question: str | None, references: tuple[str, ...]
-    ) -> HallucinationItem:
-        before = self._encode(BEFORE[self.config.kind])
-        after = self._encode(AFTER[self.config.kind].format(question=question))
-        tokens = self._encode(document)
-        room = self._window - len(before) - len(after) - self.config.new_tokens
+    def _item(self, number: int, sample: _Sample) -> HallucinationItem:
+        before = self._encode(BEFORE[self.kind])
+        after = self._encode(AFTER[self.kind].format(question=sample.question))
+        tokens, document = self._encode(sample.document), sample.document
+        room = self._window - len(before) - len(after) - self.new_tokens
         if room < FEWEST_TOKENS:
             raise UserError(
-                f"{name}: question, instruction and new_tokens={self.config.new_tokens} leave {max(room, 0)} tokens of "
+                f"{sample.name}: question, instruction and new_tokens={self.new_tokens} leave {max(room, 0)} tokens of "
                 f"data.sequence_length={self._window} for the document; they must leave {FEWEST_TOKENS}"
             )
-        cut = len(tokens) > room
-        if cut and self._refuse_long:
+        is_long = len(tokens) > room
+        if is_long and self._refuse_long:
             raise UserError(
-                f"{name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves {room} "
-                "for it; leave it out, or set eval.hallucination.long_documents=cut_middle"
+                f"{sample.name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves "
+                f"{room} for it; leave it out, or set eval.hallucination.long_documents=cut_middle"
             )
-        if cut:
+        if is_long:
             tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
             document = self._tokenizer.decode(tokens)
         return HallucinationItem(
-            id=f"{self.config.name}/{number}",
+            id=f"{self.name}/{number}",
             tokens=(*before, *tokens, *after),
             document=document,
-            cut=cut,
-            question=question,
-            references=references,
+            cut=is_long,
+            question=sample.question,
+            references=sample.references,
         )
 
     def _encode(self, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from difftx.config.eval import KINDS
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judge import Case, Judge, OfflineJudge, Verdict
+from difftx.evals.hallucination.judge import Case, OfflineJudge, Verdict
 from difftx.evals.hallucination.judge_model import JudgeModel
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.result import Heatmap, LineChart, Result
@@ -22,6 +22,7 @@ from difftx.parallel.multihost import decide_on_primary
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
 from difftx.training.run import Run
 
+type Judge = OfflineJudge | JudgeModel
 type Measures = dict[str, float]
 type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
 
@@ -44,15 +45,14 @@ def evaluate(evaluation: Evaluation) -> Result:
         UserError: the config has no set, or a set's file, the context or the judge cannot be used.
         RunError: the judge cannot be reached.
     """
-    run = evaluation.run
-    sets, judge = sets_of(run), judge_of(run)
-    entries = {one.config.name: _answered(evaluation, one) for one in sets}
-    for one in sets:
-        _judge(evaluation, judge, one, entries[one.config.name])
-    measures = {one.config.name: _measures(one, entries[one.config.name], judge) for one in sets}
+    sets, judge = sets_and_judge(evaluation.run)
+    entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
+    for data_set in sets:
+        _judge(evaluation, judge, data_set, entries[data_set.name])
+    measures = {data_set.name: _measures(data_set, entries[data_set.name], judge) for data_set in sets}
     tables: list[LineChart | Heatmap] = []
     for kind in KINDS:
-        if names := [one.config.name for one in sets if one.config.kind == kind]:
+        if names := [data_set.name for data_set in sets if data_set.kind == kind]:
             measures[kind] = _mean([measures[name] for name in names])
             tables.append(_table(kind, names, measures, judge))
     return Result(
@@ -62,92 +62,77 @@ def evaluate(evaluation: Evaluation) -> Result:
     )
 
 
-def sets_of(run: Run) -> list[HallucinationSet]:
-    """Read the sets of the config.
+def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
+    """Read the sets of the config, and return them with its judge.
 
     Raises:
-        UserError: the config has no set, a file is invalid, or the context does not hold a prompt.
-    """
-    sets = run.config.eval.hallucination.sets
-    if not sets:
-        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
-    return [HallucinationSet(run, config) for config in sets]
-
-
-def judge_of(run: Run) -> Judge:
-    """Return the judge of the config.
-
-    Raises:
-        UserError: the environment has no valid key for the judge, or the key would be sent unencrypted.
+        UserError: the config has no set, a file is invalid, the context does not hold a prompt, the environment has no
+            valid key for the judge, or the key would be sent unencrypted.
     """
     settings = run.config.eval.hallucination
+    if not settings.sets:
+        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
+    sets = [HallucinationSet(run, config) for config in settings.sets]
     if settings.judge_model is None:
-        return OfflineJudge(settings)
-    return JudgeModel(settings, run.config.eval.judge, run.workdir / "evals" / "hallucination" / "verdicts.jsonl")
+        return sets, OfflineJudge(settings)
+    replies = run.workdir / "evals" / "hallucination" / "verdicts.jsonl"
+    return sets, JudgeModel(settings, run.config.eval.judge, replies)
 
 
-def needs(run: Run) -> None:
-    """Raise a `UserError` if the sets or the judge cannot be used."""
-    sets_of(run)
-    judge_of(run)
+def _files(config: Config) -> list[Path]:
+    return [Path(data_set.path) for data_set in config.eval.hallucination.sets]
 
 
-def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
-    return [Path(one.path) for one in config.eval.hallucination.sets]
-
-
-def _answered(evaluation: Evaluation, one: HallucinationSet) -> dict[str, Entry]:
+def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
     """Return the model's answers by item id."""
 
     def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
-        requests = [Request(prompt=item.tokens, new_tokens=one.config.new_tokens, seed=0) for item in items]
-        completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[one.config.kind])
+        requests = [Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0) for item in items]
+        completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[data_set.kind])
         return [
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    rows, what = evaluation.run.microbatch_rows, f"answers to {one.config.name}"
-    found = resumable(evaluation, one.items, answer, what=what, batch_items=rows)
+    rows, what = evaluation.run.microbatch_rows, f"answers to {data_set.name}"
+    found = resumable(evaluation, data_set.items, answer, what=what, batch_items=rows)
     return {
         item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
         for item, given in found
     }
 
 
-def _judge(evaluation: Evaluation, judge: Judge, one: HallucinationSet, entries: dict[str, Entry]) -> None:
+def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, entries: dict[str, Entry]) -> None:
     """Add the verdicts to the entries; empty answers are inaccurate without asking the judge."""
-    given = [item for item in one.items if entries[item.id]["answer"]]
+    given = [item for item in data_set.items if entries[item.id]["answer"]]
     cases = [
-        Case(one.config.kind, item.document, item.question, item.references, entries[item.id]["answer"])
-        for item in given
+        Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
     ]
-    found = decide_on_primary(lambda: judge.verdicts(cases, one.config.name, evaluation.work), DECISION_SECONDS)
+    found = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work), DECISION_SECONDS)
     verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, found, strict=True)}
     for name, entry in entries.items():
         verdict = verdicts.get(name, Verdict(False, "the answer is empty"))
         entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
 
 
-def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
+def _measures(data_set: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
     """Return the numbers of a set, each a share of its samples or a mean over them."""
     answers = [entry["answer"] for entry in entries.values()]
     accurate = [entry["accurate"] for entry in entries.values()]
     abstains = [overlap.is_abstention(answer) for answer in answers]
-    says = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
+    is_answered = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
     measures = {f"accuracy_by_{judge.label}": statistics.fmean(accurate)}
-    if any(says):
-        of_answers = [right for right, answered in zip(accurate, says, strict=True) if answered]
+    if any(is_answered):
+        of_answers = [right for right, answered in zip(accurate, is_answered, strict=True) if answered]
         measures[f"accuracy_when_answered_by_{judge.label}"] = statistics.fmean(of_answers)
     measures |= {
-        "answer_rate": statistics.fmean(says),
+        "answer_rate": statistics.fmean(is_answered),
         "abstention_rate": statistics.fmean(abstains),
         "empty_rate": statistics.fmean(not answer for answer in answers),
         "answer_tokens": statistics.fmean(entry["tokens"] for entry in entries.values()),
         "answer_words": statistics.fmean(len(answer.split()) for answer in answers),
         "unfinished_rate": statistics.fmean(entry["ended_by"] == "limit" for entry in entries.values()),
     }
-    name, _, agreement = AGREEMENT[one.config.kind]
+    name, _, agreement = AGREEMENT[data_set.kind]
     for measure, compare in ((name, agreement), ("recall", overlap.recall)):
         measures[measure] = statistics.fmean(
             max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
@@ -156,8 +141,8 @@ def _measures(one: HallucinationSet, entries: dict[str, Entry], judge: Judge) ->
     # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
     if has_reference := [
         any(overlap.contains(item.document, reference) for reference in item.references)
-        for item in one.items
-        if one.config.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
+        for item in data_set.items
+        if data_set.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
     ]:
         measures["reference_in_document"] = statistics.fmean(has_reference)
     return measures
@@ -194,4 +179,4 @@ def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge
     )
 
 
-SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=needs, files=files)
+SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=sets_and_judge, files=_files)

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -31,10 +32,7 @@ class Example:
 
     question: tuple[int, ...]  # Tokens of "Question: …\nType:".
     label: int  # Index into `IclTask.labels`.
-
-    def demonstration(self, labels: tuple[tuple[int, ...], ...], gap: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens of question, label and empty line."""
-        return self.question + labels[self.label] + gap
+    demonstration: tuple[int, ...]  # Tokens of question, label and empty line.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +46,10 @@ class IclItem:
 
     @property
     def shots(self) -> int:
-        """The number of demonstrations."""
         return len(self.permutation)
 
     @property
     def id(self) -> str:
-        """The item's name in a journal."""
         return f"{self.task}/{self.shots}/{self.number}"
 
 
@@ -75,37 +71,29 @@ class IclTask:
         """
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings: IclConfig = run.config.eval.icl
-        self._gap = self._encode("\n")
-        train = self._read(config.train, "train")
-        self.label_names = sorted({self._label_of(record) for record in train})
+        train, test = self._read("train"), self._read("test")
+        self._label_names = sorted({_one_line(record, config.label) for record in train})
         # The line break ensures that a label is never a prefix of another, as `most_likely` requires.
-        self.labels = tuple(self._encode(f" {name}\n") for name in self.label_names)
+        self.labels = tuple(self._encode(f" {name}\n") for name in self._label_names)
         rng = np.random.default_rng([self._settings.seed, 0])
         demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
-        test = self._read(config.test, "test")
-        questions = rng.permutation(len(test))[: self._settings.questions]
-        examples = [self._example(record) for record in test]  # Check all records, including those that are not drawn.
-        self.questions = [examples[i] for i in questions]
-        room = run.config.data.sequence_length + 1  # The last token is only a target and needs no position.
-        room -= max(len(example.question) for example in self.questions) + max(map(len, self.labels))
-        ends = np.cumsum([len(example.demonstration(self.labels, self._gap)) for example in demonstrations])
-        self.most_shots = int(np.searchsorted(ends, room, side="right"))
-        if not self.most_shots:
+        examples = [self._example(record) for record in test]  # Checks all records, including those that are not drawn.
+        self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
+        window = run.config.data.sequence_length
+        # The last token is only a target and needs no position.
+        room = window + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
+        ends = np.cumsum([len(example.demonstration) for example in demonstrations])
+        self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
+        if not most:
             raise UserError(
-                f"eval.icl.tasks, task {self.name!r}: data.sequence_length={run.config.data.sequence_length} does not "
-                f"hold a demonstration and the longest question, which take {ends[0] - room} tokens more; leave it out"
+                f"eval.icl.tasks, task {self.name!r}: data.sequence_length={window} does not hold a demonstration and "
+                f"the longest question, which take {ends[0] - room} tokens more; leave the task out"
             )
-        self._demonstrations = demonstrations[: self.most_shots]
-        self.context_tokens = int(ends[self.most_shots - 1])  # Tokens of the largest number of demonstrations.
-
-    @property
-    def shots(self) -> list[int]:
-        """The numbers of demonstrations, ascending: `eval.icl.shots`, or powers of two and the most that fit.
-
-        Numbers that exceed the context are replaced by the most that fit.
-        """
-        wanted = self._settings.shots or [2**i for i in range(self.most_shots.bit_length())] + [self.most_shots]
-        return sorted({min(count, self.most_shots) for count in wanted})
+        self._demonstrations = demonstrations[:most]
+        self.context_tokens = int(ends[most - 1])  # Tokens of the largest number of demonstrations.
+        # Numbers of demonstrations, ascending; numbers that exceed the context are replaced by the most that fit.
+        shots = self._settings.shots or [*(2**i for i in range(most.bit_length())), most]
+        self.shots = sorted({min(count, most) for count in shots})
 
     @functools.cached_property
     def items(self) -> list[IclItem]:
@@ -124,8 +112,7 @@ class IclTask:
 
     def prompts(self, item: IclItem) -> list[Prompt]:
         """Return a prompt for each question, with an item's demonstrations before it."""
-        demonstrations = [self._demonstrations[i] for i in item.permutation]
-        context = tuple(token for example in demonstrations for token in example.demonstration(self.labels, self._gap))
+        context = tuple(itertools.chain(*(self._demonstrations[i].demonstration for i in item.permutation)))
         return [Prompt(context, example.question) for example in self.questions]
 
     def accuracy(self, answers: list[int]) -> float:
@@ -156,30 +143,26 @@ class IclTask:
 
         Labels, and demonstrations within a label, keep the order of their first occurrence in `shuffled`.
         """
-        turn = dict.fromkeys((self._demonstrations[i].label for i in shuffled), 0)
-        place = {label: rank for rank, label in enumerate(turn)}
-        rounds = []
+        by_label: dict[int, list[int]] = {}
         for i in shuffled:
-            label = self._demonstrations[i].label
-            rounds.append((turn[label], place[label], i))
-            turn[label] += 1
-        return [i for _, _, i in sorted(rounds)]
+            by_label.setdefault(self._demonstrations[i].label, []).append(i)
+        rounds = itertools.zip_longest(*by_label.values())
+        return [i for one_round in rounds for i in one_round if i is not None]
 
-    def _read(self, path: str, field: str) -> list[Record]:
-        return list(read_records(Path(path), field=f"eval.icl.tasks, {self.name}.{field}", what="examples"))
-
-    def _label_of(self, record: Record) -> str:
-        return _one_line(record, self._config.label)
+    def _read(self, field: Literal["train", "test"]) -> list[Record]:
+        path = Path(getattr(self._config, field))
+        return list(read_records(path, field=f"eval.icl.tasks, {self.name}.{field}", what="examples"))
 
     def _example(self, record: Record) -> Example:
-        text, label = _one_line(record, self._config.text), self._label_of(record)
-        if label not in self.label_names:
+        text, name = _one_line(record, self._config.text), _one_line(record, self._config.label)
+        if name not in self._label_names:
             raise UserError(
-                f"{record.name}: {self._config.label}={label!r} is no label of {self._config.train}."
-                f"{did_you_mean(label, self.label_names)}"
+                f"{record.name}: {self._config.label}={name!r} is not a label of {self._config.train}."
+                f"{did_you_mean(name, self._label_names)}"
             )
-        question = f"{self._config.text_word}: {text}\n{self._config.label_word}:"
-        return Example(self._encode(question), self.label_names.index(label))
+        question = self._encode(f"{self._config.text_word}: {text}\n{self._config.label_word}:")
+        label = self._label_names.index(name)
+        return Example(question, label, question + self.labels[label] + self._encode("\n"))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode_ordinary(text))

@@ -77,8 +77,7 @@ def tasks_of(run: Run) -> list[IclTask]:
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
 
 
-def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
+def _files(config: Config) -> list[Path]:
     return [Path(path) for task in config.eval.icl.tasks for path in (task.train, task.test)]
 
 
@@ -118,27 +117,17 @@ def _details(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -
 
 def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) -> list[LineChart]:
     """Return a chart of accuracy by number of demonstrations (Figure 6), and one by permutation (Figure 7)."""
-    orders, shots = list(dict.fromkeys(order for order, _ in accuracies)), task.shots
-    by_shots, averages = [], []
-    for order in orders:
-        means = [float(np.mean(accuracies[order, count])) for count in shots]
-        by_shots.append(
-            Series(
-                name=order,
-                x=[float(count) for count in shots],
-                y=means,
-                low=[min(accuracies[order, count]) for count in shots],
-                high=[max(accuracies[order, count]) for count in shots],
-            )
-        )
-        stable = slice(first_stable(means), None)
-        x = [float(count) for count in shots[stable]]
-        averages.append(Series(name=f"{order}, average once stable", x=x, y=[float(np.mean(means[stable]))] * len(x)))
-    by_permutation = [
-        Series(name=order, x=[float(i) for i in range(len(values))], y=values)
-        for order in orders
-        for values in [accuracies[order, shots[-1]]]
-    ]
+    x = [float(count) for count in task.shots]
+    by_shots, averages, by_permutation = [], [], []
+    for order in dict.fromkeys(order for order, _ in accuracies):
+        found = [accuracies[order, count] for count in task.shots]
+        means = [float(np.mean(values)) for values in found]
+        low, high = [min(values) for values in found], [max(values) for values in found]
+        by_shots.append(Series(name=order, x=x, y=means, low=low, high=high))
+        start = first_stable(means)
+        average = [float(np.mean(means[start:]))] * len(x[start:])
+        averages.append(Series(name=f"{order}, average once stable", x=x[start:], y=average))
+        by_permutation.append(Series(name=order, x=[float(i) for i in range(len(found[-1]))], y=found[-1]))
     return [
         LineChart(
             name=f"icl_{task.name}",
@@ -150,7 +139,7 @@ def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) ->
         ),
         LineChart(
             name=f"icl_{task.name}_permutations",
-            title=f"{task.name}: permutations of {shots[-1]} demonstrations",
+            title=f"{task.name}: permutations of {task.shots[-1]} demonstrations",
             x_label="permutation",
             y_label="accuracy",
             series=by_permutation,
@@ -158,4 +147,4 @@ def _charts(task: IclTask, accuracies: Mapping[tuple[str, int], list[float]]) ->
     ]
 
 
-SUITE = Suite(evaluate=evaluate, reads=("icl",), check=tasks_of, files=files)
+SUITE = Suite(evaluate=evaluate, reads=("icl",), check=tasks_of, files=_files)

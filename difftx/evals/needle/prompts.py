@@ -7,13 +7,13 @@ models without instruction tuning, so the prompts below were written for difftx.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from difftx.config.eval import NeedleCaseConfig, NeedleConfig
 from difftx.errors import UserError
-from difftx.evals.needle.haystack import load_haystack
+from difftx.evals.needle.haystack import find_boundaries, read_haystack
 from difftx.training.run import Run
 
 # Names of cities, none of which is contained in another.
@@ -27,11 +27,9 @@ Venice Vienna Warsaw Zurich
 """
 CITIES = tuple(NAMES.split())
 NEEDLE = "\nThe magic number for {city} is {number}.\n"
-QUESTIONS = {  # The key is whether the question is about a single needle.
-    True: "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is",
-    False: "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are",
-}
-NUMBERS = 10**6, 10**7  # Lower bound (inclusive) and upper bound (exclusive) of numbers with seven digits.
+ONE_QUESTION = "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is"
+SEVERAL_QUESTIONS = "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are"
+DIGITS = 7
 SMALLEST_HAYSTACK = 16  # Tokens; a shorter haystack has no meaningful depths.
 
 
@@ -46,12 +44,10 @@ class NeedleItem:
 
     @property
     def id(self) -> str:
-        """The item's name in a journal."""
         return f"{self.cell}/{self.sample}"
 
     @property
     def cell(self) -> str:
-        """The name of the cell: length, number of needles, number of queried needles, and depth."""
         return f"{self.length}/{self.case.needles}-{self.case.queries}/{self.depth:g}"
 
 
@@ -84,20 +80,19 @@ class NeedlePrompts:
         """Read the haystack.
 
         Args:
-            run: the run whose tokenizer, context length and, without `haystack`, validation text are used.
-            settings: settings of the prompts; None: the run's `eval.needle`.
+            run: run with the tokenizer, the context length and the haystack.
+            settings: settings of the prompts, except the haystack; None: the run's `eval.needle`.
             length_field: config field of the lengths, for messages.
             case_field: config field of the cases, for messages.
 
         Raises:
             UserError: a length exceeds the context or does not hold a case, or there is no haystack.
         """
-        self._settings, self._tokenizer = settings or run.config.eval.needle, run.tokenizer
-        self._length_field, self._case_field = length_field, case_field
-        self.text_of = run.tokenizer.decode
+        self._settings = settings = settings or run.config.eval.needle
+        self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
         window = run.config.data.sequence_length
-        self.cases, self.depths = self._settings.cases, self._settings.depths
-        self.lengths = sorted(self._settings.lengths) or [window]
+        self.cases, self.depths = settings.cases, settings.depths
+        self.lengths = sorted(settings.lengths) or [window]
         for length in self.lengths:
             if length > window:
                 raise UserError(
@@ -105,41 +100,40 @@ class NeedlePrompts:
                     f"data.sequence_length={window}; use at most that"
                 )
         for case in self.cases:
-            self._check_room(case)
-        self.haystack = load_haystack(run, self._settings.haystack, "eval.needle.haystack", longest=self.lengths[-1])
+            self._check_length(case, length_field, case_field)
+        tokens = read_haystack(run, longest=self.lengths[-1])
+        self.haystack_tokens = len(tokens)
+        self._text = find_boundaries(tokens, run.tokenizer, longest=self.lengths[-1])
         self.items = [
             NeedleItem(length, case, depth, sample)
             for length, case, depth, sample in itertools.product(
-                self.lengths, self.cases, self.depths, range(self._settings.samples)
+                self.lengths, self.cases, self.depths, range(settings.samples)
             )
         ]
-
-    def __iter__(self) -> Iterator[NeedlePrompt]:
-        return map(self.prompt, self.items)
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
         """Return the prompt of an item."""
         needles, queries = item.case.needles, item.case.queries
         rng = np.random.default_rng([self._settings.seed, item.length, needles, queries, item.sample])
         cities = [CITIES[i] for i in rng.choice(len(CITIES), needles, replace=False)]
-        numbers = [str(number) for number in _distinct_numbers(needles, rng)]
+        numbers = _distinct_numbers(needles, rng)
         sentences = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
         question = self._question(cities[:queries])
-        hay = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
-        piece = self.haystack.piece(hay, rng)
+        length = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
+        haystack = self._text.excerpt(length, rng)
         # The first `queries` needles are the queried ones. They are adjacent, in random order. If other needles fall on
         # the same position, the queried ones come before them in the first half of the haystack, else after them.
-        at, side = piece.place(item.depth), 1 if item.depth > 0.5 else -1
-        placed = [(at, side, needle) for needle in rng.permutation(queries).tolist()]
-        placed += [(piece.place(rng.random()), 0, needle) for needle in range(queries, needles)]
+        position, side = haystack.position_at(item.depth), 1 if item.depth > 0.5 else -1
+        placed = [(position, side, needle) for needle in rng.permutation(queries).tolist()]
+        placed += [(haystack.position_at(rng.random()), 0, needle) for needle in range(queries, needles)]
         tokens: list[int] = []
         spans, done = {}, 0
-        for place, _, needle in sorted(placed, key=lambda entry: entry[:2]):
-            tokens += piece.tokens_n[done:place].tolist()
+        for position, _, needle in sorted(placed, key=lambda entry: entry[:2]):
+            tokens += haystack.tokens_N[done:position].tolist()
             spans[needle] = len(tokens), len(tokens) + len(sentences[needle])
             tokens += sentences[needle]
-            done = place
-        tokens += piece.tokens_n[done:].tolist()
+            done = position
+        tokens += haystack.tokens_N[done:].tolist()
         return NeedlePrompt(
             item=item,
             tokens=tokens + question,
@@ -153,30 +147,27 @@ class NeedlePrompts:
         return self._tokenizer.encode_ordinary(NEEDLE.format(city=city, number=number))
 
     def _question(self, cities: Sequence[str]) -> list[int]:
-        *most, last = cities
-        listed = f"{', '.join(most)} and {last}" if most else last
-        return self._tokenizer.encode_ordinary(QUESTIONS[not most].format(cities=listed))
+        if len(cities) == 1:
+            return self._tokenizer.encode_ordinary(ONE_QUESTION.format(cities=cities[0]))
+        listed = f"{', '.join(cities[:-1])} and {cities[-1]}"
+        return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed))
 
-    def _check_room(self, case: NeedleCaseConfig) -> None:
+    def _check_length(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
         if case.needles > len(CITIES):
-            raise UserError(
-                f"{self._case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer"
-            )
+            raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
         # An upper bound: a number has at most as many tokens as digits.
-        digits = len(str(NUMBERS[0]))
         parts = [*(self._needle(city, "") for city in longest), self._question(longest[: case.queries])]
-        needed = sum(map(len, parts)) + case.needles * digits + self._settings.new_tokens + SMALLEST_HAYSTACK
+        needed = sum(map(len, parts)) + case.needles * DIGITS + self._settings.new_tokens + SMALLEST_HAYSTACK
         if self.lengths[0] < needed:
             raise UserError(
-                f"{self._length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a "
-                f"question and eval.needle.new_tokens={self._settings.new_tokens}; use at least {needed}, or other "
-                f"{self._case_field}"
+                f"{length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a question and "
+                f"eval.needle.new_tokens={self._settings.new_tokens}; use at least {needed}, or other {case_field}"
             )
 
 
-def _distinct_numbers(count: int, rng: np.random.Generator) -> list[int]:
-    numbers: dict[int, None] = {}
+def _distinct_numbers(count: int, rng: np.random.Generator) -> list[str]:
+    numbers: dict[str, None] = {}
     while len(numbers) < count:
-        numbers[int(rng.integers(*NUMBERS))] = None
+        numbers[str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))] = None
     return list(numbers)

@@ -3,17 +3,15 @@
 import collections
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from difftx.config import Config
 from difftx.config.eval import NeedleCaseConfig
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompts
-from difftx.evals.result import Heatmap, LineChart, Result
+from difftx.evals.result import Heatmap, Result
 from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
@@ -44,34 +42,28 @@ def evaluate(evaluation: Evaluation) -> Result:
             for prompt, completion in zip(made, completions, strict=True)
         ]
 
-    found: dict[Cell, list[float]] = collections.defaultdict(list)
-    lwm_found: dict[Cell, list[float]] = collections.defaultdict(list)
+    shares: dict[Cell, list[float]] = collections.defaultdict(list)
+    lwm_shares: dict[Cell, list[float]] = collections.defaultdict(list)
     first = []
-    answered = resumable(evaluation, prompts.items, answer, what="needles", batch_items=run.microbatch_rows)
-    for item, given in answered:
+    rows = run.microbatch_rows
+    for item, given in resumable(evaluation, prompts.items, answer, what="needles", batch_items=rows):
         cell = item.case, item.length, item.depth
-        found[cell].append(share_found(given["answer"], given["numbers"]))
-        lwm_found[cell].append(lwm_share_found(given["answer"], given["numbers"]))
+        shares[cell].append(share_found(given["answer"], given["numbers"]))
+        lwm_shares[cell].append(lwm_share_found(given["answer"], given["numbers"]))
         if item.sample == 0:
             first.append({"id": item.id, **given})
-    accuracy, lwm_accuracy = (
-        {cell: float(np.mean(shares)) for cell, shares in scores.items()} for scores in (found, lwm_found)
-    )
+    accuracy = {cell: float(np.mean(found)) for cell, found in shares.items()}
+    lwm_accuracy = {cell: float(np.mean(found)) for cell, found in lwm_shares.items()}
     return Result(
         numbers=_numbers(prompts, accuracy, "") | _numbers(prompts, lwm_accuracy, "_lwm"),
         details={
-            "haystack_tokens": prompts.haystack.text_tokens,
+            "haystack_tokens": prompts.haystack_tokens,
             "samples_a_cell": settings.samples,
             "cells": [{"id": NeedleItem(n, case, d, 0).cell, "accuracy": a} for (case, n, d), a in accuracy.items()],
             "first_of_each_cell": first,
         },
         charts=_charts(prompts, accuracy),
     )
-
-
-def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
-    return haystack_files(config.eval.needle.haystack, "eval.needle.haystack")
 
 
 def share_found(text: str, numbers: Sequence[str]) -> float:
@@ -96,40 +88,38 @@ def _numbers(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], suffix: str
     }
 
 
-def _charts(prompts: NeedlePrompts, accuracy: Mapping[Cell, float]) -> list[LineChart | Heatmap]:
+def _charts(prompts: NeedlePrompts, accuracy: Mapping[Cell, float]) -> list[Heatmap]:
     """Return Table 2, and Figure 5 for each case."""
-    common = {"x_label": "tokens of prompt and answer", "value_label": "accuracy", "low": 0.0, "high": 1.0}
-    lengths: list[float | str] = [f"{length:,}" for length in prompts.lengths]
-    rows = [[_over_depths(prompts, accuracy, case, length) for length in prompts.lengths] for case in prompts.cases]
-    table = Heatmap(
-        name="needle",
-        title="Numbers found, mean over depths",
-        y_label="needles N, asked for R",
-        x=lengths,
-        y=[f"N={case.needles}, R={case.queries}" for case in prompts.cases],
-        values=[list(row) for row in rows],
-        **common,
-    )
-    maps = [
-        Heatmap(
-            name=f"needle_n{case.needles}_r{case.queries}",
-            title=f"Numbers found: {case.queries} of {case.needles} asked for",
-            y_label="depth of what is asked for",
-            x=lengths,
-            y=[*(f"{100 * depth:g} %" for depth in prompts.depths), "mean"],
-            values=[
-                *([accuracy[case, length, depth] for length in prompts.lengths] for depth in prompts.depths),
-                list(mean),
-            ],
-            **common,
+    lengths = prompts.lengths
+    means = [[_over_depths(prompts, accuracy, case, length) for length in lengths] for case in prompts.cases]
+
+    def chart(name: str, title: str, y_label: str, y: list[str], values: list[list[float]]) -> Heatmap:
+        return Heatmap(
+            name=name,
+            title=title,
+            x_label="tokens of prompt and answer",
+            y_label=y_label,
+            x=[f"{length:,}" for length in lengths],
+            y=y,
+            values=values,
+            value_label="accuracy",
+            low=0.0,
+            high=1.0,
         )
-        for case, mean in zip(prompts.cases, rows, strict=True)
-    ]
-    return [table, *maps]
+
+    cases = [f"N={case.needles}, R={case.queries}" for case in prompts.cases]
+    charts = [chart("needle", "Numbers found, mean over depths", "needles N, asked for R", cases, means)]
+    for case, mean in zip(prompts.cases, means, strict=True):
+        name = f"needle_n{case.needles}_r{case.queries}"
+        title = f"Numbers found: {case.queries} of {case.needles} asked for"
+        by_depth = [[accuracy[case, length, depth] for length in lengths] for depth in prompts.depths]
+        depths = [*(f"{100 * depth:g} %" for depth in prompts.depths), "mean"]
+        charts.append(chart(name, title, "depth of what is asked for", depths, [*by_depth, mean]))
+    return charts
 
 
 def _over_depths(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], case: NeedleCaseConfig, length: int) -> float:
     return float(np.mean([accuracy[case, length, depth] for depth in prompts.depths]))
 
 
-SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=files)
+SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=haystack_files)

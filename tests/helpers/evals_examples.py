@@ -1,0 +1,40 @@
+"""Files of labelled questions for suite `icl`, and JSON lines for any suite."""
+
+import gzip
+import json
+
+import numpy as np
+
+# A question's label follows from its first word.
+LABELS = {"How far": "NUM", "Who": "HUM", "Where": "LOC", "What is": "ENTY", "Why": "DESC", "What does": "ABBR"}
+
+
+def examples(count, seed):
+    """Return questions with a coarse and a fine label."""
+    rng = np.random.default_rng(seed)
+    first = rng.choice(list(LABELS), count, p=[0.3, 0.3, 0.2, 0.1, 0.06, 0.04])
+    return [
+        {"text": f"{words} {' '.join(rng.choice(['a', 'thing', 'of', 'wonder'], rng.integers(1, 7)))} {i} ?",
+         "coarse": LABELS[str(words)], "fine": f"{LABELS[str(words)]}:{i % 3}"}
+        for i, words in enumerate(first)
+    ]  # fmt: skip
+
+
+def write_lines(path, records):
+    """Write records as JSON lines, compressed if the name ends in .gz, and return the path."""
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def task_of(folder, **changes):
+    """Return an entry of `eval.icl.tasks` for files of `examples` in a folder."""
+    files = {"train": f"{folder}/train.jsonl.gz", "test": f"{folder}/test.jsonl"}
+    return {
+        "name": "trec",
+        **files,
+        "text": "text",
+        "label": "coarse",
+        "text_word": "Question",
+        "label_word": "Type",
+    } | changes
