@@ -355,7 +355,7 @@ def _format_json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
     """Atomically write a JSON object together with its SHA-256."""
-    write_atomically(path, json.dumps(content | {"sha256": json_sha256(content)}))
+    write_atomically(path, json.dumps(with_sha256(content)))
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -365,12 +365,25 @@ def read_record(path: Path) -> dict[str, Any] | None:
         OSError: the file cannot be read.
     """
     try:
-        content = json.loads(path.read_bytes())
+        return without_sha256(json.loads(path.read_bytes()))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or content.pop("sha256", None) != json_sha256(content):
+
+
+def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a last field "sha256", the SHA-256 of the other fields."""
+    return content | {"sha256": json_sha256(content)}
+
+
+def without_sha256(value: Any) -> dict[str, Any] | None:
+    """Return the object that was passed to `with_sha256`, or None if a JSON value does not have a matching SHA-256."""
+    if not isinstance(value, dict):
         return None
-    return content
+    content = {name: inner for name, inner in value.items() if name != "sha256"}
+    try:
+        return content if value.get("sha256") == json_sha256(content) else None
+    except RecursionError:
+        return None
 
 
 def json_sha256(value: Any) -> str:

@@ -13,7 +13,7 @@ from difftx import files
 from difftx.errors import UnreadableError, UserError
 from difftx.files import JsonLines, new_file, new_folder, remove_temporaries
 from difftx.report.runs import match_runs
-from difftx.training.guards import Journal
+from difftx.training.guards import GuardJournal
 from difftx.training.run import RECORDS, read_config
 
 KILLED = """
@@ -71,7 +71,7 @@ def test_a_file_does_not_replace_a_folder(tmp_path):
 READERS = {
     "config.json": lambda workdir: read_config(workdir),
     "metrics.jsonl": lambda workdir: match_runs(str(workdir), "curves"),
-    "journal.jsonl": Journal,
+    "journal.jsonl": GuardJournal,
 }
 
 

@@ -23,7 +23,7 @@ from difftx.launch.status import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
 from difftx.training.checkpoint.retention import metrics_of
 from difftx.training.goodput import SECTIONS, Goodput
-from difftx.training.guards import Guard, Journal
+from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
 from difftx.training.run import read_config
 
@@ -233,7 +233,7 @@ def test_metrics_of_a_run(folder, tiny, mutate, step):
 
     def go_on():
         rows, skipped = read_metrics(path)
-        assert len(rows) + skipped == len(path.read_text(errors="replace").splitlines())
+        assert len(rows) + skipped == len(path.read_bytes().splitlines())
         status.refresh()
         status.cells()
         Goodput(0.0).resume(path, step)
@@ -266,7 +266,10 @@ def test_journal(folder, tiny, resign, mutate):
             assert type(state["examples"]) is int
             assert state["examples"] >= 0
 
-    check(folder / "journal.jsonl", text, mutate, lambda: Journal(folder).resume(4, Guard(tiny.guards), Data()), resign)
+    def resume():
+        GuardJournal(folder).resume(4, Guard(tiny.guards), Data())
+
+    check(folder / "journal.jsonl", text, mutate, resume, resign)
 
 
 @pytest.fixture(scope="module")
