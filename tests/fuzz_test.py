@@ -25,7 +25,7 @@ from difftx.training.checkpoint.retention import metrics_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
-from difftx.training.run import read_config
+from difftx.training.run import read_config, write_description
 
 EXAMPLES = 400  # Inputs a test; there are eleven tests.
 FUZZ = settings(
@@ -180,7 +180,16 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
 @FUZZ
 @given(mutate=mutations())
 def test_config_of_a_run(folder, tiny, mutate):
+    write_description(folder, tiny)
     check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
+
+
+@FUZZ
+@given(mutate=mutations())
+def test_description_of_a_run(folder, tiny, mutate):
+    write_description(folder, tiny)
+    path = folder / "manifest.json"
+    check(path, path.read_bytes(), mutate, lambda: read_config(folder))
 
 
 FIELDS = st.sampled_from(

@@ -30,7 +30,7 @@ from difftx.files import (
 )
 from difftx.registry import loaded_extensions
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 QUARANTINED = ".quarantined"  # Part of the name of a quarantined checkpoint.
 # Orbax writes these files, which contain the time, after the manifest and before it renames the folder. The files must
@@ -150,7 +150,6 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
             "version, or another --workdir"
         )
-    raw.setdefault("extensions", [])  # Earlier versions of difftx had no extensions.
     if why := schema_error(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
