@@ -1,7 +1,7 @@
 """Detection of bad steps, and the stop or rewind that follows them.
 
 The train step itself skips an update whose loss or gradient is not finite (`state.py`). On the host, a `Guard` judges
-the metrics of each step, one step late like all metrics. The metrics are replicated, so all processes decide alike.
+the metrics of each step. The metrics are replicated, so all processes make the same decision.
 
 A step is bad if its update was skipped or if its loss is a spike. After enough bad steps in a row, the run either stops
 or rewinds. A rewind continues from the last regular checkpoint that a good step followed. It skips the data of the bad
@@ -88,10 +88,7 @@ class Guard:
                 self.tripped = BadSteps(self._first_bad, step, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON.
-
-        The state has no counts of bad steps, so it is complete only after a good step.
-        """
+        """Return the state for `restore`, as JSON. It has no counts of bad steps, so call this after a good step."""
         return {"losses": list(self._losses), "rewinds": self.rewinds}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -99,10 +96,7 @@ class Guard:
         self.rewinds = state["rewinds"]
 
     def _is_spike(self, loss: float) -> bool:
-        """Return whether the loss is far above the window's median, relative to the window's MAD.
-
-        No loss is a spike until the window is full.
-        """
+        """Return whether the loss is far above the median of the window, which must be full, relative to its MAD."""
         threshold = self._config.spike_threshold
         if threshold is None or len(self._losses) < self._config.spike_window_steps:
             return False
@@ -157,15 +151,8 @@ def act_on_bad_steps(
 ) -> Rewind | int:
     """Prepare a rewind, or record that the run stops; return the rewind or the exit code.
 
-    All processes must call this function.
-
-    Args:
-        guard: Guard that has tripped.
-        config: Config of the run.
-        journal: Journal of the run.
-        checkpointer: Closed checkpointer of the run.
-        examples: Number of examples consumed up to and including the last bad step.
-        attempt: Number of this attempt.
+    All processes must call this function, after `guard` has tripped and `checkpointer` is closed. `examples` is the
+    number of examples consumed up to and including the last bad step.
     """
     bad, steps = guard.tripped, checkpointer.steps()
     assert bad is not None
@@ -194,10 +181,10 @@ def act_on_bad_steps(
 
 
 def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
-    """Return the step of the last regular checkpoint that a good step followed.
+    """Return the step of the last regular checkpoint that a good step followed, or None if none is left.
 
-    The checkpoint right before the first bad step does not qualify: it may contain the cause. Return 0, the start of
-    the run, if no such checkpoint was due yet, and None if none is left.
+    The checkpoint right before the first bad step does not qualify, because it may contain the cause. If no checkpoint
+    that qualifies was due yet, return 0, the start of the run.
     """
     if first_bad <= every_steps + 1:
         return 0

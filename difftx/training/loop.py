@@ -81,13 +81,7 @@ class Attempt:
     """Training from a starting state to the last step, a signal or bad steps."""
 
     def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
-        """Restore the state from the workdir's newest checkpoint, else from another run's weights, else create it.
-
-        Args:
-            session: Session that makes the attempt.
-            goodput: Clock that began with the attempt.
-            rewind: Outcome of the previous attempt, None for the first attempt of a session.
-        """
+        """Restore or create the state, after `rewind`, the outcome of the session's previous attempt."""
         run, config = session.run, session.run.config
         self._session, self._goodput, self._config = session, goodput, config
         self._patience = config.multihost.barrier_timeout_seconds
@@ -119,7 +113,7 @@ class Attempt:
         barrier("start", self._patience)
 
     def train(self) -> int | Rewind:
-        """Train, and return the exit code of the session or the rewind that the next attempt begins with."""
+        """Return the exit code of the session, or the rewind that the next attempt begins with."""
         config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
         display = Work(enabled=is_primary(), is_output=True)
         task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
@@ -185,7 +179,6 @@ class Attempt:
         reporter.restart_clock()
 
     def _finish(self, saved: bool) -> int | Rewind:
-        """Report the end of the attempt and return its outcome. `saved`: the last step has a checkpoint."""
         config, guard, step = self._config, self._guard, self._step
         outcome: int | Rewind = 0 if step == config.train.steps else EXIT_PREEMPTED
         if guard.tripped is not None:
@@ -202,7 +195,7 @@ class Attempt:
         return outcome
 
     def _data_state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores besides the train state: the loader's and the guard's."""
+        """Return the state of the loader and the guard, which a checkpoint stores with the train state."""
         return self._loader.state() | {"guard": self._guard.state()}
 
     def _write_goodput(self) -> dict[str, float]:

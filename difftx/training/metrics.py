@@ -36,8 +36,7 @@ REQUIRED = {
 class MetricsWriter:
     """A writer of rows of numbers to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
-    When it opens metrics.jsonl, the writer drops the rows of earlier attempts after `start_step`. With several
-    processes, only the writer of one process is `enabled`; the writers of the other processes write nothing.
+    It first drops the rows of earlier attempts after `start_step`. Unless it is `enabled`, it does nothing.
     """
 
     def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
@@ -63,12 +62,8 @@ class MetricsWriter:
         """
         if self._file is None:
             return
-        row = {
-            "split": split,
-            "step": step,
-            "attempt": self.attempt,
-            **{k: _plain(v) for k, v in values.items()},
-        }
+        numbers = {name: _plain(value) for name, value in values.items()}
+        row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         scalars = _scalars(row)
         try:
@@ -89,7 +84,6 @@ class MetricsWriter:
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        """Close metrics.jsonl, TensorBoard and Weights & Biases."""
         if self._file:
             self._file.close()
         if self._tensorboard:
@@ -106,11 +100,7 @@ class MetricsWriter:
         self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Drop the rows and evaluations after `start_step`, and incomplete lines.
-
-        Returns:
-            The remaining rows, and the number of this attempt, from 1.
-        """
+        """Drop rows and evaluations after `start_step`; return the rest and the number of this attempt, from 1."""
         rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
         JsonLines(self.path).rewrite(kept)
@@ -121,23 +111,12 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl, and the number of invalid lines, which are skipped.
-
-    A file that does not exist has no rows.
-
-    Raises:
-        UserError: `path` is a folder.
-        UnreadableError: the file cannot be read.
-    """
+    """Return the rows of a metrics.jsonl, which may be absent, and the number of invalid lines, which are skipped."""
     return _parse_rows(read_file(path) or b"")
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens.
-
-    This is cheap enough to watch a long run. A file that does not exist or cannot be read has no rows: training itself
-    raises the error.
-    """
+    """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens; none if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
@@ -190,8 +169,8 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
     """Open an event file of TensorBoard.
 
-    tensorboardX's SummaryWriter is not used: it writes in a thread, and `flush` does not wait for that thread. A kill
-    would drop steps that metrics.jsonl has, and a full disk would end only the thread.
+    tensorboardX's SummaryWriter would write in a thread, for which `flush` does not wait. A kill would drop steps that
+    metrics.jsonl has, and a full disk would end only the thread.
     """
     directory_check(str(folder))
     # The name of an event file has the time in seconds. The attempt separates two files of the same second.
@@ -210,8 +189,7 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         raise UserError(
             f"logging.wandb_project={project!r}: wandb is not installed: {install_hint('wandb')}; or set it to none"
         ) from error
-    # W&B accepts each step once. So each attempt is a separate W&B run, which begins with the rows of earlier
-    # attempts. The newest run of a group has every step once.
+    # W&B accepts each step once, so each attempt is a separate W&B run that begins with the rows of earlier attempts.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"
     return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")

@@ -52,12 +52,7 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, workdir: Path, mesh: jax.sharding.Mesh | None = None) -> "Run":
-        """Open the tokenizer and the data, and build the mesh.
-
-        Args:
-            config: Config of the run.
-            workdir: Directory of the run.
-            mesh: Mesh to use; None: the mesh of `config.mesh` over all devices.
+        """Open the tokenizer and the data. Without `mesh`, build the mesh of `config.mesh` over all devices.
 
         Raises:
             UserError: the config does not fit the devices, the data or the tokenizer.
@@ -72,7 +67,7 @@ class Run:
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """The sharding of a `[rows, tokens]` batch."""
+        """The sharding of an array `[rows, tokens]`."""
         return jax.NamedSharding(self.mesh, Layout().act_BT)
 
     @property
@@ -82,13 +77,9 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the workdir against a second training, and wait for a training that is about to end.
-
-        Raises:
-            UserError: the other training has not ended within one minute.
-        """
+        """Lock the workdir; raise `UserError` if another training holds the lock for a minute."""
         with _lock_of(self.workdir) if is_primary() else contextlib.nullcontext():
-            # Until process 0 holds the lock, another training may still save: no process may read the newest step yet.
+            # Until the primary process has the lock, another training may still save a newer checkpoint.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
@@ -190,7 +181,7 @@ def read_config(workdir: Path) -> Config:
     """
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
-        raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
     require_extensions(read_description(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(path))
 
@@ -217,9 +208,9 @@ def read_description(workdir: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
-    """Lock both the folder itself and its file `.lock`, which also names the process that holds the lock.
+    """Lock the folder, and its file `.lock`, which names the process that holds the lock.
 
-    The lock of the folder remains if `.lock` is deleted. The lock of `.lock` is needed because NFS locks only files.
+    The lock of the folder remains if `.lock` is deleted. NFS cannot lock folders, only files.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
@@ -240,7 +231,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
     """Lock an open file or folder; return False if the file system does not support this.
 
     Raises:
-        UserError: at the deadline another process still holds the lock. The file `path` names that process.
+        UserError: at the deadline, the process that the file `path` names still holds the lock.
     """
     holder = None
     while True:
@@ -265,7 +256,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
 
 
 def _git_commit() -> str | None:
-    """Return the git commit of this source tree, with "+" for uncommitted changes, or None outside of git."""
+    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None outside of git."""
     options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True}
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **options)

@@ -264,7 +264,7 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     [
         ((), {"model__mlp_dim": 96}, "changed since the checkpoint of step 60: model.mlp_dim: 64 → 96; restore"),
         (["--allow_config_change"], {"model__mlp_dim": 96}, "mlp/down_FD is not (2, 96, 32) float32 there"),
-        ((), {"data__seed": 5}, "data.seed: 0 → 5; restore what changed, use a new --workdir, or go on all the same"),
+        ((), {"data__seed": 5}, "data.seed: 0 → 5; restore what changed, use a new --workdir, or continue"),
     ],
 )
 def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flags, changes, message):
