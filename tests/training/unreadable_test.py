@@ -1,5 +1,4 @@
 """Checkpoints that cannot be read, that lie behind links, or that were put aside: none of them is damaged."""
-# ruff: noqa: F811  The fixtures are another file's.
 
 import contextlib
 import errno
@@ -11,6 +10,7 @@ import sys
 
 import pytest
 from conftest import ROOT, child_environment
+from helpers.training_checkpoints import flip_a_bit, largest_file, names
 from processes import Processes
 from unreadable import as_other_users, failing_reads, modes_count, needs_compiler, needs_modes
 
@@ -22,7 +22,6 @@ from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
 from difftx.training.checkpoint.reading import read_newest
 from difftx.training.run import write_description
-from training.verified_test import flip_a_bit, largest_file, names, saved, trainer  # noqa: F401
 
 
 @pytest.fixture
