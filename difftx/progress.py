@@ -1,10 +1,10 @@
-"""Progress displays for long commands: a bar in a terminal, and a line every ten seconds elsewhere."""
+"""Progress of long commands: bars in a terminal, and a line every ten seconds elsewhere."""
 
 import contextlib
 import datetime
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Self, TypeVar
+from typing import Protocol, Self
 
 import rich.console
 import rich.progress
@@ -12,26 +12,41 @@ import rich.progress
 from difftx.errors import printable
 
 LINE_SECONDS = 10.0
+LINE = "{what}: {done:,} of {total:,}, {left} left"
 
-Item = TypeVar("Item")
+
+class Advance(Protocol):
+    """A function that counts more finished parts of a task, and shows a text beside its bar."""
+
+    def __call__(self, parts: int, text: str = "") -> None: ...
 
 
 class Work:
-    """A context manager that displays nested tasks, each with the share done and the time left."""
+    """A context manager that displays tasks, which may be nested, each with its share done and the time left.
 
-    def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None):
-        """Create a display, which shows nothing unless `enabled`. `on_advance` is called at every advance of a task."""
-        self._on_advance = on_advance
-        self._console = rich.console.Console(stderr=True)
-        self._plain = enabled and not self._console.is_terminal
+    Outside of a terminal, each task prints a line every ten seconds.
+    """
+
+    def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None, is_output: bool = False):
+        """Create the display.
+
+        Args:
+            enabled: Show anything at all. With several processes, only one process shows its progress.
+            on_advance: Function to call whenever a task advances, also if the display is not enabled.
+            is_output: The progress is the output of the command, as in training: show it on standard output instead of
+                standard error, and keep the last state of each task.
+        """
+        self._enabled, self._on_advance, self._is_output = enabled, on_advance, is_output
+        self._console = rich.console.Console(stderr=not is_output, emoji=False)
         self._bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("{task.fields[text]}", markup=False),
             rich.progress.TimeRemainingColumn(),
             console=self._console,
-            disable=not enabled or self._plain,
-            transient=True,
+            disable=not enabled or not self._console.is_terminal,
+            transient=not is_output,
         )
 
     def __enter__(self) -> Self:
@@ -42,82 +57,58 @@ class Work:
         self._bars.stop()
 
     @contextlib.contextmanager
-    def task(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a task of `total` parts; yield a function `advance(n)` for the block to call after n more parts."""
-        bar, done = self._bars.add_task(what, total=total), 0
+    def task(
+        self, what: str, total: int, *, done: int = 0, label: str = "{what}", line: str = LINE
+    ) -> Iterator[Advance]:
+        """Show a task, and yield the function that the block calls when parts of the task are finished.
+
+        Args:
+            what: Name of the task.
+            total: Number of parts.
+            done: Parts that were finished before.
+            label: Format of the text before the bar, with the fields of `line`.
+            line: Format of a line outside of a terminal, with the fields `what`, `done`, `total`, `share` (0 to 1),
+                `text`, `left` (a `timedelta`) and `seconds`, the seconds left.
+        """
+        shown = label.format(what=what, done=done, total=total)
+        bar = self._bars.add_task(shown, total=total, completed=done, text="")
+        before = done
         start = printed = time.monotonic()
 
-        def advance(parts: int) -> None:
+        def advance(parts: int, text: str = "") -> None:
             nonlocal done, printed
             done += parts
             self._on_advance()
-            self._bars.update(bar, completed=done)
+            if not self._enabled:
+                return
             now = time.monotonic()
-            if self._plain and done < total and now - printed >= LINE_SECONDS:
+            seconds = (now - start) * (total - done) / max(done - before, 1)
+            left = datetime.timedelta(seconds=round(seconds))
+            fields = {"what": what, "done": done, "total": total, "share": done / max(total, 1), "text": text}
+            self._bars.update(bar, completed=done, description=label.format(**fields), text=text)
+            due = now - printed >= LINE_SECONDS if done < total else self._is_output
+            if due and not self._console.is_terminal:
                 printed = now
-                left = datetime.timedelta(seconds=round((now - start) * (total - done) / max(done, 1)))
-                self._console.print(f"{what}: {done:,} of {total:,}, {left} left", markup=False, highlight=False)
+                self.note(line.format(**fields, left=left, seconds=seconds))
 
         try:
             yield advance
         finally:
-            self._bars.remove_task(bar)
+            if not self._is_output:
+                self._bars.remove_task(bar)
 
-    def track(self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+    def track[Item](self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
         """Yield `items`, of which there are `total`, and show their progress as a task."""
         with self.task(what, total) as advance:
             for item in items:
                 yield item
                 advance(1)
 
-
-class Progress:
-    """A context manager that displays the share of the input done, MB/s of text, tokens/s and the time left."""
-
-    def __init__(self, total_bytes: int, done_bytes: int):
-        """Create the display.
-
-        Args:
-            total_bytes: Size of the input as stored.
-            done_bytes: Bytes of the input that an earlier run has finished.
-        """
-        self._console = rich.console.Console(stderr=True)
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.TaskProgressColumn(),
-            rich.progress.TextColumn("{task.fields[rate]}"),
-            rich.progress.TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("tokenising", total=total_bytes, completed=done_bytes, rate="")
-        self._total, self._before, self._input = total_bytes, done_bytes, 0
-        self._text, self._tokens = 0, 0
-        self._start = self._printed = time.monotonic()
-
-    def __enter__(self) -> "Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self, *, input_bytes: int, text_bytes: int, tokens: int) -> None:
-        """Count a finished unit."""
-        self._input += input_bytes
-        self._text += text_bytes
-        self._tokens += tokens
-        now = time.monotonic()
-        seconds = max(now - self._start, 1e-9)
-        rate = f"{self._text / seconds / 1e6:.1f} MB/s, {self._tokens / seconds:,.0f} tokens/s"
-        self._bar.update(self._task, advance=input_bytes, rate=rate)
-        if not self._console.is_terminal and now - self._printed >= LINE_SECONDS:
-            self._printed = now
-            done = self._before + self._input
-            left = (self._total - done) * seconds / max(self._input, 1)
-            self.say(f"{done / self._total:.0%} of {self._total / 1e6:,.1f} MB, {rate}, {left:,.0f} s left")
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        if not self._enabled:
+            return
+        if self._console.is_terminal:
+            self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(printable(text), file=self._console.file, flush=True)

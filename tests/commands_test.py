@@ -147,6 +147,7 @@ def test_eval_scaling(tmp_path):
 def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
     """The first as a user meets it; the others in this process, which has imported all that is slow."""
     workdir = trained / "runs" / "diff"
+    shutil.copy(workdir / "manifest.json", tmp_path)
     (tmp_path / "config.json").write_text("{")
     cases = [
         ([f"--workdir={workdir}", "--suite=los"], "Did you mean 'loss'"),

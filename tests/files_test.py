@@ -13,8 +13,8 @@ from difftx import files
 from difftx.errors import UnreadableError, UserError
 from difftx.files import JsonLines, new_file, new_folder, remove_temporaries
 from difftx.report.runs import match_runs
-from difftx.training.guards import Journal
-from difftx.training.run import RECORDS, read_config
+from difftx.training.guards import GuardJournal
+from difftx.training.run import RECORDS, read_config, write_description
 
 KILLED = """
 import os, signal, sys
@@ -71,7 +71,7 @@ def test_a_file_does_not_replace_a_folder(tmp_path):
 READERS = {
     "config.json": lambda workdir: read_config(workdir),
     "metrics.jsonl": lambda workdir: match_runs(str(workdir), "curves"),
-    "journal.jsonl": Journal,
+    "journal.jsonl": GuardJournal,
 }
 
 
@@ -79,7 +79,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_readers_say_in_one_line_what_they_cannot_read(tmp_path, config, monkeypatch, name):
     monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,))
-    (tmp_path / "config.json").write_text(config().to_json())
+    write_description(tmp_path, config())
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / name).touch()
     (tmp_path / name).chmod(0)

@@ -23,9 +23,9 @@ from difftx.launch.status import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
 from difftx.training.checkpoint.retention import metrics_of
 from difftx.training.goodput import SECTIONS, Goodput
-from difftx.training.guards import Guard, Journal
+from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
-from difftx.training.run import read_config
+from difftx.training.run import read_config, write_description
 
 EXAMPLES = 400  # Inputs a test; there are eleven tests.
 FUZZ = settings(
@@ -180,7 +180,16 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
 @FUZZ
 @given(mutate=mutations())
 def test_config_of_a_run(folder, tiny, mutate):
+    write_description(folder, tiny)
     check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
+
+
+@FUZZ
+@given(mutate=mutations())
+def test_description_of_a_run(folder, tiny, mutate):
+    write_description(folder, tiny)
+    path = folder / "manifest.json"
+    check(path, path.read_bytes(), mutate, lambda: read_config(folder))
 
 
 FIELDS = st.sampled_from(
@@ -233,7 +242,7 @@ def test_metrics_of_a_run(folder, tiny, mutate, step):
 
     def go_on():
         rows, skipped = read_metrics(path)
-        assert len(rows) + skipped == len(path.read_text(errors="replace").splitlines())
+        assert len(rows) + skipped == len(path.read_bytes().splitlines())
         status.refresh()
         status.cells()
         Goodput(0.0).resume(path, step)
@@ -266,7 +275,10 @@ def test_journal(folder, tiny, resign, mutate):
             assert type(state["examples"]) is int
             assert state["examples"] >= 0
 
-    check(folder / "journal.jsonl", text, mutate, lambda: Journal(folder).resume(4, Guard(tiny.guards), Data()), resign)
+    def resume():
+        GuardJournal(folder).resume(4, Guard(tiny.guards), Data())
+
+    check(folder / "journal.jsonl", text, mutate, resume, resign)
 
 
 @pytest.fixture(scope="module")

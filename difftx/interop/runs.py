@@ -19,7 +19,7 @@ from difftx.interop.verify import compare_logits
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.reading import open_checkpoint, open_tokenizer, read_newest
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
-from difftx.training.run import check_vocabulary, read_config
+from difftx.training.run import check_vocabulary, read_config, write_description
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
 CONFIG = "config.json"
@@ -51,7 +51,7 @@ def import_run(
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
-        write_atomically(folder / CONFIG, config.to_json())
+        write_description(folder, config)
         save_params(folder, arrays, config, {"tokenizer": fingerprint(tokenizer)})
         lines = [compare_logits(source, folder / "checkpoints" / str(STEP), config)] if verify else []
     return [f"{out}: a run of step {STEP}, {_describe(config.model)}", note, *lines]

@@ -30,6 +30,7 @@ from difftx.parallel.heartbeat import service, who_am_i
 
 REPEAT_SECONDS = 1.0
 _decisions = itertools.count()
+_barriers = itertools.count()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,17 +107,20 @@ def say(text: str) -> None:
 
 
 def barrier(name: str, timeout_seconds: float) -> None:
-    """Wait until every process has reached the barrier `name`. Use each name only once.
+    """Wait until every process has reached the barrier `name`.
+
+    All processes must use the same barriers in the same order.
 
     Raises:
         TimeoutError: not all processes came in time, or the barrier failed. The message names the absent processes.
     """
     if jax.process_count() == 1:
         return
-    client, folder = service(), f"difftx/barrier/{name}"
+    number = next(_barriers)  # The coordination service accepts each name only once.
+    client, folder = service(), f"difftx/barrier/{number}/{name}"
     client.key_value_set(f"{folder}/{jax.process_index()}", who_am_i())
     try:
-        client.wait_at_barrier(f"difftx {name}", int(timeout_seconds * 1000))
+        client.wait_at_barrier(f"difftx {number} {name}", int(timeout_seconds * 1000))
     except Exception as error:  # Whatever the error is, the list of absent processes helps most.
         here = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
         heartbeat.outlast_the_others()

@@ -11,8 +11,8 @@ from conftest import ROOT, child_environment
 from difftx.commands.generate import main
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError, printable
-from difftx.files import write_atomically
 from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.run import write_description
 from difftx.training.state import init_state
 from inference.cache_test import language_model
 
@@ -21,7 +21,7 @@ from inference.cache_test import language_model
 def workdir(config, mesh_of, tmp_path):
     """A run that was trained on one device, as far as generation looks."""
     lm = language_model(config, mesh_of(), checkpoint__every_steps=1)
-    write_atomically(tmp_path / "config.json", lm.config.to_json())
+    write_description(tmp_path, lm.config)
     checkpointer = Checkpointer(tmp_path, lm.config.checkpoint)
     with jax.set_mesh(lm.mesh):
         state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(lambda: init_state(lm.config)))

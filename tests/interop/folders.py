@@ -12,12 +12,11 @@ from conftest import ROOT
 
 from difftx.commands.convert import main
 from difftx.data.tokenizer import fingerprint
-from difftx.files import write_atomically
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import array_name
 from difftx.training.checkpoint.weights import Streamed, save_params
-from difftx.training.run import read_config
+from difftx.training.run import read_config, write_description
 from difftx.training.state import init_state
 
 FIXTURES = Path(__file__).parent / "fixtures"  # By transformers: fixtures/make.py.
@@ -54,7 +53,7 @@ def parameters(workdir, mesh):
 def run_of(lm, workdir):
     """The directory of a run with the parameters of `lm`, as far as readers look."""
     workdir.mkdir(exist_ok=True)
-    write_atomically(workdir / "config.json", lm.config.to_json())
+    write_description(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
     arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
     save_params(workdir, arrays, lm.config, {"tokenizer": fingerprint(lm.tokenizer)})

@@ -213,6 +213,6 @@ def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):
         export(workdir, tmp_path / "out")
     with pytest.raises(UserError, match=r"step 7: no such checkpoint; .*checkpoints has 0$"):
         export(workdir, tmp_path / "out", "--step=7")
-    with pytest.raises(UserError, match=r"no config\.json there, so it is no run"):
+    with pytest.raises(UserError, match=r"no config\.json there, so it is not a run"):
         export(tmp_path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

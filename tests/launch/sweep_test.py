@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
-from training.verified_test import largest_file
+from helpers.training_checkpoints import largest_file
 
 from difftx.commands import sweep
 from difftx.errors import UserError

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_environment
-from processes import UNHURRIED, Processes, free_port
+from processes import UNHURRIED, free_port
 
 from difftx.parallel.mesh import AXES
 from difftx.training.checkpoint.checkpointer import Checkpointer
@@ -23,20 +23,6 @@ from difftx.training.run import read_config
 from difftx.training.state import init_state
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def started(text_file, tmp_path):
-    """Return a function that starts processes, which do not outlive the test."""
-    groups = []
-
-    def start(workdir="run", **options):
-        groups.append(Processes(text_file, tmp_path / workdir, tmp_path, **options))
-        return groups[-1]
-
-    yield start
-    for group in groups:
-        group.kill()
 
 
 def rows(metrics):

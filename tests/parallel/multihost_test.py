@@ -76,7 +76,7 @@ except TimeoutError as error:
 
 
 def test_a_barrier_names_who_did_not_come():
-    from multihost.train_test import free_port
+    from processes import free_port
 
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=3"]
     running = [

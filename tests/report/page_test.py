@@ -289,7 +289,7 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
 
 def test_mistakes(tmp_path):
     run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
-    with pytest.raises(UserError, match=r"no config\.json there, so it is no run"):
+    with pytest.raises(UserError, match=r"no config\.json there, so it is not a run"):
         write_page([tmp_path / "none"], tmp_path / "report.html")
     with pytest.raises(UserError, match="a run is named twice"):
         write_page([run, Path(f"{run}/")], tmp_path / "report.html")

@@ -4,6 +4,7 @@ import json
 import math
 
 from difftx.training.metrics import MetricsWriter
+from difftx.training.run import RUN_FORMAT
 
 
 def write_run(
@@ -21,9 +22,11 @@ def write_run(
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
     manifest = {
+        "format": RUN_FORMAT,
         "commit": "0123abc",
         "python": "3.12.1",
         "packages": {"jax": "0.12.0"},
+        "extensions": [],
         "devices": {"kind": "cpu", "count": 2, "mesh": {"data": 1, "fsdp": 2}},
         "data": {"tokenizer": tokenizer, "train_tokens": {"text": 1000}, "valid_tokens": {"text": 100}},
     }

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT, TINY, replace
-from training.verified_test import flip_a_bit, largest_file
+from helpers.training_checkpoints import flip_a_bit, largest_file
 
 from difftx import evals
 from difftx.commands import evaluate as commands

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 
@@ -15,7 +16,7 @@ from difftx.data.prepare.readers import Source
 from difftx.data.prepare.shards import Shard, write_shard
 from difftx.data.prepare.units import encode_unit, finished_units, units_to_do
 from difftx.errors import UserError
-from difftx.progress import Progress
+from difftx.progress import Work
 
 
 class Workers:
@@ -39,11 +40,17 @@ class Workers:
     def encode_units(self, job: Job, sources: Sequence[Source]) -> None:
         """Tokenise the units that have no file yet: this process reads them, and the workers do the rest."""
         before = [state["done"]["input_bytes"] for source in sources for state in finished_units(job, source)[2]]
-        with Progress(max(1, sum(source.size for source in sources)), sum(before)) as progress:
+        size = max(1, sum(source.size for source in sources))
+        line = f"{{share:.0%}} of {size / 1e6:,.1f} MB, {{text}}, {{seconds:,.0f}} s left"
+        text_bytes, tokens, start = 0, 0, time.monotonic()
+        with Work() as work, work.task("tokenising", size, done=sum(before), line=line) as advance:
             for done in self._map(encode_unit, job, units_to_do(job, sources)):
-                progress.advance(input_bytes=done.input_bytes, text_bytes=done.text_bytes, tokens=done.tokens)
+                text_bytes += done.text_bytes
+                tokens += done.tokens
+                seconds = max(time.monotonic() - start, 1e-9)
+                advance(done.input_bytes, f"{text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds:,.0f} tokens/s")
                 for problem in done.problems:
-                    progress.say(f"left out: {problem}")
+                    work.note(f"left out: {problem}")
 
     def write_shards(self, job: Job, shards: Sequence[Shard]) -> None:
         """Write the shards that are not written yet."""

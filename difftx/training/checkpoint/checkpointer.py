@@ -1,11 +1,8 @@
 """Checkpoints of a run: train state, loader state and config.
 
 Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
-part, process 0 reads all files back and writes the manifest into the folder. Orbax then renames the folder to the step
-number, so a folder with that name was complete when it was renamed. Only a checkpoint that verifies is restored.
-
-All processes share the file system. Only process 0 checks, renames and deletes checkpoints; it sends the result to the
-other processes.
+part, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
+processes share the file system, but only the primary process checks, renames and deletes checkpoints.
 """
 
 import concurrent.futures
@@ -49,7 +46,7 @@ from difftx.training.checkpoint.retention import (
 )
 from difftx.training.state import TrainState
 
-# Timeout for process 0 to read a checkpoint. If process 0 dies, the heartbeat of the other processes notices earlier.
+# Timeout for the primary process to read a checkpoint. If it dies, the other processes' heartbeat notices earlier.
 DECISION_SECONDS = 24 * 3600.0
 CONFIG_FILE = "config/metadata"  # Path that orbax's JsonCheckpointHandler uses.
 
@@ -63,8 +60,7 @@ class Checkpointer:
         Args:
             workdir: Directory of the run.
             config: Checkpoint settings for training. None opens the folder for reading, which changes nothing.
-            save_seconds: Timeout of a save, for example when another process has failed during the save. None uses
-                orbax's 20 minutes.
+            save_seconds: Timeout of a save, for example when another process fails meanwhile. None: 20 minutes.
         """
         self.folder = workdir.resolve() / "checkpoints"
         self._workdir, self._config = workdir, config
@@ -91,9 +87,8 @@ class Checkpointer:
     def newest(self) -> int | None:
         """Return the newest step that verifies, or None if there has never been a checkpoint.
 
-        Training quarantines each checkpoint that does not verify: it renames the folder and keeps the files. If no
-        checkpoint verifies, training checks the quarantined checkpoints again and renames the newest one that verifies
-        back to its step.
+        Training quarantines each checkpoint that does not verify. If no checkpoint verifies, training checks the
+        quarantined checkpoints again and renames the newest one that verifies back to its step.
 
         Raises:
             UserError: checkpoints exist, but none verifies.
@@ -106,12 +101,7 @@ class Checkpointer:
         return step
 
     def verified(self, step: int) -> int:
-        """Verify the checkpoint of `step`, and return `step`.
-
-        Raises:
-            UserError: the checkpoint does not exist or does not verify.
-            UnreadableError: the checkpoint cannot be read.
-        """
+        """Return `step`, or raise `UserError` if its checkpoint does not exist or does not verify."""
         decide_on_primary(lambda: self._require_verified(step), DECISION_SECONDS)
         return step
 
@@ -120,7 +110,6 @@ class Checkpointer:
 
         Raises:
             UserError: the checkpoint's arrays differ from those of `abstract` in name, shape or dtype.
-            UnreadableError: the checkpoint cannot be read.
         """
         folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
         saved = _check_arrays(folder, wanted)
@@ -131,12 +120,8 @@ class Checkpointer:
             restored = self._orbax.restore(folder, args=args)
         return TrainState(**restored["state"]), restored["loader"]
 
-    def config(self, step: int) -> Config:
-        """Return the config that the checkpoint was trained with."""
-        return config_of(self.folder / str(step))
-
     def weights_id(self, step: int) -> str:
-        """Return the identifier of this attempt's parameters after `step`, as the checkpoint's manifest records it."""
+        """Return the identifier of this attempt's parameters after `step`, for the manifest."""
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
@@ -173,8 +158,8 @@ class Checkpointer:
     def _take_back(self, quarantined: Sequence[Path]) -> int | None:
         """Rename the newest quarantined checkpoint that verifies back to its step, and return the step.
 
-        Call this method only if no other checkpoint verifies. Otherwise the quarantined checkpoints stay renamed: a
-        user may have quarantined them to resume from an earlier step, and the metrics after that step are gone.
+        Call this method only if no other checkpoint verifies: a user may have quarantined checkpoints to resume from an
+        earlier step.
         """
         unreadable = []
         for path in sorted(quarantined, key=quarantine_order, reverse=True):
@@ -222,7 +207,7 @@ class Checkpointer:
         """Wait for an earlier save, start to save under the state's step, and return when the arrays may be donated.
 
         Raises:
-            RunError: the limit of failed saves in a row, `checkpoint.max_failed_saves`, is reached.
+            RunError: saves failed `checkpoint.max_failed_saves` times in a row. The next two methods raise it too.
         """
         self._settle()
         step = int(jax.device_get(state.step))
@@ -247,20 +232,12 @@ class Checkpointer:
         self._saving = step, self._background.submit(self._finish, step)
 
     def check(self) -> None:
-        """Record the result of a background save that has ended; never wait for one.
-
-        Raises:
-            RunError: the limit of failed saves in a row is reached.
-        """
+        """Record the result of a background save if it has ended."""
         if self._saving is not None and self._saving[1].done():
             self._settle()
 
     def save_and_wait(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Save, retry after a failure, and return when the checkpoint is on disk.
-
-        Raises:
-            RunError: the limit of failed saves in a row is reached.
-        """
+        """Save, retry after a failure, and return when the checkpoint is on disk."""
         self._settle()
         step = int(jax.device_get(state.step))
         while not decide_on_primary(lambda: step in self._verified, DECISION_SECONDS):
@@ -280,19 +257,12 @@ class Checkpointer:
             raise RunError(f"{self.folder}: the last checkpoint was not saved")
 
     def _finish_folder(self) -> None:
-        """Write the manifest of the save in progress.
-
-        Orbax calls this method in a thread of process 0, after every process has written its part and before it renames
-        the folder.
-        """
+        """Write the manifest of the save in progress. Orbax calls this in a thread before it renames the folder."""
         assert self._describe is not None
         self._describe(self._unfinished)
 
     def _finish(self, step: int) -> None:
-        """Wait for orbax in a background thread, then delete the checkpoints that the config does not keep.
-
-        An error in orbax's own threads is raised here.
-        """
+        """Wait for orbax in a background thread, then delete the checkpoints that the config does not keep."""
         self._orbax.wait_until_finished()
         if self._config is None or not is_primary():
             return
@@ -333,8 +303,7 @@ def config_of(folder: Path) -> Config:
     """Return the config that the checkpoint in `folder` was trained with.
 
     Raises:
-        UserError: it cannot be read, is not the one of the checkpoint's manifest, or requires an extension that is not
-            loaded.
+        UserError: it is not the config of the checkpoint's manifest, or requires an extension that is not loaded.
     """
     path = folder / CONFIG_FILE
     raw = read_json(path)
@@ -375,10 +344,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
-    """Return an asynchronous orbax checkpointer.
-
-    Orbax's CheckpointManager is not used: it would treat any folder with a numeric name as a checkpoint.
-    """
+    # Orbax's CheckpointManager is not used: it would treat any folder with a numeric name as a checkpoint.
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.StandardCheckpointHandler(), loader=ocp.JsonCheckpointHandler(), config=ocp.JsonCheckpointHandler()
     )
@@ -407,15 +373,12 @@ def _hide_late_writes() -> None:
 
 
 def _check_arrays(folder: Path, wanted: Any) -> list[str]:
-    """Check that the manifest has the expected arrays.
+    """Return the names of the checkpoint's arrays that are not `wanted`.
 
-    Orbax does not replace this check: its error for a mismatch names no array, and it casts dtypes silently.
-
-    Returns:
-        The names of the checkpoint's other arrays.
+    Orbax does not check this: its error for a mismatch does not name the array, and it casts dtypes silently.
 
     Raises:
-        UserError: an expected array is missing, or has another shape or dtype.
+        UserError: a wanted array is missing, or has another shape or dtype.
     """
     saved = dict(read_manifest(folder).arrays)
     # Compare parameters first: the user knows their names, and the optimizer's moments have the same mismatches.
@@ -434,7 +397,7 @@ def _as_tree(state: TrainState) -> dict[str, Any]:
 
 
 def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the abstract arrays, sharded over the devices of `mesh`. Scalars have no sharding and are replicated."""
+    """Return the abstract arrays, sharded over `mesh`. Scalars have no sharding and are replicated."""
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()

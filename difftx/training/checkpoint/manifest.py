@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint: `manifest.json`, which lists the contents that a usable checkpoint must have.
-
-The manifest is written after all files that it lists.
-"""
+"""The manifest of a checkpoint: `manifest.json`, written last, lists what a usable checkpoint must contain."""
 
 import concurrent.futures
 import dataclasses
@@ -26,19 +23,20 @@ from difftx.files import (
     retry_read,
     schema_error,
     size_of,
+    with_sha256,
+    without_sha256,
     write_atomically,
 )
 from difftx.registry import loaded_extensions
 
-FORMAT = 3
+FORMAT = 4  # Format of a checkpoint. Increase it when this version cannot read older checkpoints.
 MANIFEST = "manifest.json"
 QUARANTINED = ".quarantined"  # Part of the name of a quarantined checkpoint.
-# Orbax writes these files, which contain the time, after the manifest and before it renames the folder. The files must
-# exist, but nothing reads their contents, so the manifest has no checksums of them.
+# Orbax writes these files after the manifest. They must exist, but the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 BLOCK_BYTES = 2**22
-THREADS = min(8, os.cpu_count() or 1)  # xxhash lets go of Python's lock.
+THREADS = min(8, os.cpu_count() or 1)  # xxhash releases the GIL.
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
 SHAPE = {
     "format": int,
@@ -78,7 +76,7 @@ def array_name(path: tuple[Any, ...]) -> str:
 
 
 def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return a mapping from the name of each array of a tree to its shape and dtype, as in `Manifest.arrays`."""
+    """Return the shape and dtype of each array of a tree by name, as in `Manifest.arrays`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {array_name(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
 
@@ -115,8 +113,7 @@ def write_manifest(
             for path, checksum in zip(files, checksums, strict=True)
         },
     }
-    # The last field is the SHA-256 of the other fields, as in meta.json of a token store.
-    write_atomically(folder / MANIFEST, json.dumps(content | {"sha256": json_sha256(content)}, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(with_sha256(content), indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -137,43 +134,29 @@ def _read_manifest(folder: Path) -> Manifest:
     if size_of(path) is None:
         check_link(folder)
         raise UserError(f"no {MANIFEST}")
-    raw = read_json(path)
-    sha256 = raw.pop("sha256", None) if isinstance(raw, dict) else None
-    try:
-        whole = sha256 == json_sha256(raw)
-    except RecursionError:
-        whole = False
-    if not isinstance(sha256, str) or not whole:
+    signed = read_json(path)
+    raw = without_sha256(signed)
+    if raw is None:
         raise UserError(f"{MANIFEST} is damaged: its SHA-256 is not that of its text")
     if type(raw.get("format")) is int and raw["format"] != FORMAT:
         raise OtherFormatError(
             f"{MANIFEST} has format {raw['format']}, not {FORMAT}: another version of difftx wrote it; use that "
             "version, or another --workdir"
         )
-    raw.setdefault("extensions", [])  # Earlier versions of difftx had no extensions.
     if why := schema_error(raw, SHAPE):
         raise UserError(f"{MANIFEST}: {why}")
     arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in raw["arrays"].items()}
     files = {name: (file["bytes"], file["xxh3"]) for name, file in raw["files"].items()}
     _check_inside(folder, files)
-    return Manifest(
-        sha256=sha256,
-        step=raw["step"],
-        weights=raw["weights"],
-        config_sha256=raw["config_sha256"],
-        data=raw["data"],
-        packages=raw["packages"],
-        extensions=raw["extensions"],
-        arrays=arrays,
-        files=files,
-    )
+    others = {name: raw[name] for name in ("step", "weights", "config_sha256", "data", "packages", "extensions")}
+    return Manifest(sha256=signed["sha256"], arrays=arrays, files=files, **others)
 
 
 def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str | None:
     """Return why the checkpoint in `folder` does not verify, or None if it does.
 
-    A checkpoint is corrupt if its contents contradict its manifest or if a file of the manifest does not exist. A read
-    error does not show that the contents are wrong, so it is raised as an exception.
+    A checkpoint does not verify if a file of its manifest is absent or has other contents. A read error does not show
+    that, so it is raised as an exception.
 
     Args:
         folder: Folder of one checkpoint.
@@ -198,7 +181,6 @@ def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str 
 
 
 def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
-    """Return the first file that contradicts the manifest, with the reason, or None if all files match."""
     for name in COMMIT_MARKERS:
         if size_of(folder / name) is None:
             return f"{name} is missing"
@@ -218,13 +200,9 @@ def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | N
 
 
 def xxh3_of(file: Path) -> str:
-    """Return the XXH3-128 of a file, in hexadecimal.
+    """Return the XXH3-128 of a file, in hexadecimal. The errors are those of `retry_read`.
 
     XXH3 detects corruption, not forgery. It costs a quarter as much as zlib's CRC-32.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist.
-        UnreadableError: the file cannot be read.
     """
 
     def read() -> str:
@@ -241,28 +219,18 @@ def steps_in(folder: Path) -> list[int]:
     """Return the steps with a folder in a run's `checkpoints`, ascending, including steps that do not verify.
 
     A symbolic link counts even if its target does not exist. Otherwise a run would silently resume from an older step.
-
-    Raises:
-        UnreadableError: the folder of checkpoints cannot be read.
     """
     found = list_folder(folder).items()
     return sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
 
 
 def quarantined_in(folder: Path) -> list[Path]:
-    """Return the folders of the checkpoints that training or a user has quarantined.
-
-    Raises:
-        UnreadableError: the folder of checkpoints cannot be read.
-    """
+    """Return the folders of the checkpoints that training or a user has quarantined."""
     return sorted(folder / name for name in list_folder(folder) if QUARANTINED in name)
 
 
 def _check_inside(folder: Path, names: Iterable[str]) -> None:
-    """Raise `UserError` if a file name leads outside of the folder, also through a symbolic link in the folder.
-
-    The folder itself may be a symbolic link.
-    """
+    """Raise `UserError` if a file name leads outside of the folder, which may itself be a symbolic link."""
     real = os.path.realpath(folder)
     for name in names:
         path = PurePosixPath(name)

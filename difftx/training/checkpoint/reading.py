@@ -39,11 +39,7 @@ class Checkpoint:
     now: Config  # Config of the run directory, with the reader's overrides.
 
     def require_unchanged(self) -> None:
-        """Check that the folder still holds the checkpoint that was opened. All processes must call this method.
-
-        Raises:
-            RunError: the checkpoint was deleted, replaced or corrupted.
-        """
+        """Raise `RunError` unless the folder still holds the checkpoint. All processes must call this method."""
         decide_on_primary(self._require_unchanged, DECISION_SECONDS)
 
     def _require_unchanged(self) -> None:
@@ -59,26 +55,23 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
-    """Return the manifest's data and the config of the checkpoint in `folder`, the same in every process.
-
-    The arrays of the checkpoint are not verified.
+    """Return the checkpoint in `folder`, the same in every process, without verifying its arrays.
 
     Args:
         folder: Folder of the checkpoint.
         now: Config of the run directory, with the reader's overrides.
 
     Raises:
-        UserError: manifest or config cannot be read or do not fit together, or an extension that the checkpoint was
-            trained with is not loaded or has changed.
+        UserError: manifest and config do not fit together, or an extension is not loaded or has changed.
     """
 
-    def look() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         manifest = read_manifest(folder)
         require_extensions(manifest.extensions, str(folder))
         found = {"weights": manifest.weights, "sha256": manifest.sha256, "data": manifest.data}
         return found | {"config": json.loads(config_for_reader(config_of(folder), now).to_json())}
 
-    found = decide_on_primary(look, DECISION_SECONDS)
+    found = decide_on_primary(describe, DECISION_SECONDS)
     return Checkpoint(folder, **found | {"config": config_from_dict(found["config"])}, now=now)
 
 
@@ -104,11 +97,7 @@ def read_newest[T](checkpointer: Checkpointer, read: Callable[[int], T]) -> T | 
 
 
 def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
-    """Open the run of a checkpoint, with the checkpoint's model and the present location of its training data.
-
-    Raises:
-        UserError: the config does not fit the devices, the data or the tokenizer.
-    """
+    """Open the run of a checkpoint, with the checkpoint's model and the present location of its training data."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
             run = agreement.open_run(config, workdir)
@@ -142,7 +131,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
 def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
     """Yield the checkpoint's config with the data locations of the run directory's config, if the locations differ.
 
-    The run directory's config may name other data. The caller must compare the data with the checkpoint's signature.
+    The data may differ too, so the caller must compare them with the checkpoint's signature.
     """
     data = checkpoint.config.data
     with contextlib.suppress(UserError):  # Locations of other data may contradict the rest of the config.

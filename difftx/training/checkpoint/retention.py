@@ -34,24 +34,15 @@ class Candidate:
 
 
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path) -> set[int]:
-    """Return the subset of `steps` that the config keeps. The result is empty only if `steps` is empty.
-
-    All checkpoints of `steps` must have been verified.
-    """
+    """Return the subset of the verified `steps` that the config keeps, empty only if `steps` is empty."""
     policies: list[orbax.PreservationPolicy] = [orbax.LatestN(config.keep)]
     if config.keep_every_steps is not None:
         policies.append(orbax.EveryNSteps(config.keep_every_steps))
     best = config.keep_best
     if best is not None:
         reverse = config.keep_best_mode == "min"  # Orbax sorts the metrics and takes the last one as the best.
-        policies.append(
-            orbax.BestN(
-                get_metric_fn=lambda metrics: metrics[best],
-                reverse=reverse,
-                n=1,
-                keep_checkpoints_without_metrics=False,
-            )
-        )
+        options = {"reverse": reverse, "n": 1, "keep_checkpoints_without_metrics": False}
+        policies.append(orbax.BestN(get_metric_fn=lambda metrics: metrics[best], **options))
     candidates = [Candidate(step, metrics_of(workdir, step, best) if best else None) for step in sorted(steps)]
     if not candidates:
         return set()
@@ -62,12 +53,10 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path)
 
 
 def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
-    """Return `{name: value}` for the number `name`, such as "loss/perplexity", of the evaluation after a step.
-
-    Return None if the suite was not evaluated after this step or the value is not finite.
+    """Return `{name: value}` for a number such as "loss/perplexity" after a step, None if it is absent or not finite.
 
     Raises:
-        UserError: the suite's file does not contain the number.
+        UserError: the suite was evaluated, and its file does not contain the number.
     """
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
@@ -83,11 +72,7 @@ def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
 
 
 def quarantine(folder: Path) -> Path:
-    """Quarantine a checkpoint: rename its folder, and return the new path.
-
-    Raises:
-        RunError: the folder cannot be renamed.
-    """
+    """Quarantine a checkpoint: rename its folder, and return the new path."""
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -103,10 +88,7 @@ def rename(folder: Path, to: Path) -> Path:
 
 
 def quarantine_order(path: Path) -> tuple[int, int]:
-    """Return the sort key of a quarantined checkpoint: its step, and its number among those of the same step.
-
-    The step is -1 if the name has none.
-    """
+    """Return the step of a quarantined checkpoint, -1 if its name has none, and its number among those of the step."""
     found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
@@ -123,10 +105,7 @@ def remove(folders: Iterable[Path]) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete the folders of interrupted saves and removals in the folder of checkpoints, and return their names.
-
-    If a folder cannot be deleted, print its name and keep it. It is not a checkpoint, so the run can continue.
-    """
+    """Delete the folders of interrupted saves and removals, and return their names; print those that remain."""
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:

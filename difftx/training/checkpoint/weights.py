@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -38,23 +39,17 @@ class Streamed:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the elements, float32."""
         return np.dtype(np.float32)
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
 
 def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> None:
-    """Write the checkpoint of step 0 of a run.
+    """Write the checkpoint of step 0 of a run, from parameters by name, such as "blocks/mlp/up_DF".
 
-    Args:
-        workdir: Directory of the run.
-        arrays: Parameters by name, such as "blocks/mlp/up_DF".
-        config: Config of the run.
-        data: Data signature for the manifest: {"tokenizer": fingerprint}.
+    `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
     """
     folder = workdir.resolve() / "checkpoints" / str(STEP)
     folder.parent.mkdir(parents=True)
@@ -69,7 +64,7 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry), config=ocp.JsonCheckpointHandler()
     )
-    tree = {"params": _nested(arrays)}
+    tree = {"params": flax.traverse_util.unflatten_dict(dict(arrays), sep="/")}
     with contextlib.closing(ocp.AsyncCheckpointer(handler, async_options=options)) as writer:
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES),
@@ -135,15 +130,3 @@ class _StreamedHandler(type_handlers.NumpyHandler):
                 await store[start : start + len(block)].write(block)
                 start += len(block)
             assert start == array.shape[0], info.name
-
-
-def _nested(arrays: Mapping[str, Streamed]) -> dict[str, Any]:
-    """Convert {"a/b": x} to {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *parents, last = name.split("/")
-        place = tree
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = array
-    return tree
