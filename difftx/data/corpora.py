@@ -13,8 +13,8 @@ import numpy as np
 import tiktoken
 
 from difftx.config.data import DataConfig
-from difftx.data.prepare.readers import OPENERS
 from difftx.data.store import SPLITS, TokenStore, open_store, store_tokenizer
+from difftx.data.streams import OPENERS
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 
