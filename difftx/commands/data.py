@@ -12,7 +12,7 @@ import rich.console
 import rich.text
 
 from difftx.data.bigrams import write_bigrams
-from difftx.data.store import SPLITS, corruption_of, offsets_problem, open_store, read_meta, shard_file
+from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import require_local_paths, require_writable_file
@@ -129,15 +129,15 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
 
 
 def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
-    damaged = list(corruption_of(folder, meta, split, content=True))
-    yield from damaged
+    corrupt_files = list(file_problems(folder, meta, split, content=True))
+    yield from corrupt_files
     counts = meta["splits"][split]
     for name in ("documents", "tokens", "bytes"):
         if sum(shard[name] for shard in counts["shards"]) != counts[name]:
             yield f"{folder}: the {name} of {split}'s shards do not add up to {counts[name]}"
     known = {shard_file(folder, split, i, kind) for i, s in enumerate(counts["shards"]) for kind in s["sha256"]}
     yield from (f"{file}: not of this store" for file in sorted((folder / split).iterdir()) if file not in known)
-    if damaged:
+    if corrupt_files:
         return
     for index, shard in enumerate(counts["shards"]):
         file = shard_file(folder, split, index, "tokens")

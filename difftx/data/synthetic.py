@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
-from difftx.data.packing import Row, segments
+from difftx.data.packing import Row, segment_arrays
 from difftx.errors import UserError
 from difftx.registry import Registry
 
@@ -45,11 +45,11 @@ def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 
     A distractor may be any token except the example's keys.
     """
-    tokens, places, asked = retrieval_with_places(config, row_tokens, rng)
-    return tokens, np.array([len(tokens) - 1]), tokens[places[[asked]] + 1]
+    tokens, positions, queried = retrieval_with_positions(config, row_tokens, rng)
+    return tokens, np.array([len(tokens) - 1]), tokens[positions[[queried]] + 1]
 
 
-def retrieval_with_places(
+def retrieval_with_positions(
     config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the tokens of `retrieval`, the position of each pair (its key), and the index of the queried pair."""
@@ -58,12 +58,12 @@ def retrieval_with_places(
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
     starts = np.cumsum(1 + is_pair) - 1 - is_pair
     tokens = np.empty(_retrieval_tokens(config, row_tokens), np.int64)
-    places = starts[is_pair]
-    tokens[places], tokens[places + 1] = keys, values
+    positions = starts[is_pair]
+    tokens[positions], tokens[positions + 1] = keys, values
     tokens[starts[~is_pair]] = rng.choice(others, config.distractors)
-    asked = int(rng.integers(config.pairs))
-    tokens[-1] = keys[asked]
-    return tokens, places, asked
+    queried = int(rng.integers(config.pairs))
+    tokens[-1] = keys[queried]
+    return tokens, positions, queried
 
 
 def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
@@ -79,13 +79,10 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task: `make` returns an example, and `tokens` the number of tokens that an example needs.
-
-    Both are called with the config and the tokens of a row, `make` also with a generator of random numbers.
-    """
+    """A task. Both functions get the config and the number of tokens of a row."""
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
-    tokens: Callable[[SyntheticConfig, int], int]
+    tokens: Callable[[SyntheticConfig, int], int]  # Number of tokens that an example needs.
 
 
 MQAR = Task(mqar, lambda config, _: 4 * config.pairs)
@@ -139,7 +136,7 @@ class SyntheticRows:
         return np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
 
     def __getitem__(self, index: int) -> Row:
-        tokens, places, answers = self._task.make(self._config, self.sequence_length, self.random(index))
+        tokens, positions, answers = self._task.make(self._config, self.sequence_length, self.random(index))
         row = {
             "tokens": np.full(self.sequence_length, FILLER, np.int32),
             "targets": np.full(self.sequence_length, FILLER, np.int32),
@@ -147,10 +144,10 @@ class SyntheticRows:
         }
         row["tokens"][: len(tokens)] = tokens
         row["targets"][: len(tokens) - 1] = tokens[1:]
-        row["targets"][places] = answers
-        row["loss_mask"][places] = 1
+        row["targets"][positions] = answers
+        row["loss_mask"][positions] = 1
         if self._document_mask:
-            row["segment_ids"], row["positions"] = segments(np.array([len(tokens)]), self.sequence_length)
+            row["segment_ids"], row["positions"] = segment_arrays(np.array([len(tokens)]), self.sequence_length)
         return row
 
 
