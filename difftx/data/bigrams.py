@@ -85,11 +85,12 @@ def write_bigrams(
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         runs = [Path(scratch) / name for name in ("run bigrams", "run counts")]
         merged = [Path(scratch) / name for name in ("bigrams", "counts")]
-        bounds = _write_runs(stores, *runs, items, work)
+        bounds = _write_runs(stores, runs[0], runs[1], items, work)
+        run_bigrams, run_counts = (_mapped(name) for name in runs)
         distinct = occurrences = 0
         merging = work.task("merging", int(bounds[-1]))
         with merged[0].open("wb") as bigrams_file, merged[1].open("wb") as counts_file, merging as advance:
-            for read, bigrams, counts in _merge(*map(_mapped, runs), bounds, items):
+            for read, bigrams, counts in _merge(run_bigrams, run_counts, bounds, items):
                 kept = counts >= min_count
                 bigrams[kept].tofile(bigrams_file)
                 counts[kept].tofile(counts_file)

@@ -18,8 +18,7 @@ from difftx.registry import Registry
 FILLER = 0  # Pads an example that is shorter than its row, and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
-# The tokens of an example, the positions whose targets are answers, and the answers.
-Example = tuple[np.ndarray, np.ndarray, np.ndarray]
+type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions whose targets are answers, and answers.
 
 
 def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
@@ -100,14 +99,13 @@ TASKS: Registry[Task] = Registry(
 
 
 class SyntheticRows:
-    """Rows of a synthetic task, one example per row."""
+    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers.
+
+    Raises:
+        UserError: If there is no such task, or an example does not fit into a row.
+    """
 
     def __init__(self, path: str, config: DataConfig, split: str):
-        """Check the parameters. The splits, "train" and "valid", use different streams of random numbers.
-
-        Raises:
-            UserError: If there is no such task, or an example does not fit into a row.
-        """
         name = path.removeprefix(SYNTHETIC)
         self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
         self.task, self.name = name, f"{path}, {split}"
@@ -129,7 +127,6 @@ class SyntheticRows:
         return self._length
 
     def random(self, index: int) -> np.random.Generator:
-        """Return the random number generator of an example."""
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
         # Philox is counter-based: every example has its own range of counters, and creating a generator is cheap.

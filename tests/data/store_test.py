@@ -179,7 +179,7 @@ def test_verify_counts_and_finds_strangers(store):
     write_meta(store, meta)
     result = verify(store)
     assert "the documents of train's shards do not add up" in result.stdout
-    assert "00099.tokens: not of this store" in result.stdout
+    assert "00099.tokens: does not belong to this store" in result.stdout
 
 
 def test_the_tokenizer_must_be_the_stores(store, config):
