@@ -39,9 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     count.add_argument("folders", type=Path, nargs="+", metavar="folder")
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
-    count.add_argument(
-        "--min_count", type=int, default=1, help="leave out rarer bigrams; at most the suite's limit + 1"
-    )
+    count.add_argument("--min_count", type=int, default=1, help="leave out rarer bigrams; up to the suite's limit + 1")
     count.add_argument("--max_memory_mib", type=int, default=1024, help="memory for counting (%(default)s)")
     options = parser.parse_args(arguments)
     require_local_paths(options)
@@ -134,9 +132,9 @@ def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
         if sum(shard[name] for shard in counts["shards"]) != counts[name]:
             yield f"{folder}: the {name} of {split}'s shards do not add up to {counts[name]}"
     known = {shard_file(folder, split, i, kind) for i, s in enumerate(counts["shards"]) for kind in s["sha256"]}
-    yield from (
-        f"{file}: does not belong to this store" for file in sorted((folder / split).iterdir()) if file not in known
-    )
+    for file in sorted((folder / split).iterdir()):
+        if file not in known:
+            yield f"{file}: does not belong to this store"
     if corrupt_files:
         return
     for index, shard in enumerate(counts["shards"]):

@@ -74,12 +74,10 @@ def write_bigrams(
     """Add up the counts of several stores, write a file of counts atomically, and return its header.
 
     Args:
-        stores: Stores to count.
         path: File to write. Temporary files next to it take up to 2 × 16 bytes per distinct bigram of each chunk.
         min_count: Bigrams that occur less often are left out.
         memory_bytes: Memory for counting and merging, not including the document offsets of the stores.
         description: Header fields that describe the stores.
-        work: Display of the progress.
     """
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
@@ -106,7 +104,8 @@ def write_bigrams(
             "bigrams": distinct,
         }
         with new_file(path) as file:
-            file.write(_header_line(header))
+            line = json.dumps(header).encode()
+            file.write(line + b" " * (-(len(line) + 1) % ALIGNMENT) + b"\n")
             for name in merged:
                 with name.open("rb") as part:
                     shutil.copyfileobj(part, file)
@@ -201,11 +200,6 @@ def _merge(
         found = found[order]
         firsts = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]]))
         yield len(found), found[firsts], np.add.reduceat(np.concatenate([counts[p] for p in parts])[order], firsts)
-
-
-def _header_line(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header).encode()
-    return text.ljust(-(-(len(text) + 1) // ALIGNMENT) * ALIGNMENT - 1) + b"\n"
 
 
 def _mapped(path: Path, offset: int = 0) -> np.ndarray:

@@ -67,10 +67,8 @@ class Loader(Iterator[Batch]):
         Args:
             examples: Endless random-access rows, from `Sources.examples`.
             rows: Rows per batch, over all processes.
-            prefetch_batches: Number of batches that a thread prepares ahead.
             sharding: Sharding of a `[rows, T]` array.
             signature: Settings that determine the order and content of examples, as JSON; `restore` compares them.
-            vocab_size: Vocabulary size of the model; the ids of every batch are checked against it.
             where: Function that describes the origin of an example, for messages: `Sources.where`.
         """
         self._rows_here = rows_here(sharding, rows)

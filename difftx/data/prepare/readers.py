@@ -91,7 +91,7 @@ class Lines:
 class Texts:
     """Text files, each a document with its path as id."""
 
-    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or the error from reading it.
+    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or why it cannot be read.
     start: int = 0  # Byte at which the content starts in its file; not 0 for the second part of a split file.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
@@ -121,17 +121,7 @@ class Rows:
             yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Unreadable:
-    """The rest of a file that cannot be read."""
-
-    reason: str
-
-    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        yield UserError(self.reason)
-
-
-type Content = Lines | Texts | Rows | Unreadable  # `documents` yields an error for each unreadable document.
+type Content = Lines | Texts | Rows  # `documents` yields an error for each unreadable document.
 type Chunk = tuple[Content, int, int]  # The fields content, end and input_bytes of a `Unit`.
 
 
@@ -255,13 +245,13 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
                 number = whole.line_number(data.count(b"\n", 0, last))
                 if whole.data:
                     yield whole, position + last, stored.tell() - before
-                yield Unreadable(f"{file}: line {number} {TOO_LONG}; what follows it is not read"), 0, 0
+                yield _unreadable(file, f"{file}: line {number} {TOO_LONG}; the lines after it are not read")
                 return
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
         if not position:
-            yield Unreadable(f"{file}: the file is empty"), 0, source.size
+            yield _unreadable(file, f"{file}: the file is empty", source.size)
 
 
 def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
@@ -299,16 +289,12 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
     try:
         table = parquet.ParquetFile(source.files[0])
         columns = [name for name in fields.names if name in table.schema_arrow.names]
-        counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
-        groups, start = list(range(len(counts))), 0
-        while groups and start + counts[groups[0]] <= position:
-            start += counts[groups.pop(0)]
-        batches = table.iter_batches(batch_size=1024, row_groups=groups, columns=columns)
-        rows = (row for batch in batches for row in _rows_of(batch))
-        yield from read_rows(source, itertools.islice(rows, position - start, None), position, sum(counts), fields)
+        rows = (row for batch in table.iter_batches(batch_size=1024, columns=columns) for row in _rows_of(batch))
+        rows_left = itertools.islice(rows, position, None)
+        yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
-        yield Unreadable(f"{source.files[0]}: not readable as Parquet ({reason})"), 0, 0
+        yield _unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
 
 
 def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
@@ -331,7 +317,7 @@ def read_rows(
         rows: Values by field of each row, from row `position` on.
         position: Index of the first row of `rows` in the table.
         total: Number of rows of the table.
-        fields: Fields to read.
+        fields: As passed to the reader.
     """
     batch: list[dict[str, Any]] = []
     size = 0
@@ -346,15 +332,20 @@ def read_rows(
     if batch:
         yield Rows(name, position, tuple(batch)), position + len(batch), source.size * len(batch) // total
     elif not position:
-        yield Unreadable(f"{name}: the table has no rows"), 0, source.size
+        yield _unreadable(source.files[0], f"{name}: the table has no rows", source.size)
 
 
 def _end_at_read_error(chunks: Iterator[Chunk], file: Path) -> Iterator[Chunk]:
-    """Yield the chunks of a file. After an error of the stream, end with an `Unreadable` that gives the reason."""
+    """Yield the chunks of a file. If reading fails, the last chunk is the reason."""
     try:
         yield from chunks
     except READ_ERRORS as error:
-        yield Unreadable(why_unreadable(file, error)), 0, 0
+        yield _unreadable(file, why_unreadable(file, error))
+
+
+def _unreadable(file: Path, reason: str, input_bytes: int = 0) -> Chunk:
+    """Return the chunk of a file, or of the rest of it, that cannot be read."""
+    return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 
 def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Document | UserError:
