@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import importlib
 import os
 import re
 import shlex
@@ -102,6 +103,14 @@ def install_hint(extra: str) -> str:
     source = f"{SOURCE}[{extra}]" if (SOURCE / "pyproject.toml").is_file() else f".[{extra}]"
     where = "" if (SOURCE / "pyproject.toml").is_file() else " (in difftx's source tree)"
     return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(source)}{where}"
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import an optional library, or raise `UserError` with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{module} is not installed: {install_hint(extra)}") from error
 
 
 def explained(error: BaseException) -> UserError | RunError | None:

@@ -12,33 +12,35 @@ import rich.console
 import rich.text
 
 from difftx.data.bigrams import write_bigrams
-from difftx.data.store import SPLITS, corruption_of, offsets_problem, open_store, read_meta, shard_file
+from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import require_local_paths, require_writable_file
 from difftx.progress import Work
 
-DOCUMENT_STYLES = ("cyan", "yellow")  # Alternate, so that neighbouring documents differ.
+DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring documents differ.
 BOUNDARY_STYLE = "bold reverse"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `data verify`, `data show` or `data bigrams`."""
-    parser = argparse.ArgumentParser("difftx data", description="Look into a token store.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("difftx data", description="Inspect token stores.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("verify", help="read everything and compare it with meta.json", allow_abbrev=False)
+    check = commands.add_parser("verify", help="read every file and compare it with meta.json", allow_abbrev=False)
     check.add_argument("folder", type=Path)
     show = commands.add_parser("show", help="print a row, decoded", allow_abbrev=False)
     show.add_argument("folder", type=Path)
-    show.add_argument("--row", type=int, required=True, help="row i has tokens i T … i T + T - 1")
+    show.add_argument("--row", type=int, required=True, help="row i consists of tokens i T … i T + T - 1")
     show.add_argument("--split", choices=SPLITS, default="train")
     show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
-    show.add_argument("--tokenizer", help="where the store's is a .tiktoken file that is elsewhere now")
-    count = commands.add_parser("bigrams", help="count what follows what, for the suite recall", allow_abbrev=False)
+    show.add_argument("--tokenizer", help="path of the store's .tiktoken file, if it has moved")
+    count = commands.add_parser(
+        "bigrams", help="count pairs of successive tokens, for the suite recall", allow_abbrev=False
+    )
     count.add_argument("folders", type=Path, nargs="+", metavar="folder")
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
-    count.add_argument("--min_count", type=int, default=1, help="leave rarer bigrams out; up to the suite's limit + 1")
-    count.add_argument("--max_memory_mib", type=int, default=1024, help="for the counting (%(default)s)")
+    count.add_argument("--min_count", type=int, default=1, help="leave out rarer bigrams; up to the suite's limit + 1")
+    count.add_argument("--max_memory_mib", type=int, default=1024, help="memory for counting (%(default)s)")
     options = parser.parse_args(arguments)
     require_local_paths(options)
     if options.command == "verify":
@@ -49,11 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def verify(folder: Path) -> int:
-    """Check every file of a store and print its counts.
-
-    Raises:
-        UserError: If files are missing or corrupt, or hold invalid values. Each problem is printed first.
-    """
+    """Check every file of a store, and print its counts, or the problems before a `UserError`."""
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
     if problems:
@@ -76,9 +74,7 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         raise UserError(f"--row={row}: {split} has rows 0 … {rows - 1} of --sequence_length={sequence_length}")
     encoding = load_tokenizer(tokenizer or meta["tokenizer"]["name"], field="--tokenizer")
     if fingerprint(encoding) != meta["tokenizer"]["vocabulary_sha256"]:
-        raise UserError(
-            f"--tokenizer={encoding.name}: not the vocabulary of {folder}, which is {meta['tokenizer']['name']!r}"
-        )
+        raise UserError(f"--tokenizer={encoding.name}: {folder} has another vocabulary, {meta['tokenizer']['name']!r}")
     start, stop = row * sequence_length, min((row + 1) * sequence_length, len(store))
     first = int(np.searchsorted(store.offsets, np.uint64(start), side="right")) - 1
     last = int(np.searchsorted(store.offsets, np.uint64(stop), side="left"))
@@ -99,7 +95,7 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
     """Count the bigrams in the training documents of all given stores, and write one file of counts."""
     for flag, value in (("--min_count", min_count), ("--max_memory_mib", memory_mib)):
         if value < 1:
-            raise UserError(f"{flag}={value}: at least 1")
+            raise UserError(f"{flag}={value}: must be at least 1")
     stores = [open_store(folder, "train") for folder in folders]
     tokenizers = [read_meta(folder)["tokenizer"] for folder in folders]
     for folder, tokenizer in zip(folders, tokenizers, strict=True):
@@ -129,15 +125,17 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
 
 
 def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
-    damaged = list(corruption_of(folder, meta, split, content=True))
-    yield from damaged
+    corrupt_files = list(file_problems(folder, meta, split, content=True))
+    yield from corrupt_files
     counts = meta["splits"][split]
     for name in ("documents", "tokens", "bytes"):
         if sum(shard[name] for shard in counts["shards"]) != counts[name]:
             yield f"{folder}: the {name} of {split}'s shards do not add up to {counts[name]}"
     known = {shard_file(folder, split, i, kind) for i, s in enumerate(counts["shards"]) for kind in s["sha256"]}
-    yield from (f"{file}: not of this store" for file in sorted((folder / split).iterdir()) if file not in known)
-    if damaged:
+    for file in sorted((folder / split).iterdir()):
+        if file not in known:
+            yield f"{file}: does not belong to this store"
+    if corrupt_files:
         return
     for index, shard in enumerate(counts["shards"]):
         file = shard_file(folder, split, index, "tokens")

@@ -10,24 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from difftx.data.prepare.job import Job
-from difftx.data.prepare.readers import Source, import_extra
+from difftx.data.prepare.readers import Source
 from difftx.data.prepare.shards import Shard, write_shard
 from difftx.data.prepare.units import encode_unit, units_to_do
-from difftx.errors import UserError
+from difftx.errors import UserError, import_extra
 
 
 class BeamWorkers:
     """A context manager with the interface of `difftx.data.prepare.workers.Workers` that runs the work on Beam."""
 
-    def __init__(self, runner: str, options: str):
-        """Select a runner, such as "direct" or "dataflow", with its command-line options."""
-        self._beam = import_extra("apache_beam", "beam")
-        name = runner if runner.lower().endswith("runner") else f"{runner}Runner"
-        self._options = [f"--runner={name}", *shlex.split(options)]
+    def __init__(self, job: Job):
+        self._job, self._beam = job, import_extra("apache_beam", "beam")
+        name = job.runner if job.runner.lower().endswith("runner") else f"{job.runner}Runner"
+        self._options = [f"--runner={name}", *shlex.split(job.runner_options)]
         try:
             self._beam.runners.create_runner(name)
         except ValueError as error:
-            raise UserError(f"--runner={runner}: {error}") from error
+            raise UserError(f"--runner={job.runner}: {error}") from error
 
     def __enter__(self) -> "BeamWorkers":
         return self
@@ -35,14 +34,15 @@ class BeamWorkers:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def encode_units(self, job: Job, sources: Sequence[Source]) -> None:
+    def encode_units(self, sources: Sequence[Source]) -> None:
         """Tokenise the units that have no file yet: one reader per source, and units spread over all machines."""
-        beam = self._beam
+        beam, job = self._beam, self._job
         read = beam.FlatMap(lambda source: units_to_do(job, [source]))
         self._run(sources, read, beam.Reshuffle(), beam.Map(lambda unit: encode_unit(job, unit)))
 
-    def write_shards(self, job: Job, shards: Sequence[Shard]) -> None:
+    def write_shards(self, shards: Sequence[Shard]) -> None:
         """Write the shards that are not written yet."""
+        job = self._job
         self._run(shards, self._beam.Map(lambda shard: write_shard(job, shard)))
 
     def _run(self, elements: Sequence[Any], *steps: Any) -> None:

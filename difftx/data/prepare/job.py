@@ -1,4 +1,4 @@
-"""The options of one `difftx prepare` call, and the journal that determines whether the next call may resume."""
+"""The options of a `difftx prepare` call, and the journal by which a later call resumes an unfinished one."""
 
 import contextlib
 import dataclasses
@@ -24,9 +24,9 @@ from difftx.errors import UserError
 from difftx.files import read_record, write_record
 from difftx.registry import loaded_extensions
 
-# Fields of a description's "source" that do not affect how a unit is tokenised. They assign documents to splits and
-# shards, or describe input files, which the journal compares per source.
-DECIDES_NO_UNIT = (
+# Fields of "source" in meta.json that do not affect the tokens of a unit. Some only assign documents to splits and
+# shards. Others describe the input files, whose changes the journal detects per source.
+FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "valid_input",
     "files",
     "bytes",
@@ -38,14 +38,19 @@ DECIDES_NO_UNIT = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options of a call that the workers need."""
+    """The options of a call."""
 
+    input: str
+    valid_input: str | None
     out: Path
     tokenizer: str
     fields: Fields
     valid_fraction: float  # Share of the documents held out, chosen by the hash of their text.
     shard_tokens: int  # A shard holds the documents that start within this many tokens.
-    skip: bool  # Whether to leave out unreadable documents instead of stopping.
+    skip_unreadable: bool  # Whether to leave out unreadable documents instead of stopping.
+    workers: int  # Number of local processes.
+    runner: str  # "local", or a runner of Apache Beam.
+    runner_options: str
 
     @property
     def work(self) -> Path:
@@ -54,18 +59,20 @@ class Job:
 
     @property
     def units(self) -> Path:
-        """Folder of the tokenised units."""
         return self.work / "units"
 
     @property
-    def records(self) -> Path:
+    def shard_records(self) -> Path:
         """Folder of the finished shards' entries for meta.json."""
         return self.work / "shards"
 
     @property
+    def journal(self) -> Path:
+        return self.work / "job.json"
+
+    @property
     def encoding(self) -> tiktoken.Encoding:
-        """The tokenizer, loaded once per process."""
-        return _load(self.tokenizer)
+        return _load_tokenizer(self.tokenizer)
 
     @property
     def dtype(self) -> np.dtype:
@@ -73,12 +80,12 @@ class Job:
         return np.dtype("<u2" if self.encoding.n_vocab <= 2**16 else "<u4")
 
 
-@functools.cache
-def _load(name: str) -> tiktoken.Encoding:
+@functools.cache  # A job is sent to the workers with every task, and each worker loads the tokenizer once.
+def _load_tokenizer(name: str) -> tiktoken.Encoding:
     return load_tokenizer(name, field="--tokenizer")
 
 
-def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source]) -> dict[str, Any]:
+def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     """Return the fields of meta.json that are known before the work. Stores with equal fields are equal."""
     files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
     return {
@@ -91,7 +98,8 @@ def describe(job: Job, inputs: dict[str, str | None], sources: Sequence[Source])
         },
         "dtype": job.dtype.name,
         "source": {
-            **inputs,
+            "input": job.input,
+            "valid_input": job.valid_input,
             "files": len(files),
             "bytes": sum(source.size for source in sources),
             "sha256_of_names_sizes_and_times": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
@@ -121,21 +129,21 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[bool]:
-    """Lock the journal for this process; yield whether there is work to do.
+    """Lock the folder `job.out` for this process; yield False if it already holds the finished store, else True.
 
     Raises:
-        UserError: If `out` holds another store, another unfinished run or other files, or if another process works
+        UserError: If `job.out` holds another store, another unfinished run or other files, or if another process works
             there.
     """
     if is_store(job.out):
         meta = read_meta(job.out)
-        if different := _differences({name: meta[name] for name in description}, description):
-            raise UserError(f"--out={job.out}: holds a store of other {different}; choose another --out, or delete it")
+        if difference := _difference({name: meta[name] for name in description}, description):
+            raise UserError(f"--out={job.out}: holds a store of other {difference}; choose another --out, or delete it")
         shutil.rmtree(job.work, ignore_errors=True)
         yield False
         return
     others = [path for path in job.out.iterdir() if path != job.work] if job.out.exists() else []
-    if others and not (job.work / "job.json").exists():
+    if others and not job.journal.exists():
         raise UserError(f"--out={job.out}: not empty, and no unfinished store; choose another folder")
     job.work.mkdir(parents=True, exist_ok=True)
     with (job.work / "lock").open("w") as lock:
@@ -144,56 +152,61 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
         except OSError as error:
             raise UserError(f"--out={job.out}: another `difftx prepare` is at work there") from error
         inputs = [{"held_out": source.held_out, **input_states([source])} for source in sources]
-        _continue_or_begin(job, {"description": description, "inputs": inputs})
+        _resume_or_start(job, {"description": description, "inputs": inputs})
         yield True
 
 
-def _continue_or_begin(job: Job, journal: dict[str, Any]) -> None:
+def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
     """Delete the outdated files of an earlier run, write the journal, and create the folders.
 
-    Units stay if their source is unchanged. Shards stay only if the whole journal is unchanged.
+    The units of unchanged sources are kept. Shards are kept only if the whole journal is unchanged.
 
     Raises:
         UserError: If the earlier run had another input or tokenizer, or other fields.
     """
-    path = job.work / "job.json"
-    if path.exists():
-        before = read_record(path)
+    shard_folders = (job.shard_records, *(job.out / split for split in SPLITS))
+    if job.journal.exists():
+        before = read_record(job.journal)
         if before is None:
-            print(f"{path}: damaged; preparing everything again", file=sys.stderr)
+            print(f"{job.journal}: corrupt; preparing everything again", file=sys.stderr)
             before = {"description": {}, "inputs": []}
-        elif different := _differences(_of_units(before["description"]), _of_units(journal["description"])):
+        elif difference := _difference(_unit_settings(before["description"]), _unit_settings(journal["description"])):
             raise UserError(
-                f"{different}: differs from the unfinished run in {job.work}; choose another --out, or delete {job.out}"
+                f"{difference}: differs from the unfinished run in {job.work}; choose another --out, or delete "
+                f"{job.out}"
             )
         for index, (old, new) in enumerate(itertools.zip_longest(before["inputs"], journal["inputs"])):
-            if old == new:
-                continue
-            if changed := [name for name in old or () if name in (new or ()) and old[name] != new[name]]:
-                what = f"{changed[-1]}: changed" if changed != ["held_out"] else "--valid_fraction: changed"
-                print(f"{what} since the unfinished run; tokenising again", file=sys.stderr)
-            for unit in job.units.glob(f"{index:05d}-*.npz"):
-                unit.unlink()
+            if old != new:
+                _delete_units(job, index, old or {}, new or {})
         if before != journal:
-            for folder in (job.records, *(job.out / split for split in SPLITS)):
+            for folder in shard_folders:
                 shutil.rmtree(folder, ignore_errors=True)
-    write_record(path, journal)  # Written first: `open_job` rejects the folders if there is no journal.
-    for folder in (job.units, job.records, *(job.out / split for split in SPLITS)):
+    write_record(job.journal, journal)  # Written first, because `open_job` rejects the folders without a journal.
+    for folder in (job.units, *shard_folders):
         folder.mkdir(exist_ok=True)
 
 
-def _of_units(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that affects the content of a unit's file."""
-    source = {name: value for name, value in description["source"].items() if name not in DECIDES_NO_UNIT}
+def _delete_units(job: Job, source: int, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Delete the units of a source whose state in the journal has changed, and print the reason."""
+    if changed := [name for name in old if name in new and old[name] != new[name]]:
+        what = changed[-1] if changed != ["held_out"] else "--valid_fraction"
+        print(f"{what}: changed since the unfinished run; tokenising again", file=sys.stderr)
+    for unit in job.units.glob(f"{source:05d}-*.npz"):
+        unit.unlink()
+
+
+def _unit_settings(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a description that determines the content of the units' files."""
+    source = {k: value for k, value in description["source"].items() if k not in FIELDS_WITHOUT_EFFECT_ON_UNITS}
     return description | {"source": source}
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Return the name and both values of the first field that differs, or ""."""
     for name in old | new:
         before, value = old.get(name), new.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
-            if inner := _differences(before, value):
+            if inner := _difference(before, value):
                 return f"{name}.{inner}"
         elif before != value:
             return f"{name} ({before!r}, now {value!r})"

@@ -1,37 +1,24 @@
-"""Readers that split input files into units of work of about `UNIT_BYTES` of text.
+"""Readers that split input files into units of about `UNIT_BYTES` of text.
 
-The boundaries of the units depend on the input alone. One process reads and decompresses a unit, and another parses it
-into documents: `Unit.content.documents`.
+The boundaries of the units depend on the input alone. One process reads and decompresses a unit, and a worker parses it
+into documents.
 """
 
 import dataclasses
 import functools
 import glob
-import gzip
-import importlib
 import itertools
 import json
-import lzma
-import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from difftx.errors import UserError, install_hint
+from difftx.data.streams import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
+from difftx.errors import UserError, import_extra
 from difftx.registry import Registry
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 UNIT_BYTES = 4 * 2**20
-LONGEST_DOCUMENT = 2**30  # Largest line or text file in bytes, decompressed, because a document is tokenised whole.
 HUGGING_FACE = "hf:"
-OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
-TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
-BROKEN_STREAM = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +27,10 @@ class Fields:
 
     text: str
     id: str | None
-    prompt: str | None = None  # Field whose text precedes the document's text, and is not learned.
+    prompt: str | None = None  # Its text precedes the document's text, and the loss does not count it.
 
     @property
     def names(self) -> list[str]:
-        """The names that are set."""
         return [name for name in (self.text, self.id, self.prompt) if name is not None]
 
 
@@ -60,14 +46,13 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Whole lines of JSON, from byte `start` of a decompressed file."""
+    """Whole lines of JSON, from byte `start` of a decompressed file. Each line that is not blank is a document."""
 
     file: Path
     start: int
     data: bytes
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield a document or an error for each line that is not blank."""
         position = self.start
         for index, line in enumerate(self.data.split(b"\n")):
             if line.strip():
@@ -78,19 +63,19 @@ class Lines:
         try:
             record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
         except UnicodeDecodeError as error:
-            return UserError(f"{self._at(index)}: byte {position + error.start} of the file is not UTF-8")
+            return UserError(f"{self._name(index)}: byte {position + error.start} of the file is not UTF-8")
         except json.JSONDecodeError as error:
-            return UserError(f"{self._at(index)}: broken JSON ({error.msg}, column {error.colno})")
+            return UserError(f"{self._name(index)}: broken JSON ({error.msg}, column {error.colno})")
         except (ValueError, RecursionError) as error:  # Numbers with too many digits, or brackets nested too deeply.
-            return UserError(f"{self._at(index)}: broken JSON ({error})")
+            return UserError(f"{self._name(index)}: broken JSON ({error})")
         if not isinstance(record, dict):
-            return UserError(f"{self._at(index)}: not a JSON object")
-        return _document_of(record, fields, lambda: self._at(index))
+            return UserError(f"{self._name(index)}: not a JSON object")
+        return _document_of(record, fields, lambda: self._name(index))
 
-    def _at(self, index: int) -> str:
-        return f"{self.file}: line {self.number(index)}"
+    def _name(self, index: int) -> str:
+        return f"{self.file}: line {self.line_number(index)}"
 
-    def number(self, index: int) -> int:
+    def line_number(self, index: int) -> int:
         """Return a line's number in the file. This reads the file again to count the lines before this unit."""
         before = 0
         if self.start:
@@ -104,13 +89,12 @@ class Lines:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Text files, one document per file."""
+    """Text files, each a document with its path as id."""
 
-    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or the error from reading it.
+    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or why it cannot be read.
     start: int = 0  # Byte at which the content starts in its file; not 0 for the second part of a split file.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield a document or an error for each file. The id of a document is its path."""
         for file, data in self.files:
             if isinstance(data, UserError):
                 yield data
@@ -126,36 +110,28 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a table from row `start` on, with the fields to read."""
+    """Rows of a table from row `start` on, each a document."""
 
     table: str
     start: int
     rows: tuple[dict[str, Any], ...]
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield a document or an error for each row."""
         for index, row in enumerate(self.rows, start=self.start):
             yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Unreadable:
-    """The rest of a file that cannot be read."""
-
-    reason: str
-
-    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
-        """Yield the reason as an error."""
-        yield UserError(self.reason)
+type Content = Lines | Texts | Rows  # `documents` yields an error for each unreadable document.
+type Chunk = tuple[Content, int, int]  # The fields content, end and input_bytes of a `Unit`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A part of a source."""
+    """A chunk of a source that one worker tokenises."""
 
     source: int  # Index of the source.
     index: int  # Index of the unit within the source.
-    content: Lines | Texts | Rows | Unreadable
+    content: Content
     end: int  # Position at which the next unit starts: a decompressed byte for lines, a row for tables.
     input_bytes: int  # The unit's share of the source's size as stored.
     last: bool = False  # Whether this is the last unit of the source.
@@ -175,19 +151,17 @@ class Source:
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read and yield the units from `position` on, where unit `index` starts."""
         read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
-        pieces = _stop_at_breaks(read(self, fields, position), self.files[0])
-        numbered = (Unit(self.index, i, *piece) for i, piece in enumerate(pieces, start=index))
+        chunks = _end_at_read_error(read(self, fields, position), self.files[0])
+        numbered = (Unit(self.index, i, *chunk) for i, chunk in enumerate(chunks, start=index))
         # Read one unit ahead to identify the last unit.
         for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
             assert unit is not None
             yield dataclasses.replace(unit, last=following is None)
 
 
-type Piece = tuple[Lines | Texts | Rows | Unreadable, int, int]  # The fields content, end and input_bytes of a Unit.
-
-# Names are the endings of files; a file with another ending is one text. A reader yields the pieces of a source from a
-# position on, and the same pieces in each call. For tables there is `read_rows`.
-READERS: Registry[Callable[[Source, Fields, int], Iterator[Piece]]] = Registry(
+# Keyed by the ending of a file; a file with another ending is one text. A reader yields the chunks of a source from a
+# position on, and the same chunks in each call. Readers of tables can use `read_rows`.
+READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
     "reader",
     {
         "jsonl": "difftx.data.prepare.readers:_read_lines",
@@ -198,22 +172,16 @@ READERS: Registry[Callable[[Source, Fields, int], Iterator[Piece]]] = Registry(
 )
 
 
-def open_stream(file: Path) -> BinaryIO:
-    """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
-    return cast(BinaryIO, OPENERS.get(file.suffix, open)(file, "rb"))
-
-
 def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     """List the sources of a file, folder, glob or `hf:` name, in the order of the paths.
 
     Raises:
         UserError: If there are no files, or the `hf:` name cannot be loaded.
     """
-    flag = "--valid_input" if valid else "--input"
     if pattern.startswith(HUGGING_FACE):
         name = pattern.removeprefix(HUGGING_FACE)
         return [Source(first_index, "hf", (Path(name),), load_hugging_face(name).data.nbytes, valid)]
-    files = input_files(pattern, flag)
+    files = _input_files(pattern, "--valid_input" if valid else "--input")
     sizes = {file: file.stat().st_size for file in files}
     groups: list[tuple[str, list[Path]]] = []
     for file in files:
@@ -229,19 +197,7 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     ]
 
 
-def validation_start(text: bytes, share: float) -> int:
-    """Return the byte at which the held-out end of a text starts: the start of a line, or else of a character.
-
-    The end is at least `share` of the text. If it starts at a line, it is at most twice that.
-    """
-    start = min(round((1 - share) * len(text)), len(text) - 1)
-    start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
-    while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a multi-byte character.
-        start -= 1
-    return start
-
-
-def input_files(pattern: str, flag: str) -> list[Path]:
+def _input_files(pattern: str, flag: str) -> list[Path]:
     """Return the sorted files of a path, folder or glob. Within a folder, names that begin with a dot are left out."""
     path = Path(pattern)
     if path.is_dir():
@@ -257,6 +213,12 @@ def input_files(pattern: str, flag: str) -> list[Path]:
     return files
 
 
+def _kind(file: Path) -> str:
+    plain = file.with_suffix("") if file.suffix in OPENERS else file
+    ending = plain.suffix.removeprefix(".")
+    return ending if ending in READERS else "texts"
+
+
 @functools.cache
 def load_hugging_face(name: str) -> Any:
     """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
@@ -269,77 +231,77 @@ def load_hugging_face(name: str) -> Any:
         raise UserError(f"--input={HUGGING_FACE}{name}: {type(error).__name__}: {reason}") from error
 
 
-def _kind(file: Path) -> str:
-    plain = file.with_suffix("") if file.suffix in OPENERS else file
-    ending = plain.suffix.removeprefix(".")
-    return ending if ending in READERS else "texts"
-
-
-def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     file = source.files[0]
-    with file.open("rb") as stored, cast(BinaryIO, OPENERS.get(file.suffix, _same)(stored, "rb")) as stream:
+    opener = OPENERS.get(file.suffix, lambda stored, mode: stored)
+    with file.open("rb") as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
         stream.seek(position)
         before = stored.tell()
         while data := stream.read(UNIT_BYTES):
             last = data.rfind(b"\n") + 1  # Start of the last line.
             data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
             if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
-                line = (whole := Lines(file, position, data[:last])).number(data.count(b"\n", 0, last))
+                whole = Lines(file, position, data[:last])
+                number = whole.line_number(data.count(b"\n", 0, last))
                 if whole.data:
                     yield whole, position + last, stored.tell() - before
-                yield Unreadable(f"{file}: line {line} {TOO_LONG}; what follows it is not read"), 0, 0
+                yield _unreadable(file, f"{file}: line {number} {TOO_LONG}; the lines after it are not read")
                 return
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
             position, before = end, before + read
         if not position:
-            yield Unreadable(f"{file}: the file is empty"), 0, source.size
+            yield _unreadable(file, f"{file}: the file is empty", source.size)
 
 
-def _same(stream: BinaryIO, mode: str) -> BinaryIO:
-    return stream
-
-
-def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     texts: list[tuple[Path, bytes | UserError]] = []
     for file in source.files:
         try:
             with open_stream(file) as stream:
                 data = stream.read(LONGEST_DOCUMENT + 1)
             texts.append((file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data))
-        except BROKEN_STREAM as error:
-            texts.append((file, UserError(why_broken(file, error))))
+        except READ_ERRORS as error:
+            texts.append((file, UserError(why_unreadable(file, error))))
     start, (file, data) = 0, texts[0]
     if source.held_out is not None and data and not isinstance(data, UserError):
-        at = validation_start(data, source.held_out)
-        start, part = (at, data[at:]) if source.valid else (0, data[:at])
+        valid_start = validation_start(data, source.held_out)
+        start, part = (valid_start, data[valid_start:]) if source.valid else (0, data[:valid_start])
         texts = [(file, part or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0"))]
     contents = tuple((file, data or UserError(f"{file}: the file is empty")) for file, data in texts)
     yield Texts(contents, start), 1, source.size
 
 
-def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+def validation_start(text: bytes, share: float) -> int:
+    """Return the byte at which the held-out end of a text starts: the start of a line, or else of a character.
+
+    The end is at least `share` of the text. If it starts at a line, it is at most twice that.
+    """
+    start = min(round((1 - share) * len(text)), len(text) - 1)
+    start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
+    while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a multi-byte character.
+        start -= 1
+    return start
+
+
+def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
     try:
         table = parquet.ParquetFile(source.files[0])
-        wanted = [name for name in fields.names if name in table.schema_arrow.names]
-        counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
-        groups, start = list(range(len(counts))), 0
-        while groups and start + counts[groups[0]] <= position:
-            start += counts[groups.pop(0)]
-        batches = table.iter_batches(batch_size=1024, row_groups=groups, columns=wanted)
-        rows = (row for batch in batches for row in _rows_of(batch))
-        yield from read_rows(source, itertools.islice(rows, position - start, None), position, sum(counts), fields)
+        columns = [name for name in fields.names if name in table.schema_arrow.names]
+        rows = (row for batch in table.iter_batches(batch_size=1024, columns=columns) for row in _rows_of(batch))
+        rows_left = itertools.islice(rows, position, None)
+        yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
-        yield Unreadable(f"{source.files[0]}: not readable as Parquet ({reason})"), 0, 0
+        yield _unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
 
 
 def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
     return batch.to_pylist() if batch.num_columns else ({} for _ in range(batch.num_rows))
 
 
-def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Piece]:
+def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
     data = load_hugging_face(str(source.files[0]))
     data = data.select_columns([name for name in fields.names if name in data.column_names])
     yield from read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
@@ -347,15 +309,15 @@ def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterato
 
 def read_rows(
     source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
-) -> Iterator[Piece]:
+) -> Iterator[Chunk]:
     """Group the rows of a table into units of about `UNIT_BYTES` of text.
 
     Args:
         source: The table, as a source of one file.
-        rows: Fields and values of each row, from row `position` on.
+        rows: Values by field of each row, from row `position` on.
         position: Index of the first row of `rows` in the table.
         total: Number of rows of the table.
-        fields: Fields to read.
+        fields: As passed to the reader.
     """
     batch: list[dict[str, Any]] = []
     size = 0
@@ -370,51 +332,38 @@ def read_rows(
     if batch:
         yield Rows(name, position, tuple(batch)), position + len(batch), source.size * len(batch) // total
     elif not position:
-        yield Unreadable(f"{name}: the table has no rows"), 0, source.size
+        yield _unreadable(source.files[0], f"{name}: the table has no rows", source.size)
 
 
-def _stop_at_breaks(pieces: Iterator[Piece], file: Path) -> Iterator[Piece]:
-    """Yield the pieces of a file; if the stream breaks, end with an `Unreadable` that gives the reason."""
+def _end_at_read_error(chunks: Iterator[Chunk], file: Path) -> Iterator[Chunk]:
+    """Yield the chunks of a file. If reading fails, the last chunk is the reason."""
     try:
-        yield from pieces
-    except BROKEN_STREAM as error:
-        yield Unreadable(why_broken(file, error)), 0, 0
+        yield from chunks
+    except READ_ERRORS as error:
+        yield _unreadable(file, why_unreadable(file, error))
 
 
-def why_broken(file: Path, error: BaseException) -> str:
-    """Return a message that names a file and the problem that an exception of `BROKEN_STREAM` reports."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{file}: cannot be read ({error.strerror})"
-    how = "truncated" if isinstance(error, EOFError) else "damaged"
-    return f"{file}: the compressed file is {how} ({error})"
+def _unreadable(file: Path, reason: str, input_bytes: int = 0) -> Chunk:
+    """Return the chunk of a file, or of the rest of it, that cannot be read."""
+    return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 
-def _document_of(record: dict[str, Any], fields: Fields, at: Callable[[], str]) -> Document | UserError:
+def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Document | UserError:
     texts = []
     for field, flag in ((fields.text, "--text_field"), (fields.prompt, "--prompt_field")):
         if field is None:
             continue
         if field not in record:
             names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
-            return UserError(f"{at()}: no field {field!r}; its fields: {names}; choose with {flag}")
+            return UserError(f"{name_of_record()}: no field {field!r}; its fields: {names}; choose with {flag}")
         if not isinstance(record[field], str):
-            return UserError(f"{at()}: field {field!r} is not text but {type(record[field]).__name__}")
+            return UserError(f"{name_of_record()}: field {field!r} is not text but {type(record[field]).__name__}")
         texts.append(record[field])
-    name = None
-    if fields.id is not None:
-        if fields.id not in record:
-            return UserError(f"{at()}: no field {fields.id!r}; choose with --id_field")
-        name = str(record[fields.id])
+    if fields.id is not None and fields.id not in record:
+        return UserError(f"{name_of_record()}: no field {fields.id!r}; choose with --id_field")
+    document_id = None if fields.id is None else str(record[fields.id])
     text, prompt = texts[0], "".join(texts[1:])
     try:
-        return Document(text, (prompt + text).encode(), name, prompt)
+        return Document(text, (prompt + text).encode(), document_id, prompt)
     except UnicodeEncodeError as error:
-        return UserError(f"{at()}: character {error.start} is half of a surrogate pair, which is not UTF-8")
-
-
-def import_extra(module: str, extra: str) -> Any:
-    """Import an optional library, or raise `UserError` with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{module} is not installed: {install_hint(extra)}") from error
+        return UserError(f"{name_of_record()}: character {error.start} is half of a surrogate pair, which is not UTF-8")

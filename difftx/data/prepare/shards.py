@@ -12,12 +12,14 @@ import numpy as np
 
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Source
-from difftx.data.prepare.units import finished_units, unit_file
+from difftx.data.prepare.units import HOW_TO_SKIP, finished_units, unit_file
 from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
 from difftx.errors import RunError, UserError
 from difftx.files import new_file, read_record, write_atomically, write_record
 
 SKIPPED = "skipped.txt"
+
+type Selection = tuple[int, int, np.ndarray]  # Source, unit, and mask of selected documents: bool [documents of unit].
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Shard:
 
     split: str
     index: int
-    picks: tuple[tuple[int, int, np.ndarray], ...]  # Source, unit, and mask: bool [documents of the unit].
+    selections: tuple[Selection, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,50 +50,44 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     Raises:
         UserError: If there are no documents, or none to train on, or if unreadable documents are not to be skipped.
     """
-    units: list[tuple[int, int, bool]] = []  # Source, unit, and whether the source is validation text.
-    counts, lengths, hashes = [], [], []
-    problems: list[str] = []
-    empty = 0
+    units, from_valid, lengths, hashes, problems, empty = [], [], [], [], [], 0
     for source in sources:
-        _, _, states = finished_units(job, source)
-        for index, state in enumerate(states):
+        for index, summary in enumerate(finished_units(job, source)):
             with np.load(unit_file(job, source.index, index)) as archive:
                 lengths.append(archive["lengths"])
                 hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
-            counts.append(len(lengths[-1]))
-            units.append((source.index, index, source.valid))
-            problems += state["done"]["problems"]
-            empty += state["empty"]
-    if problems and not job.skip:  # An earlier call with --on_error=skip left them out.
-        raise UserError(f"{problems[0]}; repair it, or leave such out with --on_error=skip")
-    length, hash_ = np.concatenate(lengths), np.concatenate(hashes)
+            from_valid.append(np.full(len(lengths[-1]), source.valid))
+            units.append((source.index, index, len(lengths[-1])))
+            problems += summary.problems
+            empty += summary.empty
+    if problems and not job.skip_unreadable:  # An earlier call with --on_error=skip left them out.
+        raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
+    length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
     if not len(length):
         raise UserError("the input has no documents")
+    if job.valid_fraction and not any(source.valid for source in sources):
+        valid = _held_out(hash_[:, 0], job.valid_fraction)
     first = _first_occurrences(hash_)
-    given = np.repeat([valid for _, _, valid in units], counts)
-    fraction = 0 if any(source.valid for source in sources) else job.valid_fraction
-    valid = _held_out(hash_[:, 0], fraction) if fraction else given
     if not (first & ~valid).any():
         raise UserError(
             f"the input has {int(first.sum())} different documents, and none is left to train on; give more, name "
             "validation text with --valid_input, or hold none out with --valid_fraction=0"
         )
-    shard_of = np.full(len(length), -1)
-    for split_mask in (first & ~valid, first & valid):
-        starts = np.cumsum(length[split_mask]) - length[split_mask]
-        shard_of[split_mask] = np.unique(starts // job.shard_tokens, return_inverse=True)[1]
-    shards = [
-        Shard(split, index, picks)
-        for split, mask in zip(SPLITS, (first & ~valid, first & valid), strict=True)
-        for index, picks in enumerate(_picks(units, counts, np.where(mask, shard_of, -1)))
-    ]
-    duplicates = {"train": int((~first & ~valid).sum()), "valid": int((~first & valid).sum())}
+    shards: list[Shard] = []
+    duplicates: dict[str, int] = {}
+    for split, in_split in zip(SPLITS, (~valid, valid), strict=True):
+        kept = first & in_split
+        starts = np.cumsum(length[kept]) - length[kept]
+        shard_of = np.full(len(length), -1)
+        shard_of[kept] = np.unique(starts // job.shard_tokens, return_inverse=True)[1]
+        shards += [Shard(split, i, selections) for i, selections in enumerate(_selections(units, shard_of))]
+        duplicates[split] = int((~first & in_split).sum())
     return Plan(shards, duplicates, empty, problems)
 
 
-def discard_damaged_shards(job: Job) -> Iterator[str]:
+def discard_corrupt_shards(job: Job) -> Iterator[str]:
     """Delete the records of an earlier run's corrupt shards, and yield a message for each."""
-    for file in sorted(job.records.glob("*.json")):
+    for file in sorted(job.shard_records.glob("*.json")):
         split, _, index = file.stem.partition("-")
         record = read_record(file)
         files = {} if record is None else record["files"]
@@ -100,15 +96,16 @@ def discard_damaged_shards(job: Job) -> Iterator[str]:
             for kind, expected in files.items()
         ):
             file.unlink()
-            yield f"{file}: it or its shard is damaged; writing the shard again"
+            yield f"{file}: the record or its shard is corrupt; writing the shard again"
 
 
 def write_shard(job: Job, shard: Shard) -> None:
     """Assemble a shard from its units, then save its entry for meta.json, which marks the shard as finished."""
     if _record_file(job, shard).exists():
         return
-    fields = {"ids": job.fields.id, "prompts": job.fields.prompt}
-    kinds = ["tokens", "offsets", *(kind for kind, field in fields.items() if field is not None)]
+    kinds = ["tokens", "offsets"]
+    kinds += ["ids"] if job.fields.id is not None else []
+    kinds += ["prompts"] if job.fields.prompt is not None else []
     hashes = {kind: hashlib.sha256() for kind in kinds}
     documents, tokens, text_bytes = 0, 0, 0
     with contextlib.ExitStack() as stack:
@@ -120,7 +117,7 @@ def write_shard(job: Job, shard: Shard) -> None:
             hashes[kind].update(data)
             files[kind].write(data)
 
-        for source, unit, mask in shard.picks:
+        for source, unit, mask in shard.selections:
             with np.load(unit_file(job, source, unit)) as archive:
                 length = archive["lengths"]
                 write("tokens", archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)])
@@ -143,13 +140,13 @@ def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
     """Write `meta.json`, which makes the folder a store, and remove temporary files."""
     meta = dict(description) | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
     for split in SPLITS:
-        own = [_entry(job, shard) for shard in plan.shards if shard.split == split]
+        shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
         for leftover in (job.out / split).glob(".*"):  # Temporary files of a killed run.
             leftover.unlink()
         meta["splits"][split] = {
-            **{name: sum(record[name] for record in own) for name in ("documents", "tokens", "bytes")},
+            **{name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")},
             "duplicates": plan.duplicates[split],
-            "shards": own,
+            "shards": shards,
         }
     if plan.problems:
         write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
@@ -157,16 +154,16 @@ def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
     shutil.rmtree(job.work)
 
 
-def _entry(job: Job, shard: Shard) -> dict[str, Any]:
+def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:
     """Return a finished shard's entry of meta.json."""
     record = read_record(_record_file(job, shard))
     if record is None:
-        raise RunError(f"{_record_file(job, shard)}: damaged since it was written; run the same command again")
+        raise RunError(f"{_record_file(job, shard)}: corrupt since it was written; run the same command again")
     return {("sha256" if name == "files" else name): value for name, value in record.items()}
 
 
 def _record_file(job: Job, shard: Shard) -> Path:
-    return job.records / f"{shard.split}-{shard.index:05d}.json"
+    return job.shard_records / f"{shard.split}-{shard.index:05d}.json"
 
 
 def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
@@ -188,16 +185,19 @@ def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
     return valid if valid.any() else hash_ == hash_.min()
 
 
-def _picks(
-    units: Sequence[tuple[int, int, bool]], counts: Sequence[int], shard_of: np.ndarray
-) -> Iterator[tuple[tuple[int, int, np.ndarray], ...]]:
-    """Yield the picks of each shard: source, unit, and mask of documents."""
-    picks: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+def _selections(units: Sequence[tuple[int, int, int]], shard_of: np.ndarray) -> Iterator[tuple[Selection, ...]]:
+    """Yield the selections of each shard.
+
+    Args:
+        units: Source, index and number of documents of each unit.
+        shard_of: Shard of each document, int [documents]; -1 for a document of no shard.
+    """
+    selections: dict[int, list[Selection]] = {}
     start = 0
-    for (source, unit, _), count in zip(units, counts, strict=True):
-        inside = shard_of[start : start + count]
-        for shard in np.unique(inside[inside >= 0]):
-            picks.setdefault(int(shard), []).append((source, unit, inside == shard))
-        start += count
-    for shard in sorted(picks):
-        yield tuple(picks[shard])
+    for source, unit, documents in units:
+        shards = shard_of[start : start + documents]
+        for shard in np.unique(shards[shards >= 0]):
+            selections.setdefault(int(shard), []).append((source, unit, shards == shard))
+        start += documents
+    for shard in sorted(selections):
+        yield tuple(selections[shard])

@@ -22,13 +22,12 @@ from difftx.progress import Work
 class Workers:
     """A context manager for a pool of worker processes. On exit, it finishes running tasks and cancels waiting ones."""
 
-    def __init__(self, count: int, job: Job):
-        """Start the processes, which load the tokenizer at the same time as the parent."""
-        self._count = count
-        self._pool = concurrent.futures.ProcessPoolExecutor(
-            count, multiprocessing.get_context("spawn"), initializer=_start_worker
-        )
-        for _ in range(count):
+    def __init__(self, job: Job):
+        """Start `job.workers` processes, which load the tokenizer at the same time as the parent."""
+        self._job = job
+        context = multiprocessing.get_context("spawn")
+        self._pool = concurrent.futures.ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
+        for _ in range(job.workers):
             self._pool.submit(_load_tokenizer, job)
 
     def __enter__(self) -> "Workers":
@@ -37,14 +36,14 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def encode_units(self, job: Job, sources: Sequence[Source]) -> None:
+    def encode_units(self, sources: Sequence[Source]) -> None:
         """Tokenise the units that have no file yet: this process reads them, and the workers do the rest."""
-        before = [state["done"]["input_bytes"] for source in sources for state in finished_units(job, source)[2]]
+        before = [summary.input_bytes for source in sources for summary in finished_units(self._job, source)]
         size = max(1, sum(source.size for source in sources))
         line = f"{{share:.0%}} of {size / 1e6:,.1f} MB, {{text}}, {{seconds:,.0f}} s left"
         text_bytes, tokens, start = 0, 0, time.monotonic()
         with Work() as work, work.task("tokenising", size, done=sum(before), line=line) as advance:
-            for done in self._map(encode_unit, job, units_to_do(job, sources)):
+            for done in self._map(encode_unit, units_to_do(self._job, sources)):
                 text_bytes += done.text_bytes
                 tokens += done.tokens
                 seconds = max(time.monotonic() - start, 1e-9)
@@ -52,14 +51,12 @@ class Workers:
                 for problem in done.problems:
                     work.note(f"left out: {problem}")
 
-    def write_shards(self, job: Job, shards: Sequence[Shard]) -> None:
+    def write_shards(self, shards: Sequence[Shard]) -> None:
         """Write the shards that are not written yet."""
-        for _ in self._map(write_shard, job, shards):
+        for _ in self._map(write_shard, shards):
             pass
 
-    def _map[Task, Result](
-        self, function: Callable[[Job, Task], Result], job: Job, tasks: Iterable[Task]
-    ) -> Iterator[Result]:
+    def _map[Task, Result](self, function: Callable[[Job, Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield results as tasks complete; if several tasks fail, raise the error of the earliest submitted one.
 
         At most two tasks per worker are held in memory.
@@ -68,10 +65,8 @@ class Workers:
         remaining = iter(tasks)
         try:
             while True:
-                pending += (
-                    self._pool.submit(function, job, task)
-                    for task in itertools.islice(remaining, 2 * self._count - len(pending))
-                )
+                for task in itertools.islice(remaining, 2 * self._job.workers - len(pending)):
+                    pending.append(self._pool.submit(function, self._job, task))
                 if not pending:
                     return
                 done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -97,10 +92,10 @@ def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Without this thread, workers would wait forever after their parent was killed.
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

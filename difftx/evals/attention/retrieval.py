@@ -3,7 +3,7 @@
 import numpy as np
 
 from difftx.config.eval import NeedleCaseConfig
-from difftx.data.synthetic import SyntheticRows, retrieval_with_places
+from difftx.data.synthetic import SyntheticRows, retrieval_with_positions
 from difftx.errors import UserError
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
 from difftx.training.run import Run
@@ -65,4 +65,4 @@ class RetrievalPrompts:
         return " ".join(map(str, tokens))
 
     def _example(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        return retrieval_with_places(self._settings, self._rows.sequence_length, self._rows.random(index))
+        return retrieval_with_positions(self._settings, self._rows.sequence_length, self._rows.random(index))

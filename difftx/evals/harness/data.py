@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from difftx.data.prepare.readers import import_extra
 from difftx.data.records import Record, read_records
-from difftx.errors import UserError, did_you_mean
+from difftx.errors import UserError, did_you_mean, import_extra
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz")
 FIELD = "eval.harness.data_path"

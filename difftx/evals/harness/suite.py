@@ -13,8 +13,7 @@ import numpy as np
 
 from difftx.config import Config
 from difftx.config.eval import HarnessConfig
-from difftx.data.prepare.readers import import_extra
-from difftx.errors import UserError
+from difftx.errors import UserError, import_extra
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.data import data_files
 from difftx.evals.result import Heatmap, Result

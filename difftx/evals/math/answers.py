@@ -2,7 +2,7 @@
 
 import re
 
-from difftx.data.prepare.readers import import_extra
+from difftx.errors import import_extra
 from difftx.evals.math.formats import Problem, last_boxed
 
 ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from difftx.data.prepare.readers import import_extra
-from difftx.errors import UserError
+from difftx.errors import UserError, import_extra
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.math.answers import is_right
 from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
