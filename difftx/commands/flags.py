@@ -32,20 +32,20 @@ def parse_command(
     """Parse a command line and load the extensions that it names.
 
     Args:
-        parser: without the flag `--extension`, which is added.
-        arguments: of the command; None: `sys.argv`.
-        flags: as for `parse_overrides`.
+        parser: Parser of the command's own flags. The flag `--extension` is added.
+        arguments: Arguments of the command; None: `sys.argv`.
+        flags: Flags that set config fields, as for `parse_overrides`.
 
     Returns:
         The flags, and the overrides of config fields.
 
     Raises:
-        UserError: a path is the address of an object store, an extension fails, or an argument is not understood.
+        UserError: A path is the address of an object store, an extension fails, or an argument is not understood.
     """
     add_extension_flag(parser)
     options, rest = parser.parse_known_args(arguments)
     require_local_paths(options)
-    load_extensions(options.extension)  # They add fields, which overrides may set.
+    load_extensions(options.extension)  # They may add fields that overrides set.
     return options, parse_overrides(rest, *flags)
 
 
