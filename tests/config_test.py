@@ -3,12 +3,12 @@ import json
 
 import pytest
 from conftest import ROOT
-from difftx.configs import ablations, review, small, toy
 
 from difftx.config import EvalConfig, fields
 from difftx.config.build import config_from_dict, override
 from difftx.config.recipes import load_config
 from difftx.config.reference import reference_page
+from difftx.configs import ablations, review, small, toy
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
 
