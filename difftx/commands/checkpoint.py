@@ -59,20 +59,22 @@ def main(arguments: Sequence[str]) -> int:
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")
-    if options.command == "ls":
-        return list_checkpoints(folder)
-    if options.command == "verify":
-        return verify(folder)
-    if options.command == "diff":
-        return diff(_find(folder, options.a), _find(folder, options.b), options.values)
-    if options.command == "quarantine":
-        return exclude(folder, options.step)
-    if options.keep is not None and options.keep < 1:
-        raise UserError(f"--keep={options.keep} must be at least 1")
-    return prune(options.workdir, options.keep, options.yes)
+    match options.command:
+        case "ls":
+            list_checkpoints(folder)
+        case "verify":
+            verify(folder)
+        case "diff":
+            diff(_find(folder, options.a), _find(folder, options.b), options.values)
+        case "quarantine":
+            path = quarantine(_find(folder, str(options.step)))
+            print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
+        case "prune":
+            prune(options.workdir, options.keep, options.yes)
+    return 0
 
 
-def list_checkpoints(folder: Path) -> int:
+def list_checkpoints(folder: Path) -> None:
     """Print a table of all checkpoints, including quarantined ones."""
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
@@ -84,10 +86,9 @@ def list_checkpoints(folder: Path) -> int:
     for path in quarantined_in(folder):
         table.add_row(path.name, _size(path), _age(path), "quarantined")
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
-    return 0
 
 
-def verify(folder: Path) -> int:
+def verify(folder: Path) -> None:
     """Compare all checksums and print the result for each checkpoint.
 
     Raises:
@@ -107,17 +108,9 @@ def verify(folder: Path) -> int:
     if unreadable:
         names = ", ".join(unreadable)
         raise UnreadableError(f"{folder}: {len(unreadable)} of {len(steps)} checkpoints cannot be read: {names}")
-    return 0
 
 
-def exclude(folder: Path, step: int) -> int:
-    """Quarantine the checkpoint of a step, whether it verifies or not."""
-    path = quarantine(_find(folder, str(step)))
-    print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
-    return 0
-
-
-def diff(a: Path, b: Path, values: bool) -> int:
+def diff(a: Path, b: Path, values: bool) -> None:
     """Print the config fields and arrays in which two checkpoints differ.
 
     Args:
@@ -141,10 +134,9 @@ def diff(a: Path, b: Path, values: bool) -> int:
         lines += _value_changes(a, b)
     none = "no difference" if values else "no difference in config, names, shapes and dtypes"
     print(*map(printable, lines or [none]), sep="\n")
-    return 0
 
 
-def prune(workdir: Path, keep: int | None, yes: bool) -> int:
+def prune(workdir: Path, keep: int | None, yes: bool) -> None:
     """Print and delete the verified checkpoints that the rule does not keep, and quarantined ones.
 
     A checkpoint that does not verify or cannot be read is kept. If no checkpoint verifies, none is deleted.
@@ -154,6 +146,8 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
         keep: Number of newest checkpoints to keep; None: the rule of the run's config.
         yes: Whether to delete; if False, only print.
     """
+    if keep is not None and keep < 1:
+        raise UserError(f"--keep={keep} must be at least 1")
     folder = workdir / "checkpoints"
     rule = read_config(workdir).checkpoint
     if keep is not None:
@@ -174,7 +168,6 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
         remove(to_delete)
     elif to_delete:
         print("add --yes to delete")
-    return 0
 
 
 def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
@@ -199,7 +192,6 @@ def _value_changes(a: Path, b: Path) -> Iterator[str]:
 
 
 def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
-
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
@@ -209,7 +201,6 @@ def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 def _find(folder: Path, name: str) -> Path:
     """Return the folder of the checkpoint with a step or a path."""
-
     steps = steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))

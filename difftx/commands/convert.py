@@ -27,9 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
     parser.add_argument("--shard_mib", type=int, default=SHARD_MIB, help="largest size of a safetensors file")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare logits with transformers; both models must fit in memory"
-    )
+    verify = "compare logits with the package transformers; both models must fit in memory"
+    parser.add_argument("--verify", action="store_true", help=verify)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, overrides = parse_command(parser, arguments, "config")
     config = _checked(options, overrides)

@@ -20,27 +20,22 @@ from difftx.errors import UserError
 from difftx.files import require_writable_file, write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
-HINT = "--search looks for a mesh and a remat policy that fit"
-
 
 def main(arguments: Sequence[str]) -> int:
     """Print the cost of the config; with --search, print the meshes and remat policies that fit."""
     parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
-    parser.add_argument(
-        "--topology",
-        required=True,
-        help="such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8",
-    )
+    topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
+    parser.add_argument("--topology", required=True, help=topologies)
     parser.add_argument("--search", action="store_true", help="try remat policies, accumulation and meshes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
     parser.add_argument("--hbm_gib", type=float, help="memory per device in GiB; default: that of its kind")
     parser.add_argument("--efficiency", type=float, default=0.6, help="assumed share of the largest speed")
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, arguments, "config")
+    _check(args)
     topology = parse_topology(args.topology)
     config = with_slices(load_config(args.config, overrides), topology)
-    _check(args)
     prepare(topology)
     chip = topology.chip
     if args.hbm_gib is not None:
@@ -64,15 +59,15 @@ def main(arguments: Sequence[str]) -> int:
         else:
             found = [estimate.estimate(config, devices, chip)]
             console.print(tables.plan_table(found[0], title, args.efficiency))
+        if args.json is not None:
+            write_atomically(args.json, json.dumps([e.to_dict() for e in found], indent=2) + "\n")
+        if not found:
+            raise UserError(f"{title}: no candidate fits in {chip.hbm_bytes / GIB:.2f} GiB; use more devices")
+        if not found[0].fits:
+            raise estimate.DoesNotFitError(found[0].needed_bytes, chip.hbm_bytes)
     except estimate.DoesNotFitError as error:
-        raise UserError(f"{title}: {error}; {HINT}") from error
-    if args.json is not None:
-        write_atomically(args.json, json.dumps([e.to_dict() for e in found], indent=2) + "\n")
-    if not found:
-        raise UserError(f"{title}: no candidate fits in {chip.hbm_bytes / GIB:.2f} GiB; use more devices")
-    if not found[0].fits:
-        error = estimate.DoesNotFitError(found[0].needed_bytes, chip.hbm_bytes)
-        raise UserError(f"{title}: {error}; {HINT}")
+        hint = "--search looks for a mesh and a remat policy that fit"
+        raise UserError(f"{title}: {error}; {hint}") from error
     return 0
 
 
