@@ -1,4 +1,4 @@
-"""What eval.py does with its flags: evaluate checkpoints, draw curves, fit scaling laws, write reports, list suites."""
+"""Actions of eval.py: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
 
 import argparse
 import re
