@@ -24,8 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.configs import toy
-
 from benchmarks.results_tables import (
     COMPARED,
     Record,
@@ -38,6 +36,7 @@ from benchmarks.results_tables import (
     render,
     solved,
 )
+from difftx.configs import toy
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
 from difftx.model.abstract import count_parameters

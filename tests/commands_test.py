@@ -77,7 +77,7 @@ def test_print_config_is_the_config():
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
     result = train("--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
-    for part in ("820,096 parameters", "training tokens", "FLOPs a token", "of train state"):
+    for part in ("820,096 parameters", "training tokens", "FLOPs per token", "of train state"):
         assert part in result.stdout
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""docs/extend.md: its files and commands as a user has them, in a folder of the user's own."""
+"""The files and commands of docs/extend.md, in a folder outside the repository."""
 
 import csv
 import gzip

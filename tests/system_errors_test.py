@@ -309,7 +309,7 @@ def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
             (
                 [*train, "--config.train.steps=50", "--config.optimizer.warmup_steps=275"],
                 2,
-                "set it to half of train.steps, 25, or raise train.steps to 550",
+                "set it to 25, or train.steps to 550",
             ),
             ([*start, f"--config={tmp_path / 'syntax.py'}"], 2, f"{tmp_path / 'syntax.py'}:2: SyntaxError: "),
             ([*start, f"--config={tmp_path / 'raises.py'}"], 2, f"{tmp_path / 'raises.py'}:2: ZeroDivisionError: "),

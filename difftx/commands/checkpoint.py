@@ -4,11 +4,15 @@ import argparse
 import dataclasses
 import datetime
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import rich.console
 import rich.markup
 import rich.table
@@ -17,58 +21,61 @@ from difftx.commands.flags import add_extension_flag
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder, require_local_paths
 from difftx.registry import load_extensions
-
-if TYPE_CHECKING:
-    import numpy as np
+from difftx.training.changes import changed_fields
+from difftx.training.checkpoint.checkpointer import config_of
+from difftx.training.checkpoint.manifest import array_name, quarantined_in, read_manifest, steps_in, why_invalid
+from difftx.training.checkpoint.retention import quarantine, remove, steps_to_keep
+from difftx.training.run import read_config
 
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the reasons of failures fit.
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `checkpoint ls`, `verify`, `diff`, `quarantine` or `prune`."""
-    parser = argparse.ArgumentParser("difftx checkpoint", description="Look after checkpoints.", allow_abbrev=False)
+    description = "List, verify, compare and delete the checkpoints of a run."
+    parser = argparse.ArgumentParser("difftx checkpoint", description=description, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
-        "ls": "list the checkpoints of a run, and whether they verify by names and sizes",
+        "ls": "list the checkpoints of a run, and check the names and sizes of their files",
         "verify": "read every file and compare its checksum",
         "diff": "compare the configs and arrays of two checkpoints",
-        "quarantine": "put a checkpoint aside, so that training continues from the one before it",
-        "prune": "delete what the run's config, or --keep, does not keep",
+        "quarantine": "exclude a checkpoint, so that training resumes from the checkpoint before it",
+        "prune": "delete the checkpoints that neither the run's config nor --keep keeps",
     }
     parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
     for command in parsers.values():
         command.add_argument("--workdir", type=Path, required=True, help="directory of the run")
         add_extension_flag(command)
     parsers["diff"].add_argument("a", help="a step of --workdir, or the folder of a checkpoint")
-    parsers["diff"].add_argument("b")
-    parsers["diff"].add_argument("--values", action="store_true", help="read the arrays: the norm of each difference")
+    parsers["diff"].add_argument("b", help="another step or folder")
+    parsers["diff"].add_argument("--values", action="store_true", help="also print the norm of each array's difference")
     parsers["quarantine"].add_argument("--step", type=int, required=True, help="step of the checkpoint")
-    parsers["prune"].add_argument("--keep", type=int, help="keep so many, the newest, and no others")
-    parsers["prune"].add_argument("--yes", action="store_true", help="delete; without it, only say what would go")
+    parsers["prune"].add_argument("--keep", type=int, help="number of newest checkpoints to keep, and no others")
+    parsers["prune"].add_argument("--yes", action="store_true", help="delete; without --yes, only print the names")
     options = parser.parse_args(arguments)
     require_local_paths(options)
     load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every restore.
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")
-    if options.command == "ls":
-        return list_checkpoints(folder)
-    if options.command == "verify":
-        return verify(folder)
-    if options.command == "diff":
-        return diff(_find(folder, options.a), _find(folder, options.b), options.values)
-    if options.command == "quarantine":
-        return put_aside(folder, options.step)
-    if options.keep is not None and options.keep < 1:
-        raise UserError(f"--keep={options.keep}: at least one is kept")
-    return prune(options.workdir, options.keep, options.yes)
+    match options.command:
+        case "ls":
+            list_checkpoints(folder)
+        case "verify":
+            verify(folder)
+        case "diff":
+            diff(_find(folder, options.a), _find(folder, options.b), options.values)
+        case "quarantine":
+            path = quarantine(_find(folder, str(options.step)))
+            print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
+        case "prune":
+            prune(options.workdir, options.keep, options.yes)
+    return 0
 
 
-def list_checkpoints(folder: Path) -> int:
-    """Print a table of the checkpoints, quarantined ones included."""
-    from difftx.training.checkpoint.manifest import quarantined_in, steps_in
-
+def list_checkpoints(folder: Path) -> None:
+    """Print a table of all checkpoints, including quarantined ones."""
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
@@ -78,64 +85,39 @@ def list_checkpoints(folder: Path) -> int:
         table.add_row(path.name, _size(path), _age(path), state)
     for path in quarantined_in(folder):
         table.add_row(path.name, _size(path), _age(path), "quarantined")
-    console = rich.console.Console()
-    rich.console.Console(width=None if console.is_terminal else PLAIN_WIDTH).print(table)
-    return 0
+    rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 
-def verify(folder: Path) -> int:
+def verify(folder: Path) -> None:
     """Compare all checksums and print the result for each checkpoint.
 
     Raises:
         UserError: A checkpoint does not verify.
         UnreadableError: A checkpoint cannot be read; all readable ones verify.
     """
-    from difftx.training.checkpoint.manifest import steps_in
-
-    steps, damaged, unreadable = steps_in(folder), [], []
+    steps, corrupt, unreadable = steps_in(folder), [], []
     for step in steps:
         began = time.perf_counter()
         why = _problem(folder / str(step), content=True)
         found = why or f"every checksum is right ({time.perf_counter() - began:.1f} s)"
         print(printable(f"{step}: {found}"), flush=True)
         if why is not None:
-            (unreadable if isinstance(why, UnreadableError) else damaged).append(str(step))
-    if damaged:
-        raise UserError(f"{folder}: {len(damaged)} of {len(steps)} checkpoints do not verify: {', '.join(damaged)}")
+            (unreadable if isinstance(why, UnreadableError) else corrupt).append(str(step))
+    if corrupt:
+        raise UserError(f"{folder}: {len(corrupt)} of {len(steps)} checkpoints do not verify: {', '.join(corrupt)}")
     if unreadable:
         names = ", ".join(unreadable)
         raise UnreadableError(f"{folder}: {len(unreadable)} of {len(steps)} checkpoints cannot be read: {names}")
-    return 0
 
 
-def put_aside(folder: Path, step: int) -> int:
-    """Quarantine the checkpoint of a step, whether it verifies or not.
-
-    Raises:
-        UserError: There is no such checkpoint.
-    """
-    from difftx.training.checkpoint.retention import quarantine
-
-    path = quarantine(_find(folder, str(step)))
-    print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
-    return 0
-
-
-def diff(a: Path, b: Path, values: bool) -> int:
+def diff(a: Path, b: Path, values: bool) -> None:
     """Print the config fields and arrays in which two checkpoints differ.
 
     Args:
-        a: Folder of the first checkpoint.
-        b: Folder of the second checkpoint.
-        values: Whether to read the arrays and compare their values, not only names, shapes and dtypes.
-
-    Raises:
-        UserError: One of the checkpoints does not verify.
+        a: Folder of a checkpoint.
+        b: Folder of another checkpoint.
+        values: Whether to compare the values of the arrays, not only their names, shapes and dtypes.
     """
-    from difftx.training.changes import changed_fields
-    from difftx.training.checkpoint.checkpointer import config_of
-    from difftx.training.checkpoint.manifest import read_manifest, why_invalid
-
     for folder in (a, b):
         if why := why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
@@ -152,26 +134,20 @@ def diff(a: Path, b: Path, values: bool) -> int:
         lines += _value_changes(a, b)
     none = "no difference" if values else "no difference in config, names, shapes and dtypes"
     print(*map(printable, lines or [none]), sep="\n")
-    return 0
 
 
-def prune(workdir: Path, keep: int | None, yes: bool) -> int:
-    """Delete the verified checkpoints that the rule does not keep, and quarantined ones, after printing their names.
+def prune(workdir: Path, keep: int | None, yes: bool) -> None:
+    """Print and delete the verified checkpoints that the rule does not keep, and quarantined ones.
 
-    A checkpoint that does not verify or cannot be read is kept.
+    A checkpoint that does not verify or cannot be read is kept. If no checkpoint verifies, none is deleted.
 
     Args:
         workdir: Directory of the run.
         keep: Number of newest checkpoints to keep; None: the rule of the run's config.
         yes: Whether to delete; if False, only print.
-
-    Raises:
-        UserError: No checkpoint verifies, so nothing is deleted.
     """
-    from difftx.training.checkpoint.manifest import quarantined_in, steps_in
-    from difftx.training.checkpoint.retention import remove, steps_to_keep
-    from difftx.training.run import read_config
-
+    if keep is not None and keep < 1:
+        raise UserError(f"--keep={keep} must be at least 1")
     folder = workdir / "checkpoints"
     rule = read_config(workdir).checkpoint
     if keep is not None:
@@ -180,25 +156,22 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> int:
     verified = [step for step, why in reasons.items() if why is None]
     for step, why in reasons.items():
         if why is not None:
-            print(printable(f"{step}: stays, since it does not verify: {why}"))
+            print(printable(f"{step}: kept, because it does not verify: {why}"))
     if not verified:
         raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
     kept = steps_to_keep(rule, verified, workdir)
-    going = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
+    to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
     print(f"kept: {', '.join(map(str, sorted(kept)))}")
-    for path in going:
+    for path in to_delete:
         print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
     if yes:
-        remove(going)
-    elif going:
+        remove(to_delete)
+    elif to_delete:
         print("add --yes to delete")
-    return 0
 
 
 def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
     """Return None if a checkpoint verifies, the error if it cannot be read, or else why it does not verify."""
-    from difftx.training.checkpoint.manifest import why_invalid
-
     try:
         return why_invalid(folder, step=int(folder.name), content=content)
     except UnreadableError as error:
@@ -206,12 +179,7 @@ def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
 
 
 def _value_changes(a: Path, b: Path) -> Iterator[str]:
-    """Yield a line with the norm of the difference for each array that both checkpoints have in the same shape.
-
-    Arrays without a difference are left out. All arrays of both checkpoints are read into memory.
-    """
-    import numpy as np
-
+    """Yield a line for each array that differs and has the same shape in both checkpoints, which are read whole."""
     old, new = _read_arrays(a), _read_arrays(b)
     for name, x in old.items():
         y = new.get(name)
@@ -223,13 +191,7 @@ def _value_changes(a: Path, b: Path) -> Iterator[str]:
             yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
 
 
-def _read_arrays(folder: Path) -> "dict[str, np.ndarray]":
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    from difftx.training.checkpoint.manifest import array_name
-
+def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
@@ -238,13 +200,7 @@ def _read_arrays(folder: Path) -> "dict[str, np.ndarray]":
 
 
 def _find(folder: Path, name: str) -> Path:
-    """Return the folder of the checkpoint with a step or a path.
-
-    Raises:
-        UserError: There is no such checkpoint.
-    """
-    from difftx.training.checkpoint.manifest import steps_in
-
+    """Return the folder of the checkpoint with a step or a path."""
     steps = steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from difftx import evals
 from difftx.config import Config
-from difftx.config.build import config_from_dict
+from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError
 from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.parallel.multihost import say
@@ -39,26 +39,25 @@ def confirm_outward(
     for field, value, effect in _outward_fields(config, suites, overrides):
         if field in overrides:
             continue
-        named = f"{field}={value!r} in {workdir / 'config.json'}"
+        source = f"{field}={value!r} in {workdir / 'config.json'}"
         if not trusted:
             flag = shlex.quote(f"--{field}={value}")
-            raise UserError(f"{named} would {effect}; if you want that, add {flag}, or {FLAG} for all such fields")
-        say(f"{FLAG}: {named} is trusted to {effect}")
+            raise UserError(f"{source} would {effect}; to allow it, add {flag}, or {FLAG} for all such fields")
+        say(f"{FLAG}: {source} is trusted to {effect}")
 
 
 def _outward_fields(
     config: Config, suites: Sequence[str], overrides: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (field, value, effect) for each such field that the suites would use."""
-    settings, defaults = config.eval, config_from_dict({}).eval
+    settings, judge = config.eval, config.eval.judge
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
     if "hallucination" in names and settings.hallucination.judge_model is not None:
-        url, key_variable = settings.judge.base_url, settings.judge.key_variable
         # A user who names a judge model on the command line, but no endpoint, expects the default endpoint.
-        if url != defaults.judge.base_url or "eval.hallucination.judge_model" not in overrides:
-            yield "eval.judge.base_url", url, "send documents and answers to that address"
-        if key_variable is not None and key_variable != defaults.judge.key_variable:
-            yield "eval.judge.key_variable", key_variable, "send the content of that environment variable"
+        if judge.base_url != JudgeConfig.base_url or "eval.hallucination.judge_model" not in overrides:
+            yield "eval.judge.base_url", judge.base_url, "send documents and answers to that address"
+        if judge.key_variable is not None and judge.key_variable != JudgeConfig.key_variable:
+            yield "eval.judge.key_variable", judge.key_variable, "send the content of that environment variable"
     if "harness" in names:
         if settings.harness.include_path is not None:
             yield "eval.harness.include_path", settings.harness.include_path, "execute code of that folder"

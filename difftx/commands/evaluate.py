@@ -1,12 +1,11 @@
-"""Actions of eval.py's flags: list suites, run suites, draw curves, fit scaling laws and write reports."""
+"""Actions of eval.py: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
 
 import argparse
-import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import rich.console
@@ -29,40 +28,6 @@ from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpoint
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run, read_newest
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
-
-
-def list_suites() -> int:
-    """Print every suite with its summary."""
-    width = max(map(len, evals.SUITES)) + 2
-    for name, suite in evals.SUITES.items():
-        print(f"{name:<{width}}{suite.summary}")
-    return 0
-
-
-def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
-    """Draw the curves of the runs that match a glob; print their table and the files written."""
-    rows, files = write_curves(pattern, out, metric)
-    _console().print(format_table(rows))
-    print(*files, sep="\n")
-    return 0
-
-
-def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
-    """Fit scaling laws to the runs or tables that match a glob; print the fits, the matches and the files written."""
-    studies, files = write_scaling(pattern, out, metric)
-    for study in studies:
-        _console().print(*format_study(study), sep="\n")
-        print(*(printable(f"note: {note}") for note in study.notes), sep="\n", end="\n" if study.notes else "")
-    print(*files, sep="\n")
-    return 0
-
-
-def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
-    """Write the report of one run, or of several to compare, and print the file's path."""
-    from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
-
-    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
-    return 0
 
 
 def run_suites(
@@ -93,37 +58,62 @@ def run_suites(
     evals.check_suites(suites)
     for field in overrides:
         if field.startswith("model.") and field != "model.attention_implementation":
-            raise UserError(f"--{field}: the checkpoint decides it; of model only attention_implementation may differ")
-    now = override(read_config(workdir), overrides)
-    multihost.start(processes, now.multihost)
-    agree_on_command(now, processes)
-    confirm_outward(now, workdir, suites, overrides, trusted=trusted)
+            raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
+    config = override(read_config(workdir), overrides)
+    multihost.start(processes, config.multihost)
+    agree_on_command(config, processes)
+    confirm_outward(config, workdir, suites, overrides, trusted=trusted)
+
     checkpointer = Checkpointer(workdir)
-    evaluation = _StepEvaluation(checkpointer, workdir, now, suites, again)
-    failed = []
+    evaluator = _Evaluator(checkpointer, workdir, config, suites, again)
     with Work(enabled=multihost.is_primary()) as work:
         if steps is None:
-            opened = read_newest(checkpointer, evaluation.open)
-            if opened is None:
+            newest = read_newest(checkpointer, evaluator.load)
+            if newest is None:
                 raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-            evaluation.run_and_show(opened, work)
+            evaluator.evaluate(newest, work)
             return 0
-        chosen = _choose(checkpointer, workdir, steps)
+        available = multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
+        if not available:
+            raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+        chosen = chosen_steps(steps, available)
+        failed = []
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
             try:
-                opened = evaluation.open(step)
+                loaded = evaluator.load(step)
             except UserError as error:
                 failed.append(str(error))
                 multihost.say(f"{error}; skipped")
             else:
-                evaluation.run_and_show(opened, work)
+                evaluator.evaluate(loaded, work)
     if failed:
         raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Opened:
+def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
+    """Return the steps that `--step` selects.
+
+    Args:
+        text: "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
+        available: Steps that have a checkpoint.
+
+    Raises:
+        UserError: The text has another form, or selects no step that has a checkpoint.
+    """
+    if text == "all":
+        return list(available)
+    if not re.fullmatch(r"\d+(:\d+(:0*[1-9]\d*)?)?", text):
+        raise UserError(f"--step={text}: write N, A:B, A:B:K or all")
+    first, *rest = map(int, text.split(":"))
+    last, stride = rest[0] if rest else first, rest[1] if rest[1:] else 1
+    chosen = [step for step in available if first <= step <= last and (step - first) % stride == 0]
+    if not chosen:
+        raise UserError(f"--step={text}: no such checkpoint; there are {', '.join(map(str, available))}")
+    return chosen
+
+
+class _LoadedStep(NamedTuple):
     """A step that is ready to be evaluated."""
 
     step: int
@@ -133,89 +123,56 @@ class _Opened:
     params: Any  # Parameters of the model; None if `todo` is empty.
 
 
-class _StepEvaluation:
+class _Evaluator:
     """Evaluation of a run's steps, each with its checkpoint's config; steps with equal configs share mesh and data."""
 
-    def __init__(self, checkpointer: Checkpointer, workdir: Path, now: Config, suites: Sequence[str], again: bool):
-        self._checkpointer, self._workdir, self._now = checkpointer, workdir, now
+    def __init__(self, checkpointer: Checkpointer, workdir: Path, config: Config, suites: Sequence[str], again: bool):
+        self._checkpointer, self._workdir, self._config = checkpointer, workdir, config
         self._suites, self._again = suites, again
-        self._trained: Config | None = None  # The config that `_run` was opened with.
         self._run: Run | None = None
+        self._run_config: Config | None = None  # The checkpoint's config that `_run` was opened with.
 
-    def open(self, step: int) -> _Opened:
+    def load(self, step: int) -> _LoadedStep:
         """Open a step's checkpoint and read the parameters if a suite has no result yet.
 
         Raises:
             UserError: The checkpoint does not verify, or does not fit the devices, the data or the suites.
         """
-        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._now)
-        if self._run is None or self._trained != checkpoint.config:
-            self._run = _open_on_mesh(checkpoint, self._workdir)
+        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
+        if self._run is None or self._run_config != checkpoint.config:
+            self._run = _open_run(checkpoint, self._workdir)
             check_everywhere(self._run, lambda run: evals.check_run(run, self._suites))
-            self._trained = checkpoint.config
+            self._run_config = checkpoint.config
         run = self._run
-        done = set() if self._again else _done(run, self._suites, step, checkpoint)
+        done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)
         todo = [suite for suite in self._suites if suite not in done]
         if todo:
             require_writable(self._workdir)
             self._checkpointer.verified(step)
-        return _Opened(step, checkpoint, run, todo, load_params(run, step) if todo else None)
+        return _LoadedStep(step, checkpoint, run, todo, load_params(run, step) if todo else None)
 
-    def run_and_show(self, opened: _Opened, work: Work) -> None:
+    def evaluate(self, loaded: _LoadedStep, work: Work) -> None:
         """Run the suites without a result, and print the numbers of all suites."""
-        step, checkpoint = opened.step, opened.checkpoint
-        evals.evaluate(opened.run, opened.params, step, opened.todo, work, checkpoint.weights, checkpoint)
+        step, checkpoint, run, todo, params = loaded
+        evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
         if multihost.is_primary():
             for suite in self._suites:
-                _show_result(opened.run, suite, step, fresh=suite in opened.todo)
+                _show_result(run, suite, step, fresh=suite in todo)
 
 
-def chosen_steps(text: str, there: Sequence[int]) -> list[int]:
-    """Return the steps that `--step` selects.
-
-    Args:
-        text: "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
-        there: Steps that have a checkpoint.
-
-    Raises:
-        UserError: The text has another form, or selects no step that has a checkpoint.
-    """
-    if text == "all":
-        return list(there)
-    if not re.fullmatch(r"\d+(:\d+(:0*[1-9]\d*)?)?", text):
-        raise UserError(f"--step={text}: write N, A:B, A:B:K or all")
-    first, *rest = map(int, text.split(":"))
-    last, apart = rest[0] if rest else first, rest[1] if rest[1:] else 1
-    chosen = [step for step in there if first <= step <= last and (step - first) % apart == 0]
-    if not chosen:
-        raise UserError(f"--step={text}: no such checkpoint; there are {', '.join(map(str, there))}")
-    return chosen
-
-
-def _choose(checkpointer: Checkpointer, workdir: Path, steps: str) -> list[int]:
-    """Return the steps to evaluate, the same in every process.
-
-    Raises:
-        UserError: The run has no checkpoint, or `steps` selects none.
-    """
-    if there := multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS):
-        return chosen_steps(steps, there)
-    raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-
-
-def _open_on_mesh(checkpoint: Checkpoint, workdir: Path) -> Run:
+def _open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
     try:
         check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
     except UserError as error:
         flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
-        raise UserError(f"{error}. On other devices than the run's, eval.py takes a mesh too: {flags}") from error
+        raise UserError(f"{error}. If these are not the devices of the training, choose a mesh: {flags}") from error
     return open_run(checkpoint, workdir)
 
 
-def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> set[str]:
+def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
     """Return the suites that already have a result for the checkpoint's weights; only process 0 reads the files."""
 
-    def look() -> list[str]:
+    def read_results() -> list[str]:
         done = []
         for suite in suites:
             stored = evals.stored_result(run, suite, step)
@@ -223,10 +180,10 @@ def _done(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) ->
                 done.append(suite)
             elif stored is not None:
                 path = evals.result_path(run.workdir, suite, step)
-                print(f"{path} is of other weights than {checkpoint.folder} has now; evaluating it again")
+                print(f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again")
         return done
 
-    return set(multihost.decide_on_primary(look, DECISION_SECONDS))
+    return multihost.decide_on_primary(read_results, DECISION_SECONDS)
 
 
 def load_params(run: Run, step: int) -> Any:
@@ -244,11 +201,11 @@ def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
     path = evals.result_path(run.workdir, suite, step)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
-    shown = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
+    numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
     title = printable(f"{run.workdir} step {step} {suite}")
-    console.print(rich.text.Text.assemble((title, "bold"), f"  {shown}"), highlight=False)
+    console.print(rich.text.Text.assemble((title, "bold"), f"  {numbers}"), highlight=False)
     if not fresh:
-        print(f"skipped, {printable(str(path))} was made with the same settings; --again makes it anew")
+        print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
     for sample in result["details"].get("samples", []):
         console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
         console.print(sample["completion"], markup=False, highlight=False)
@@ -258,6 +215,41 @@ def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
 
         for chart in result["charts"]:
             print(*draw_chart(chart, figures), sep="\n")
+
+
+def list_suites() -> int:
+    """Print every suite with its summary."""
+    width = max(map(len, evals.SUITES)) + 2
+    for name, suite in evals.SUITES.items():
+        print(f"{name:<{width}}{suite.summary}")
+    return 0
+
+
+def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
+    """Draw the curves of the runs that match a glob; print their table and the files written."""
+    rows, files = write_curves(pattern, out, metric)
+    _console().print(format_table(rows))
+    print(*files, sep="\n")
+    return 0
+
+
+def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
+    """Fit scaling laws to the runs or tables that match a glob; print the fits, the matches and the files written."""
+    studies, files = write_scaling(pattern, out, metric)
+    for study in studies:
+        _console().print(*format_study(study), sep="\n")
+        for note in study.notes:
+            print(printable(f"note: {note}"))
+    print(*files, sep="\n")
+    return 0
+
+
+def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
+    """Write the report of one run, or of several to compare, and print the file's path."""
+    from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
+
+    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
+    return 0
 
 
 def _console() -> rich.console.Console:

@@ -1,10 +1,11 @@
 """Command-line overrides of config fields, in the syntax of ml_collections.config_flags.
 
-Examples of valid overrides are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`,
-`--noconfig.data.verify`, `--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`.
+Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.data.verify`, `--noconfig.data.verify`,
+`--config.eval.suites=loss,recall` and `--config.eval.suites="('loss', 'recall')"`.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,20 +33,20 @@ def parse_command(
     """Parse a command line and load the extensions that it names.
 
     Args:
-        parser: without the flag `--extension`, which is added.
-        arguments: of the command; None: `sys.argv`.
-        flags: as for `parse_overrides`.
+        parser: Parser of the command's own flags. The flag `--extension` is added.
+        arguments: Arguments of the command; None: `sys.argv`.
+        flags: Flags that set config fields, as for `parse_overrides`.
 
     Returns:
         The flags, and the overrides of config fields.
 
     Raises:
-        UserError: a path is the address of an object store, an extension fails, or an argument is not understood.
+        UserError: A path is the address of an object store, an extension fails, or an argument is not understood.
     """
     add_extension_flag(parser)
     options, rest = parser.parse_known_args(arguments)
     require_local_paths(options)
-    load_extensions(options.extension)  # They add fields, which overrides may set.
+    load_extensions(options.extension)  # They may add fields that overrides set.
     return options, parse_overrides(rest, *flags)
 
 
@@ -65,11 +66,12 @@ def parse_overrides(arguments: Sequence[str], *flags: str) -> dict[str, str]:
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
-        negated, flag, field = _split(name, flags)
-        if not field:
-            example = f"--{flags[0]}.path.to.field=value"
+        found = re.fullmatch(rf"--(no)?({'|'.join(flags)})\.(.+)", name)
+        if found is None:
             hint = did_you_mean(name.removeprefix("--").partition(".")[0], flags) if name.startswith("--") else ""
-            raise UserError(f"{argument!r} is not understood; overrides are written {example}.{hint}")
+            example = f"--{flags[0]}.path.to.field=value"
+            raise UserError(f"{argument!r} is not understood; write overrides as {example}.{hint}")
+        negated, flag, field = found.groups()
         field = field if flag == "config" else f"{flag}.{field}"
         is_bool = annotation_of(field) is bool
         if negated and (not is_bool or equals):
@@ -83,12 +85,3 @@ def parse_overrides(arguments: Sequence[str], *flags: str) -> dict[str, str]:
                 raise UserError(f"{argument!r}: the value is missing; write {argument}=value")
         overrides[field] = value
     return overrides
-
-
-def _split(name: str, flags: Sequence[str]) -> tuple[bool, str, str]:
-    """Return whether the argument begins with "--no", its flag and its field, or empty texts if no flag matches."""
-    for flag in flags:
-        for prefix, negated in ((f"--{flag}.", False), (f"--no{flag}.", True)):
-            if name.startswith(prefix):
-                return negated, flag, name.removeprefix(prefix)
-    return False, "", ""

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0: all runs are finished, or the job files are written.
         1: a run failed.
-        75: a signal stopped the sweep; the same command continues it.
+        75: a signal stopped the sweep; the same command resumes it.
     """
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
@@ -26,13 +26,11 @@ def main(arguments: Sequence[str]) -> int:
         required=True,
         nargs="+",
         metavar="NAME=VALUE,VALUE",
-        help="a name of the file's ARG, `seed`, or a config field such as optimizer.learning_rate; all are crossed",
+        help="values of a name in the file's ARG, of `seed`, or of a config field; all combinations run",
     )
-    parser.add_argument("--out", required=True, type=Path, help="directory of the runs; existing ones are continued")
-    parser.add_argument("--launcher", metavar="NAME", help=f"write job files instead: {', '.join(jobs.LAUNCHERS)}")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="what a launcher's template asks for"
-    )
+    parser.add_argument("--out", required=True, type=Path, help="directory of the runs; unfinished runs are resumed")
+    parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
     parser.epilog = "--config.path.to.field=value changes a field of every run"
     args, overrides = parse_command(parser, arguments, "config")
     require_writable(args.out)
@@ -42,9 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))
         return 0
     if args.set:
-        raise UserError(f"--set {args.set[0]}: only a --launcher has something to set")
+        raise UserError(f"--set {args.set[0]} requires --launcher")
 
-    # This module is slow to import, so it is imported only after the flags are checked.
-    from difftx.launch.runner import Sweep
+    from difftx.launch.runner import Sweep  # Imported after the flags are checked, because the import is slow.
 
     return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()

@@ -1,7 +1,8 @@
 """Differential attention (arXiv 2410.05258, §2.1), softmax attention as its baseline, and their base class.
 
 An architecture is a subclass of `SelfAttention`. Class attributes and class methods describe the architecture to the
-rest of difftx, and methods compute the attention. `variants/` holds further architectures.
+rest of difftx, and methods compute the attention. `variants/` holds further architectures. docs/extend.md shows how to
+add one in a file of your own.
 """
 #   B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,

@@ -232,8 +232,8 @@ def check_charts(result, expected, depths, architecture):
     ("changes", "message"),
     [
         ({"layers": "3"}, r"eval.attention.layers=\(3,\): the model has 2 layers; use 1 … 2"),
-        ({"layers": "0"}, "different layers, from 1 on"),
-        ({"layers": "1,1"}, "different layers, from 1 on"),
+        ({"layers": "0"}, "eval.attention.layers=0 must be positive"),
+        ({"layers": "1,1"}, r"eval.attention.layers=\(1, 1\): the entries must differ"),
         ({"queries": 5}, "eval.attention.queries=5 must lie in 1 … needles=4"),
         ({"length": 600}, "eval.attention.length: 600 tokens are more than the model's context"),
         ({"length": 100}, "eval.attention.length: 100 tokens do not hold 4 needles.*or other eval.attention.needles"),

@@ -202,8 +202,8 @@ def test_only_files_of_the_tasks_make_a_result_out_of_date(folder, tmp_path):
 def test_mistakes_in_the_config_are_named(folder):
     config = config_of(folder)
     for changes, message in [
-        ({"tasks": "piqa,piqa"}, r"eval.harness.tasks=.*each once"),
-        ({"tasks": ""}, "name one at least"),
+        ({"tasks": "piqa,piqa"}, r"eval.harness.tasks=.*the entries must differ"),
+        ({"tasks": ""}, "give at least one"),
         ({"num_fewshot": "-1"}, "eval.harness.num_fewshot=-1 must not be negative"),
         ({"limit": "0"}, "eval.harness.limit=0 must be positive"),
     ]:

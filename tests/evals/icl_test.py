@@ -315,7 +315,7 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
     twice = json.dumps([task_of(folder), task_of(folder)])
     for changes, message in [
         ({"eval.icl.tasks": twice}, "2 tasks are named 'trec'"),
-        ({"eval.icl.orders": "random,random"}, "give 'random', 'alternating' or both"),
+        ({"eval.icl.orders": "random,random"}, "eval.icl.orders=.*the entries must differ"),
         ({"eval.icl.orders": "sorted"}, r"eval.icl.orders\[0\]='sorted'|eval.icl.orders='sorted'"),
         ({"eval.icl.shots": "4,0"}, "eval.icl.shots=0 must be positive"),
         ({"eval.icl.permutations": "0"}, "eval.icl.permutations=0"),

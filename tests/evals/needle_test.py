@@ -241,9 +241,9 @@ def test_a_number_counts_if_it_stands_alone_and_for_lwm_anywhere(text, share, lw
         ({"haystack": "{texts}/empty.txt"}, "empty.txt': there is no text"),
         ({"haystack": "{texts}"}, "meta.json"),
         ({"cases": cases_of((2, 3))}, r"eval.needle.cases\[0\]: queries=3 must lie in 1 … needles=2"),
-        ({"cases": "[]"}, "eval.needle.cases is empty"),
+        ({"cases": "[]"}, r"eval.needle.cases=\(\): give at least one"),
         ({"depths": "0.5,50"}, "50.0 must lie in 0 … 1"),
-        ({"depths": "0.5,0.5"}, "they must differ"),
+        ({"depths": "0.5,0.5"}, "the entries must differ"),
         ({"samples": 0}, "eval.needle.samples=0 must be positive"),
     ],
 )

@@ -156,7 +156,7 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path):
             r"--config\.model\.num_layers: .*config\.json determines this field; remove the flag",
         ),
         (["--config.model.num_layer=3"], "no such field. Did you mean"),
-        (["--step=3"], "--step is of a run that is read"),
+        (["--step=3"], "--step selects a checkpoint of a run"),
     ],
 )
 def test_flags_that_do_not_fit(tmp_path, flags, message):
@@ -165,11 +165,11 @@ def test_flags_that_do_not_fit(tmp_path, flags, message):
 
 def test_an_output_that_is_there_or_has_no_parent(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="is there already; name a new folder"):
+    with pytest.raises(UserError, match="exists already; name a new folder"):
         import_(GROUPED, tmp_path / "out")
     with pytest.raises(UserError, match="there is no folder"):
         import_(GROUPED, tmp_path / "none" / "out")
-    with pytest.raises(UserError, match="one of them, and only one, must be difftx"):
+    with pytest.raises(UserError, match="exactly one of them must be difftx"):
         main(["--from=hf", "--to=official", f"--input={GROUPED}", f"--out={tmp_path / 'x'}", *IMPORT])
 
 

@@ -91,7 +91,7 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     assert "skipped" not in capsys.readouterr().out
     assert evaluate(run, "loss", step="all") == 0
     assert len(passes) == 4
-    assert capsys.readouterr().out.count("was made with the same settings; --again makes it anew") == 3
+    assert capsys.readouterr().out.count("was made with the same settings; --again evaluates the suite again") == 3
     assert results(run, "loss").items() >= first.items()
     flags = ["--mesh.fsdp=4", "--mesh.tensor=2"]
     assert evaluate(run, "loss", step="6", flags=flags) == 0  # The mesh changes nothing.
@@ -264,7 +264,7 @@ def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
         (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be cut.* --mesh\.data=1"),
         (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
         (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
-        (["--model.num_heads=1"], "overrides are written --eval"),
+        (["--model.num_heads=1"], "write overrides as --eval"),
     ]:
         with pytest.raises(UserError, match=message):
             evaluate(run, "loss", flags=flags)

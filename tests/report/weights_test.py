@@ -137,7 +137,10 @@ def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
     run("eval.py", f"--workdir={workdir}", "--report")
     assert "evals/loss/20.json is left out: its weights are not those of checkpoints/20" in page.read_text()
     printed = evaluate(workdir, 20)
-    assert f"{path} is of other weights than {workdir / 'checkpoints' / '20'} has now; evaluating it again" in printed
+    assert (
+        f"{path} was made with other weights than those of {workdir / 'checkpoints' / '20'}; evaluating it again"
+        in printed
+    )
     assert "skipped" not in printed
     assert result_of(workdir, 20)["numbers"] == second["numbers"] != first["numbers"]
     assert result_of(workdir, 20)["checkpoint"] == manifest_of(workdir, 20)["sha256"]

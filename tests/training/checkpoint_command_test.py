@@ -105,7 +105,7 @@ def test_prune_never_deletes_the_last_that_verifies(workdir, capsys):
 def test_mistakes_are_one_line_and_exit_2(workdir, tmp_path):
     for arguments, message in (
         (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
-        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0: at least one is kept"),
+        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be at least 1"),
     ):
         result = subprocess.run(
             [sys.executable, "-m", "difftx", "checkpoint", *arguments],

@@ -34,7 +34,7 @@ class GroupedDiffAttention(DiffAttention):
         super().check(config)
         if config.signal_heads is None:
             raise UserError("model.signal_heads=None: architecture 'gda' requires it; 3 is a common number")
-        require_positive("model", "signal_heads", config.signal_heads)
+        require_positive("model", config, "signal_heads")
         if config.num_heads % config.signal_heads:
             raise UserError(
                 f"model.signal_heads={config.signal_heads} does not divide num_heads={config.num_heads}, which counts "

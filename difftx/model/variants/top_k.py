@@ -19,7 +19,7 @@ class TopKAttention(MappedAttention):
         super().check(config)
         if config.top_k is None:
             raise UserError("model.top_k=None: architecture 'top_k' requires it; an eighth of a row's length is common")
-        require_positive("model", "top_k", config.top_k)
+        require_positive("model", config, "top_k")
 
     @classmethod
     def configure(cls, c, heads):
