@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from inference.cache_test import TENSOR, language_model
+from helpers.inference_models import TENSOR, language_model
 
 from difftx.data.tokenizer import load_tokenizer
 from difftx.inference.decode import LanguageModel
