@@ -11,8 +11,7 @@ are sharded over `fsdp` are gathered for every token.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,12 +140,12 @@ def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarra
     at = np.arange(rows), last_B
     seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
     seen_BV[np.nonzero(real_BT)[0], prompts.tokens_BT[real_BT]] = True
-    programs = programs_of(lm.config)
-    cache, x_BD = programs.empty(lm.weights, rows, capacity_for(length))
+    cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length))
+    x_BD = put(lm.mesh, np.zeros((rows, lm.config.model.d_model), lm.config.model.compute_dtype))
     for start in range(0, length, chunk):
         arrays = (x[:, start : start + chunk] for x in (prompts.tokens_BT, prompts.positions_BT, prompts.segment_BT))
         host = (put(lm.mesh, x) for x in (*arrays, last_B - start))
-        cache, x_BD = programs.prefill(lm.weights, cache, x_BD, np.int32(start), *host)
+        cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *host, config=lm.config)
     host = {
         "length_B": length_B,
         "position_B": prompts.positions_BT[at] + np.int32(1),
@@ -167,7 +166,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
     room for the block, or for the tokens up to the row's limit: see `with_room`.
     """
     end = np.int32(lm.tokenizer.eot_token)
-    rows, token_BN = programs_of(lm.config).decode(lm.weights, rows, lm.allowed, end, sampling)
+    rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, config=lm.config, sampling=sampling)
     return rows, np.asarray(token_BN)
 
 
@@ -176,57 +175,56 @@ def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     capacity = capacity_for(tokens)
     if capacity <= rows.cache.segment_BS.shape[1]:
         return rows
-    return dataclasses.replace(rows, cache=programs_of(lm.config).grow(rows.cache, capacity))
-
-
-class Programs(NamedTuple):
-    """Jitted functions, compiled once per shape."""
-
-    empty: Callable[[Any, int, int], tuple[Cache, jax.Array]]
-    prefill: Callable[..., tuple[Cache, jax.Array]]
-    decode: Callable[..., tuple[Rows, jax.Array]]
-    grow: Callable[[Cache, int], Cache]
+    return dataclasses.replace(rows, cache=_grow(rows.cache, capacity))
 
 
 @functools.cache
-def programs_of(config: Config) -> Programs:
-    """Return the programs for a config's model. They use the mesh that is current when they are called."""
-    graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
+def _graph(config: Config) -> nnx.GraphDef:
+    return graph(config, Layout.of(config.mesh.context_method).for_inference())
 
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def empty(params: Any, rows: int, capacity: int) -> tuple[Cache, jax.Array]:
-        model = nnx.merge(graphdef, params)
-        x_BD = jnp.zeros((rows, config.model.d_model), config.model.compute_dtype, out_sharding=ROWS)
-        return empty_cache(model, rows, capacity), x_BD
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def prefill(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B):
-        """Add a chunk to the cache, and store the output of each row whose last token, `last_B`, is in the chunk."""
-        new_BTD, entries = extend(nnx.merge(graphdef, params), cache, tokens_BT, positions_BT, segment_BT)
-        new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
-        is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
-        return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
+def model_of(config: Config, params: Any) -> Decoder:
+    """Return the model with the layout for inference. Call this function under jit."""
+    return nnx.merge(_graph(config), params)
 
-    @functools.partial(jax.jit, donate_argnums=1, static_argnums=4)
-    def decode(params, rows, allowed_V, end, sampling):
-        model = nnx.merge(graphdef, params)
-        out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
 
-        def is_unfinished(carry):
-            i, rows, _ = carry
-            return (i < BLOCK_TOKENS) & ~jnp.all(rows.done_B)
+# Each jitted function uses the mesh that is current when it is called, and compiles once per config and shape.
+@functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
+def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> Cache:
+    """Return a cache without tokens."""
+    return empty_cache(model_of(config, params), rows, capacity)
 
-        def step(carry):
-            i, rows, out_BN = carry
-            token_B = _choose_token(model, rows, allowed_V, sampling)
-            new_B1 = jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None]
-            out_BN = jnp.where(jnp.arange(BLOCK_TOKENS)[None] == i, new_B1, out_BN)
-            return i + 1, _append(model, rows, token_B, end, sampling), out_BN
 
-        _, rows, out_BN = jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), rows, out_BN))
-        return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
+@functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
+def _prefill_chunk(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B, *, config):
+    """Add a chunk to the cache, and store the output of each row whose last token, `last_B`, is in the chunk."""
+    new_BTD, entries = extend(model_of(config, params), cache, tokens_BT, positions_BT, segment_BT)
+    new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
+    is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
+    return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
 
-    return Programs(empty, prefill, decode, jax.jit(grow, static_argnums=1))
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="rows")
+def _decode_block(params, rows, allowed_V, end, *, config, sampling):
+    model = model_of(config, params)
+    out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
+
+    def is_unfinished(carry):
+        i, rows, _ = carry
+        return (i < BLOCK_TOKENS) & ~jnp.all(rows.done_B)
+
+    def step(carry):
+        i, rows, out_BN = carry
+        token_B = _choose_token(model, rows, allowed_V, sampling)
+        new_B1 = jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None]
+        out_BN = jnp.where(jnp.arange(BLOCK_TOKENS)[None] == i, new_B1, out_BN)
+        return i + 1, _append(model, rows, token_B, end, sampling), out_BN
+
+    _, rows, out_BN = jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), rows, out_BN))
+    return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
+
+
+_grow = jax.jit(grow, static_argnums=1)
 
 
 def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sampling) -> jax.Array:

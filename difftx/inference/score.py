@@ -8,24 +8,21 @@ context and itself.
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax import P
 from jax.sharding import reshard
 
-from difftx.config import Config
 from difftx.errors import UserError
 from difftx.inference import decode
-from difftx.inference.cache import Cache, capacity_for, extend, write_chunk
+from difftx.inference.cache import Entries, capacity_for, extend, write_chunk
 from difftx.inference.decode import LanguageModel, Tokens
 from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
-from difftx.training.state import graph
 
 BRANCH_TOKENS = 256  # Largest number of tokens, over all branches of a row, per pass; a longer branch gets its own row.
 
@@ -143,12 +140,12 @@ def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Scor
     for row, (key, item) in enumerate(entries):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
         scored[key] = row, slice(len(item.context) + len(item.between) - 1, len(inputs[row]))
-    cache, _ = decode.programs_of(lm.config).empty(lm.weights, rows, capacity_for(length))
+    cache = decode.new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length))
     chunks = []
     for start in range(0, length, chunk):
         arrays = (host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT)
         put = (decode.put(lm.mesh, x[:, start : start + chunk]) for x in arrays)
-        cache, of_chunk = _programs(lm.config).chunk(lm.weights, cache, np.int32(start), *put)
+        cache, of_chunk = _score_chunk(lm.weights, cache, np.int32(start), *put, config=lm.config)
         chunks.append(of_chunk)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in xs], axis=1) for xs in zip(*chunks, strict=True))
     return _scores(nll_BT, is_best_BT, scored)
@@ -184,7 +181,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
                 start = end
         host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
         arrays = (decode.put(lm.mesh, x) for x in host)
-        nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.weights, cache, *arrays))
+        nll_BT, is_best_BT = map(np.asarray, _score_pass(lm.weights, cache, *arrays, config=lm.config))
         scores |= _scores(nll_BT, is_best_BT, scored)
     return scores
 
@@ -209,30 +206,22 @@ def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tu
     }
 
 
-class _Programs(NamedTuple):
-    chunk: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array]]]
-    branches: Callable[..., tuple[jax.Array, jax.Array]]
+def _token_scores(
+    params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT, *, config
+) -> tuple[Entries, tuple[jax.Array, jax.Array]]:
+    """Return the cache entries of new tokens, and the `token_scores` of their targets, replicated on all devices."""
+    model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
+    x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
+    x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
+    return entries, reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
 
 
-@functools.cache
-def _programs(config: Config) -> _Programs:
-    layout = Layout.of(config.mesh.context_method)
-    graphdef = graph(config, layout.for_inference())
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _score_chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT, *, config):
+    entries, scores = _token_scores(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, None, config=config)
+    return write_chunk(cache, entries, segment_BT, start), scores
 
-    def score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT):
-        model = nnx.merge(graphdef, params)
-        x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
-        x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
-        scores = token_scores(x_BTD, model.unembedding(), targets_BT)
-        return entries, reshard(scores, P())  # Replicate the scores, because every process reads them.
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT):
-        entries, scores = score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, None)
-        return write_chunk(cache, entries, segment_BT, start), scores
-
-    @jax.jit
-    def branches(params, cache, *arrays_BT):
-        return score(params, cache, *arrays_BT)[1]
-
-    return _Programs(chunk, branches)
+@functools.partial(jax.jit, static_argnames="config")
+def _score_pass(params, cache, *arrays_BT, config):
+    return _token_scores(params, cache, *arrays_BT, config=config)[1]
