@@ -69,14 +69,7 @@ class Layout:
 
     def for_inference(self) -> "Layout":
         """Return a layout for tokens that come one by one or in small chunks. `context` shards at most the heads."""
-        return dataclasses.replace(
-            self.with_whole_rows(),
-            lookup_BT=P("data", None),
-            lookup_BTD=P("data", None, "fsdp"),
-            act_BT=P(BATCH, None),
-            act_BTD=P(BATCH, None, None),
-            act_BTHGd=P(BATCH, None, "tensor", None, None),
-            act_BTHE=P(BATCH, None, "tensor", None),
-            act_BTH=P(BATCH, None, "tensor"),
-            act_BTF=P(BATCH, None, "tensor"),
-        )
+        whole = self.with_whole_rows()
+        specs = {field.name: getattr(whole, field.name) for field in dataclasses.fields(self) if field.type is P}
+        unsharded = {name: P(*(None if axis == "context" else axis for axis in spec)) for name, spec in specs.items()}
+        return dataclasses.replace(whole, **unsharded)
