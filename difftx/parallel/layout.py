@@ -3,7 +3,7 @@
 #   d = width of a (sub-)head, E = width of a value head, F = hidden width of the MLP, V = vocabulary, L = layers
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jax import P
 
@@ -70,6 +70,9 @@ class Layout:
     def for_inference(self) -> "Layout":
         """Return a layout for tokens that come one by one or in small chunks. `context` shards at most the heads."""
         whole = self.with_whole_rows()
-        specs = {field.name: getattr(whole, field.name) for field in dataclasses.fields(self) if field.type is P}
-        unsharded = {name: P(*(None if axis == "context" else axis for axis in spec)) for name, spec in specs.items()}
+        unsharded: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            if field.type is P:
+                spec = getattr(whole, field.name)
+                unsharded[field.name] = P(*(None if axis == "context" else axis for axis in spec))
         return dataclasses.replace(whole, **unsharded)
