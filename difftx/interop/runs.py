@@ -10,14 +10,14 @@ from difftx.config import Config, ModelConfig
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.files import new_folder, write_atomically
+from difftx.inference.load import read_checkpoint
 from difftx.interop import huggingface, official, tokenizers
 from difftx.interop.fields import FIXED
 from difftx.interop.layouts import Format
 from difftx.interop.parameters import export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.interop.verify import compare_logits
-from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.checkpoint.reading import open_checkpoint, open_tokenizer, read_newest
+from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config, write_description
 
@@ -73,11 +73,8 @@ def export_run(
     Raises:
         UserError: the format cannot represent the model, or there is no such checkpoint.
     """
-    now = read_config(workdir)
-    checkpointer = Checkpointer(workdir)
 
-    def export(step: int) -> list[str]:
-        checkpoint = open_checkpoint(checkpointer.folder / str(step), now)
+    def export(checkpoint: Checkpoint) -> list[str]:
         check_representable(checkpoint.config.model, format_)
         config, tokenizer = open_tokenizer(checkpoint)
         with new_folder(out) as folder:
@@ -89,14 +86,9 @@ def export_run(
             lines = [compare_logits(folder, checkpoint.folder, config)] if verify else []
             checkpoint.require_unchanged()
         shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
-        return [f"{out}: {shards} of step {step}, {_describe(config.model)}", note, *lines]
+        return [f"{out}: {shards} of step {checkpoint.folder.name}, {_describe(config.model)}", note, *lines]
 
-    if step is not None:
-        return export(checkpointer.verified(step))
-    lines = read_newest(checkpointer, export)
-    if lines is None:
-        raise UserError(f"--input={workdir}: no checkpoint there yet")
-    return lines
+    return read_checkpoint(workdir, step, read_config(workdir), export, flag="--input")
 
 
 def check_representable(model: ModelConfig, format_: Format) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import replace
 from helpers.evals_params import one_device, random_params
-from inference.cache_test import TENSOR, full_logits, language_model, prompts_of
+from helpers.inference_models import TENSOR, full_logits, language_model, prompts_of
 
 from difftx import evals
 from difftx.config.build import override

@@ -35,7 +35,8 @@ def check_attention_weights(workdir, theirs, mesh):
         def step(params, depth, x_BTD):
             block = nnx.merge(graphdef, params)
             q_BTHGd, k_BTKGd, _ = block.attention.project(block.attention_norm(x_BTD), angles)
-            return q_BTHGd[0], k_BTKGd[0], block(x_BTD, angles, depth, None)[0]
+            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, None))
+            return q_BTHGd[0], k_BTKGd[0], x_BTD
 
         for layer in range(model.num_layers):
             of_layer = jax.tree.map(lambda a, layer=layer: a[layer], (params["blocks"], depth_schedule(model)))

@@ -5,8 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
+from helpers.inference_models import TENSOR, language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
-from inference.cache_test import TENSOR, language_model
 
 from difftx.interop.verify import our_logits
 from difftx.training.run import read_config

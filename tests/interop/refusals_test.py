@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from inference.cache_test import language_model
+from helpers.inference_models import language_model
 
 from difftx.commands.convert import main
 from difftx.errors import UserError

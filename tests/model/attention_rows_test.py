@@ -1,17 +1,16 @@
-"""Every architecture looked at: its maps against their formulas, its output as if nobody looked."""
+"""Attention weights of selected queries, compared with their formulas, and outputs unchanged by reading them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.model_layers import TOKENS, X_BTD, layer_of, parameters_of
 
 from difftx.model.attention import depth_schedule
 from difftx.model.layers import rotary_angles
 from difftx.training.state import graph
 from model import oracle
-from model.decoder_test import parameters_of
-from model.variants_test import TOKENS, X_BTD, layer_of
 
 SIZES = {"diff": {"model__num_heads": 4, "model__num_kv_heads": 2}, "transformer": {"model__num_heads": 4}}
 SIZES |= oracle.SIZES
@@ -20,11 +19,11 @@ ROW = 32
 
 
 def oracle_maps(monkeypatch, module, model, x_TD, depth):
-    """Return maps by the oracle's loops, `[H, T, T]`, and of pairs A1 and A2, `[H, 2, T, T]`, and λ, `[H, T]`."""
+    """Return the oracle's attention weights `[H, T, T]`, A1 and A2 `[H, 2, T, T]`, and λ `[H, T]`."""
     maps, softmaps, attend = [], [], oracle.attend
 
     def recorded(row, queries_keys, v_TE):
-        one_hot_TT = np.eye(len(v_TE))  # Values that show what they are multiplied with.
+        one_hot_TT = np.eye(len(v_TE))  # These values make the output equal to the attention weights.
         maps.append(attend(row, queries_keys, one_hot_TT))
         softmaps.append([attend(oracle.softmax_row, [pair], one_hot_TT) for pair in queries_keys])
         return attend(row, queries_keys, v_TE)
@@ -33,7 +32,7 @@ def oracle_maps(monkeypatch, module, model, x_TD, depth):
     oracle.layer(module, model, x_TD, depth)
     monkeypatch.undo()
     pairs_HGTT = np.array(softmaps)
-    if model.architecture == "diff_v2":  # Of each pair the second is computed first.
+    if model.architecture == "diff_v2":  # The oracle computes the second head of a pair first.
         pairs_HGTT = np.stack([maps[1::2], maps[::2]], axis=1)
         lam_HT = oracle.sigmoid(x_TD.astype(np.float64) @ np.asarray(module.lambda_DH[...], np.float64)).T
         return pairs_HGTT[:, 0] - lam_HT[..., None] * pairs_HGTT[:, 1], pairs_HGTT, lam_HT
@@ -68,7 +67,7 @@ def test_maps_of_a_layer_equal_the_formula(name, monkeypatch, mesh_of):
 
 
 def attention_rows(config, mesh, queries, tokens, ids, positions):
-    """Return the model's output as `hidden` has it and as `attention_rows` has it, and the rows, under one jit each."""
+    """Return the attention weights, and check that the output equals that of `hidden` bit for bit."""
 
     def place(x):
         return jax.device_put(x, jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
@@ -88,7 +87,7 @@ def attention_rows(config, mesh, queries, tokens, ids, positions):
     "name", [name if name == "diff_v2" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SIZES]
 )
 def test_a_sharded_model_of_packed_documents_shows_the_same(config, mesh_of, name):
-    """Two documents a row, on one device and on eight; the output is that without looking, bit for bit."""
+    """Compare one device with eight, for rows of two documents each."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 257, (8, ROW)).astype(np.int32)
     cut = rng.integers(8, 24, 8)

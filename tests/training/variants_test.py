@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.model_layers import batch_on
 from jax.sharding import reshard
-from model.decoder_test import batch_on
 from model.oracle import SIZES
 
 from difftx.inference.cache import ROWS as CACHE_ROWS
