@@ -11,8 +11,9 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +24,7 @@ from difftx.errors import UnreadableError, UserError
 RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-NAMES = {int: "a count", str: "text", dict: "an object"}
+NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -272,14 +273,15 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
 
     Args:
         value: JSON value, as `read_json` returns it.
-        shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1; `{name: shape}` for an object
-            with at least these names; `{str: shape}` for an object with any names; `[shape]` for a list.
+        shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1 and `object` any value;
+            `{name: shape}` for an object with at least these names; `{str: shape}` for an object with any names;
+            `[shape]` for a list.
         path: Path of `value` in the file, for the message.
     """
     at = path or "the text"
     if isinstance(shape, type):
         fits = type(value) is shape and (shape is not int or 0 <= value < 2**63)
-        return None if fits else f"{at}: not {NAMES[shape]}"
+        return None if fits or shape is object else f"{at}: not {NAMES[shape]}"
     if isinstance(shape, list):
         if not isinstance(value, list):
             return f"{at}: not a list"
@@ -292,6 +294,63 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
             return f"{at}: no {missing[0]!r}"
         parts = {f"{path}.{name}".lstrip("."): (value[name], inner) for name, inner in wanted.items()}
     return next((found for name, (item, inner) in parts.items() if (found := schema_error(item, inner, name))), None)
+
+
+class JsonLines:
+    """A file of JSON objects, one per line, to which several threads and processes may append.
+
+    A kill during `append` may leave an incomplete last line. `read` skips such a line, and the next `append` leaves it
+    in place and starts a new line.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._lock = path, threading.Lock()
+
+    def read(self, shape: Any = dict) -> list[dict[str, Any]]:
+        """Return the objects that fit `shape`, see `schema_error`, in the order of the file. Skip all other lines.
+
+        A file that does not exist has no objects.
+
+        Raises:
+            UserError: the path is a folder.
+            UnreadableError: the file exists but cannot be read.
+        """
+        return [row for row in parse_json_lines(read_file(self.path) or b"", shape) if row is not None]
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append objects. They are on disk when the function returns. Create the folder if it does not exist."""
+        content = _format_json_lines(rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The file is opened for each call, because another process may have left an incomplete line in the meantime.
+        with self._lock, self.path.open("a+b") as file:
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                content = content if file.read(1) == b"\n" else b"\n" + content
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Atomically replace the file by one with these objects. Create the folder if it does not exist."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, _format_json_lines(rows).decode())
+
+
+def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
+    """Return the object in each line of a file, or None for a line that is not JSON or does not fit `shape`."""
+    return [_parse_line(line, shape) for line in content.splitlines()]
+
+
+def _parse_line(line: bytes, shape: Any) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if schema_error(row, shape) is None else None
+
+
+def _format_json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from unreadable import modes_count, needs_modes
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import new_file, new_folder, remove_temporaries
+from difftx.files import JsonLines, new_file, new_folder, remove_temporaries
 from difftx.report.runs import match_runs
 from difftx.training.guards import Journal
 from difftx.training.run import RECORDS, read_config
@@ -105,3 +105,18 @@ def test_a_training_refuses_what_it_cannot_use_in_one_line(tmp_path, text_file, 
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith(f"error: {workdir / name} is "), result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_json_lines_skip_an_incomplete_line_and_continue_after_it(tmp_path):
+    lines = JsonLines(tmp_path / "new" / "log.jsonl")
+    assert lines.read() == []
+    lines.append([{"id": "a", "answer": None}, {"id": "b", "answer": [1]}])
+    assert lines.path.read_bytes() == b'{"id": "a", "answer": null}\n{"id": "b", "answer": [1]}\n'
+    lines.path.write_bytes(lines.path.read_bytes()[:-4])  # A kill during the write.
+    lines.append([{"id": "c", "answer": True}])
+    assert lines.path.read_bytes().splitlines()[1:] == [b'{"id": "b", "answer": [', b'{"id": "c", "answer": true}']
+    assert [row["id"] for row in lines.read()] == ["a", "c"]
+    assert [row["id"] for row in lines.read({"id": str, "answer": bool})] == ["c"]
+    assert [row["id"] for row in lines.read({"id": str, "answer": object})] == ["a", "c"]
+    lines.rewrite(lines.read())
+    assert lines.path.read_bytes() == b'{"id": "a", "answer": null}\n{"id": "c", "answer": true}\n'
