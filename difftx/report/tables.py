@@ -105,15 +105,19 @@ def series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
     if not series:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)
-    picked = first[np.unique(np.linspace(0, len(first) - 1, min(len(first), MOST_ROWS)).round().astype(int))]
     rows = []
-    for x in picked if len(first) else []:
+    for x in first[evenly_spaced(len(first), MOST_ROWS)]:
         row = [shown(float(x))]
         for xs, ys in series.values():
             xs = np.array(xs, float)
             row.append(shown(ys[int(np.argmin(np.abs(xs - x)))]) if len(xs) else "–")
         rows.append(row)
     return Table([x_label, *series], rows)
+
+
+def evenly_spaced(count: int, most: int) -> np.ndarray:
+    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))
 
 
 def event_text(entry: Mapping[str, Any]) -> str:

@@ -25,4 +25,3 @@ def test_lines_over_layers_are_drawn_over_the_steps(tmp_path):
     values = found["attention: Cosine: answer, over the steps: one"].values
     assert values.header == ["steps", "layer 1", "layer 2"]
     assert values.rows == [["3", "0.3", "1.3"], ["6", "0.6", "1.6"], ["9", "0.9", "1.9"]]
-    assert len({panel.id for panel in section.panels}) == len(section.panels)
