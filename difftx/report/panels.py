@@ -175,10 +175,10 @@ def _training_sources(runs: Sequence[RunRecord]) -> dict[str, bokeh.models.Colum
     sources = {}
     for run in runs:
         steps, raw = training_losses(run)
-        kept = thinned(as_floats(raw), MOST_POINTS)
+        kept = thinned(raw, MOST_POINTS)
         progress = run.progress([steps[i] for i in kept])
         columns: dict[str, Any] = {name: np.array(values) for name, values in progress.items()}
-        columns |= {"raw": np.array(raw)[kept], "value": np.array(smoothed(raw))[kept]}
+        columns |= {"raw": raw[kept], "value": np.array(smoothed(raw))[kept]}
         sources[run.name] = bokeh.models.ColumnDataSource(columns)
     return sources
 

@@ -27,7 +27,8 @@ def run_headers(runs: Sequence[RunRecord]) -> Table:
     """Return a table with a description of each run: model, progress, devices, data and versions."""
     columns = [_header(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
-    return Table(["", *(run.name for run in runs)], [[name, *(c.get(name, "–") for c in columns)] for name in names])
+    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    return Table(["", *(run.name for run in runs)], rows)
 
 
 def config_changes(runs: Sequence[RunRecord]) -> Table:
