@@ -18,7 +18,7 @@ from difftx.config.recipes import load_config
 from difftx.data.store import SPLITS, open_store, read_meta, store_tokenizer
 from difftx.errors import UserError
 from difftx.files import json_sha256
-from difftx.launch.grid import Point
+from difftx.launch.grid import SweepPoint
 from difftx.launch.status import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
 from difftx.training.checkpoint.retention import metrics_of
@@ -238,7 +238,7 @@ def metrics_lines():
 @given(mutate=mutations(), step=st.integers(0, 8))
 def test_metrics_of_a_run(folder, tiny, mutate, step):
     path = folder / "metrics.jsonl"
-    status = RunStatus(Point("name", "config.py", {}, tiny), folder)
+    status = RunStatus(SweepPoint("name", "config.py", {}, tiny), folder)
 
     def go_on():
         rows, skipped = read_metrics(path)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
-from report.run_dirs import write_run
+from helpers.report_runs import write_run
 
 # Runs each command line on stdin in a fork of one process, which has imported what takes long, through the commands'
 # own `__main__` blocks. The result of a command: its exit code and its output.

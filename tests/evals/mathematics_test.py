@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 from conftest import suite_config
-from report.suites_test import save_run
+from helpers.report_runs import save_run
 
 from difftx import evals
 from difftx.commands.evaluate import load_params

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
@@ -57,6 +58,7 @@ def get_config(arg: str) -> ConfigDict:
 @pytest.fixture(scope="module", autouse=True)
 def fast_compilation(tmp_path_factory):
     """One device, no expensive passes of LLVM, a cache: what the processes compute is not what is tested here."""
+    jax.devices()  # This process reads XLA_FLAGS now, and keeps the eight devices that other tests expect.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, child_environment
 from helpers.evals_results import LOSS_SUITES, flat
+from helpers.report_runs import save_run
 from processes import free_port
-from report.suites_test import save_run
 
 from difftx import evals
 from difftx.commands.evaluate import load_params

@@ -4,13 +4,13 @@ import xml.etree.ElementTree as ET
 import matplotlib.image
 import numpy as np
 import pytest
+from helpers.report_runs import write_run
 
 from difftx.errors import UserError
 from difftx.model.flops import flops_per_token
 from difftx.report.curves import format_table, smoothed, write_curves
 from difftx.report.runs import match_runs
 from difftx.training.run import write_description
-from report.run_dirs import write_run
 
 
 def test_figure_and_table(config, tmp_path):

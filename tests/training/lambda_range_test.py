@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from report.run_dirs import write_run
+from helpers.report_runs import write_run
 
 from difftx.report.page import write_page
 from difftx.training.lambda_range import LambdaRange, warning

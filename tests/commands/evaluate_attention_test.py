@@ -1,15 +1,15 @@
-"""Suites outliers, quantize and gradients by eval.py, as a process of its own, and in the report."""
+"""Suites attention, outliers, quantize and gradients, run by eval.py in a process, and drawn in the report."""
 
+import html
 import json
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment
+from helpers.report_runs import save_run, write_run
 
 from difftx.config.recipes import load_config
-from report.run_dirs import write_run
-from report.suites_test import save_run
 
 pytestmark = pytest.mark.long
 
@@ -21,9 +21,11 @@ FLAGS = [
 ]
 
 
-def evaluate(run, *flags):
+def evaluate(run, *flags, devices=8):
     command = [sys.executable, "eval.py", f"--workdir={run.workdir}", *flags]
-    return subprocess.run(command, cwd=ROOT, env=child_environment(8), capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=ROOT, env=child_environment(devices), capture_output=True, text=True, timeout=300
+    )
 
 
 def test_three_suites_end_to_end(tmp_path):
@@ -56,3 +58,34 @@ def test_three_suites_end_to_end(tmp_path):
     assert report.returncode == 0, report.stderr
     page = (run.workdir / "report.html").read_text()
     assert all(text in page for text in ("Gradient norms of the checkpoint", "by the bits of attention logits"))
+
+
+def test_attention_of_all_checkpoints_and_report(tmp_path):
+    """Every checkpoint of a run; a second call skips them; the page has tokens by the map's cells."""
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    sizes = {"data.sequence_length": "256", "train.global_batch_tokens": "2048", "mesh.fsdp": "-1"}
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | sizes | {"data.path": str(tmp_path / "text.txt")})
+    run = save_run(config, tmp_path / "run", (3, 6))
+    write_run(tmp_path / "metrics", config, layers=2)
+    (tmp_path / "metrics" / "metrics.jsonl").rename(run.workdir / "metrics.jsonl")
+
+    def call(*flags):
+        result = evaluate(run, *flags, devices=2)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    suite = ["--suite=attention", "--step=all", "--eval.attention.samples=2"]
+    assert "step 6 attention  answer 0." in call(*suite)
+    first, last = (json.loads((run.workdir / "evals" / "attention" / f"{step}.json").read_text()) for step in (3, 6))
+    assert first["numbers"]["cosine_noise"] != last["numbers"]["cosine_noise"]
+    assert sum(last["numbers"][part] for part in ("answer", "others", "noise", "question", "first")) == pytest.approx(1)
+    folder = run.workdir / "evals" / "attention" / "6"
+    assert {path.name for path in folder.glob("*.png")} == {f"{chart['name']}.png" for chart in last["charts"]}
+    assert call(*suite).count("was made with the same settings") == 2
+
+    call("--report", f"--out={tmp_path / 'page.html'}")
+    text = html.unescape((tmp_path / "page.html").read_text())
+    for part in ("attention: Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
+        assert part in text
+    assert last["charts"][2]["x"][5][:2] == "5 "
+    assert json.dumps(last["charts"][2]["x"][5])[1:-1] in text  # What a token says is shown under the pointer.

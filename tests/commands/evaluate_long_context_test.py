@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY
 from helpers.evals_examples import examples, task_of, write_lines
+from helpers.report_runs import save_run
 
 from difftx.commands.evaluate import load_params
 from difftx.commands.flags import parse_overrides
@@ -21,7 +22,6 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 from difftx.inference.score import Item, loglikelihoods
 from difftx.training.run import Run
-from report.suites_test import save_run
 
 STEP = 900  # `save_run` scales parameters by 10: random ones, for which a context matters.
 NEEDLES = ['--eval.needle.cases=[{"needles": 2, "queries": 1}]', "--eval.needle.depths=0,1", "--eval.needle.samples=3"]

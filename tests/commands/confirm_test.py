@@ -9,12 +9,12 @@ import pytest
 from conftest import ROOT, TINY
 from evals.chat_server import KEY, ChatServer, completion
 from evals.hallucination_test import long_bench, set_of, write
+from helpers.report_runs import save_run
 
 from difftx.commands.confirm import confirm_outward
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from report.suites_test import save_run
 
 STEP = 3
 ACCURATE = {"reply": completion('{"why": "", "accurate": true}')}

@@ -1,4 +1,4 @@
-"""What eval.py's --workdir, --suite, --step and --again do, on real checkpoints."""
+"""Flags --workdir, --suite, --step and --again of eval.py, on real checkpoints."""
 
 import argparse
 import dataclasses
@@ -9,9 +9,9 @@ import types
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from conftest import ROOT, TINY, replace
+from helpers.report_runs import save_run
 from helpers.training_checkpoints import flip_a_bit, largest_file
 
 from difftx import evals
@@ -25,28 +25,12 @@ from difftx.evals.result import Result
 from difftx.evals.resume import resumable
 from difftx.files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
-from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.run import Run
 from difftx.training.state import init_state
 
 ALONE = argparse.Namespace(distributed=False, coordinator=None, processes=None, process=None)
 STEPS = (3, 6, 9, 12)
-
-
-def save_run(config, workdir, steps):
-    """Make a run's directory with checkpoints of these steps; return the run."""
-    run = Run.open(config, workdir)
-    run.write_description()
-    with jax.set_mesh(run.mesh):
-        state = jax.jit(lambda: init_state(config))()
-        writer = Checkpointer(workdir, replace(config, "checkpoint", keep=9).checkpoint)
-        for step in steps:
-            params = jax.tree.map(lambda x, step=step: x * (1 + step / 100), state.params)
-            saved = dataclasses.replace(state, step=jnp.int32(step), params=params)
-            writer.save(saved, {"examples": 0, "signature": run.data.signature}, config)
-        writer.close()
-    return run
 
 
 @pytest.fixture(scope="module")
