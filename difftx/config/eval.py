@@ -314,7 +314,7 @@ class HarnessConfig:
     data_path: str | None = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
-    `difftx/evals/harness_data.py`). None: the Hugging Face hub."""
+    `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
     include_path: str | None = None
     """Folder of lm-eval YAML files that define further tasks."""
     truncate: bool = False
@@ -337,7 +337,7 @@ class MathTaskConfig:
     name: str
     """Name of the task in the results."""
     format: MathFormat
-    """Format of the test file (`difftx/evals/math_formats.py`)."""
+    """Format of the test file (`difftx/evals/math/formats.py`)."""
     test: str
     """Path of the problems."""
     train: str | None
