@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
-from difftx.kernels.fused import Saved, deltas
+from difftx.kernels.backend import AttentionCall, Saved, deltas
 
 # B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
 # N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
@@ -43,56 +43,46 @@ from difftx.kernels.fused import Saved, deltas
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sides in tokens, and limits of VMEM in MiB."""
+    """Tile side in tokens, and limits of VMEM in MiB."""
 
-    forward: int  # tile side of the forward pass, a multiple of 128
-    backward: int  # tile side of the backward pass, a multiple of 128
+    side: int  # side of a tile in tokens, a multiple of 128
     vmem_mib: int  # VMEM that a kernel may use in total
     dq_mib: int  # VMEM that dQ may take before the backward pass splits into two kernels
 
 
-# Keyed by (device kind, D). Values come from the static schedules of benchmarks/tpu_schedule.py. VMEM is
-# 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
-_DEFAULT_TILES = Tiles(forward=512, backward=512, vmem_mib=16, dq_mib=0)
+# Keyed by device kind. Values come from the static schedules of benchmarks/tpu_schedule.py for the widths D of
+# _MEASURED_WIDTHS. VMEM is 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
+_DEFAULT_TILES = Tiles(512, vmem_mib=16, dq_mib=0)
 _TILES = {
-    **{("TPU v5", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
-    **{("TPU v5 lite", d): Tiles(512, 512, vmem_mib=112, dq_mib=72) for d in (64, 96, 128)},
-    **{("TPU v6 lite", d): Tiles(512, 512, vmem_mib=112, dq_mib=72) for d in (64, 96, 128)},
-    **{("TPU7x", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
+    "TPU v5": Tiles(512, vmem_mib=56, dq_mib=24),
+    "TPU v5 lite": Tiles(512, vmem_mib=112, dq_mib=72),
+    "TPU v6 lite": Tiles(512, vmem_mib=112, dq_mib=72),
+    "TPU7x": Tiles(512, vmem_mib=56, dq_mib=24),
 }
+_MEASURED_WIDTHS = (64, 96, 128)
 _SMEM_WORDS = 2**17  # half of the 1 MiB of scalar memory, for the visits and the segment bounds
 
 
-def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None, cut=None) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why this backend cannot serve a call, or None."""
-    shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
-    if len(q_shape) != 5 or len(k_shape) != 5 or len(v_shape) != 4:
-        return f"needs q [B, T, H, 2, D], k [B, S, K, 2, D], v [B, S, K, 2D]; got {shapes}"
-    b, t, h, g, d = q_shape
-    kv_heads = k_shape[2]
-    if g != 2 or tuple(k_shape) != (b, t, kv_heads, 2, d):
-        return f"q and k must agree in batch, length, 2 maps and width; got {shapes}"
-    if tuple(v_shape) != (b, t, kv_heads, 2 * d):
-        return f"v must be [B, S, K, 2D] = {(b, t, kv_heads, 2 * d)}; got {shapes}"
-    if kv_heads == 0 or h % kv_heads:
-        return f"{h} query heads do not divide into {kv_heads} key/value heads; got {shapes}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"the TPU's matrix units take bfloat16 or float32, not {jnp.dtype(dtype)}"
+    batch, t, _, _, d = call.q.shape
+    sharding = call.sharding
+    if call.q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the TPU's matrix units support bfloat16 and float32, not {call.q.dtype}"
     if d % 8 or not 8 <= d <= 128:
-        return f"sub-head width must be a multiple of 8 up to 128; got {d}"
-    if b < 1 or t < 1 or (window is not None and window < 1):
-        return f"batch, length and window must be at least 1; got {b}, {t} and {window}"
-    block = kernels.block_tokens(t, cut, min(_tiles(d).forward, _tiles(d).backward))
-    if cut is not None and not block:
-        return f"rows of {t} tokens are cut in {cut.devices * cut.chunks}, which leaves no multiple of 128 tokens"
-    words = kernels.list_visits(pl.cdiv(t, block), block, window, cut, keys_outer=True).shape[-1]
-    words += 2 * b * pl.cdiv(t, block)
+        return f"the width of a sub-head must be a multiple of 8 up to 128; got {d}"
+    block = kernels.block_tokens(t, sharding, _tiles(d).side)
+    if sharding is not None and not block:
+        return f"{t} tokens in {sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
+    tiles = pl.cdiv(t, block)
+    visits = kernels.list_visits(tiles, block, call.window, sharding, keys_outer=True)
+    words = visits.shape[-1] + 2 * batch * tiles
     if words > _SMEM_WORDS:
-        return f"batch {b} of {t} tokens needs {words} words of scalar memory, over {_SMEM_WORDS}"
+        return f"batch {batch} of {t} tokens requires {words} words of scalar memory, over {_SMEM_WORDS}"
     return None
 
 
-def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=None, interpret=None, block=None):
+def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, sharding=None, interpret=None, block=None):
     """Compute differential attention and the arrays that `backward` requires.
 
     Args:
@@ -100,7 +90,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=No
         lam_BTH: float32.
         segment_ids_BT: int32, or None for one segment. A query attends only to keys of its own segment.
         window: Number of keys that a query attends to, including itself, or None for all.
-        cut: Sharding of the tokens: q_BTHGD and lam_BTH hold the queries of one device, the other arrays
+        sharding: Sharding of the tokens: q_BTHGD and lam_BTH hold the queries of one device, the other arrays
             whole rows. None: all arrays hold whole rows.
         interpret: False, True or a `pltpu.InterpretParams`. None interprets unless the target is a TPU.
         block: Largest tile side in tokens, a multiple of 128. None selects the value for the device.
@@ -110,8 +100,8 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=No
         natural log-sum-exps of the scaled logits, float32.
     """
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
-    side = block or _tiles(d).forward
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, keys_outer=False)
+    side = block or _tiles(d).side
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=False)
     spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
     out_spec = spec((block, e), of="query", axis=0)
@@ -139,7 +129,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=No
         ],
         interpret=interpret,
     )
-    return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_map=(lse_BHGY[..., :t],))
+    return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_group=(lse_BHGY[..., :t],))
 
 
 def backward(
@@ -153,26 +143,26 @@ def backward(
     dout_BTHE,
     *,
     window,
-    cut=None,
+    sharding=None,
     interpret=None,
     block=None,
 ):
     """Compute the gradients of q, k, v and lam.
 
     Args:
-        q_BTHGD ... segment_ids_BT, window, cut, interpret, block: As in `forward`.
+        q_BTHGD ... segment_ids_BT, window, sharding, interpret, block: As in `forward`.
         out_BTHE, saved: Results of `forward`.
         dout_BTHE: Cotangent of out_BTHE, in the dtype of q.
 
     Returns:
         dq_BTHGD, dk_BTKGD and dv_BTKE in the dtype of q, and dlam_BTH in float32.
     """
-    (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_map
+    (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     tiles = _tiles(d)
-    side = block or tiles.backward
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, keys_outer=True)
+    side = block or tiles.side
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
     operands = [
@@ -265,9 +255,9 @@ def _run(
     width E counts as two.
     """
     visits, offsets, lows, highs, segments_B1X = jnp.asarray(call.visits), None, None, None, None
-    if call.cut is not None:
-        visits = visits[call.cut.device()]
-        starts = call.cut.starts(call.cut.device(), call.chunk_tiles)
+    if call.sharding is not None:
+        visits = visits[call.sharding.device()]
+        starts = call.sharding.starts(call.sharding.device(), call.chunk_tiles)
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
     if call.segmented:
         segments_BX = _pad(segment_ids_BT, call.x, axis=1, mode="edge")
@@ -384,4 +374,4 @@ def _dq_bytes(call):
 
 
 def _tiles(d):
-    return _TILES.get((target.device_kind(), d), _DEFAULT_TILES)
+    return _TILES.get(target.device_kind(), _DEFAULT_TILES) if d in _MEASURED_WIDTHS else _DEFAULT_TILES

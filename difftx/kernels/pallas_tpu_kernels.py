@@ -58,17 +58,17 @@ class TileCall:
     y: int  # Y
     block: int  # side of a tile in tokens
     window: int | None
-    cut: SequenceSharding | None
+    sharding: SequenceSharding | None
     segmented: bool  # whether the call has segment ids
     dtype: np.dtype
     visits: np.ndarray  # packed visits in grid order, int32; if rows are sharded, one row per device
 
     @classmethod
-    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, *, keys_outer):
+    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, *, keys_outer):
         """Return the parameters of a call, with T split into equal tiles of at most `side` tokens."""
         b, _, h, _, d = q_BTHGD.shape
         t, kv_heads = k_BTKGD.shape[1:3]
-        block = block_tokens(t, cut, side)
+        block = block_tokens(t, sharding, side)
         tiles = pl.cdiv(t, block)
         return cls(
             batch=b,
@@ -76,13 +76,13 @@ class TileCall:
             group=h // kv_heads,
             d=d,
             x=tiles * block,
-            y=tiles * block if cut is None else q_BTHGD.shape[1],
+            y=tiles * block if sharding is None else q_BTHGD.shape[1],
             block=block,
             window=window,
-            cut=cut,
+            sharding=sharding,
             segmented=segment_ids_BT is not None,
             dtype=q_BTHGD.dtype,
-            visits=list_visits(tiles, block, window, cut, keys_outer=keys_outer),
+            visits=list_visits(tiles, block, window, sharding, keys_outer=keys_outer),
         )
 
     @property
@@ -92,7 +92,7 @@ class TileCall:
 
     def with_queries_outer(self):
         """Return this call with its visits in the order of `dq_kernel`, queries in the outer loop."""
-        visits = list_visits(self.tiles, self.block, self.window, self.cut, keys_outer=False)
+        visits = list_visits(self.tiles, self.block, self.window, self.sharding, keys_outer=False)
         return dataclasses.replace(self, visits=visits)
 
     @property
@@ -103,14 +103,14 @@ class TileCall:
     @property
     def chunk_tiles(self):
         """Number of query tiles in a contiguous chunk of the row."""
-        return self.y // self.block // (1 if self.cut is None else self.cut.chunks)
+        return self.y // self.block // (1 if self.sharding is None else self.sharding.chunks)
 
     def place(self, visit, offsets_ref):
         """Return the index in the row of a visit's query tile."""
         tile = query_tile(visit)
-        if self.cut is None:
+        if self.sharding is None:
             return tile
-        if self.cut.chunks == 1:
+        if self.sharding.chunks == 1:
             return tile + offsets_ref[0]
         return tile + jnp.where(tile < self.chunk_tiles, offsets_ref[0], offsets_ref[1])
 
@@ -119,10 +119,10 @@ class TileCall:
 
         Visits must have keys in the outer loop. A query tile's last visit is the one on the diagonal.
         """
-        if self.cut is None:
+        if self.sharding is None:
             return key_tile(visit)
         own = -1
-        for chunk in range(self.cut.chunks):
+        for chunk in range(self.sharding.chunks):
             start = offsets_ref[chunk] + chunk * self.chunk_tiles
             own += jnp.clip(key_tile(visit) + 1 - start, 0, self.chunk_tiles)
         return jnp.maximum(own, 0)
@@ -139,29 +139,29 @@ class TileCall:
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
-def block_tokens(t, cut, side):
+def block_tokens(t, sharding, side):
     """Return the number of tokens in a tile, a multiple of 128.
 
     If rows are sharded, the number divides a chunk. It is 0 if no multiple of 128 up to `side` does.
     """
-    if cut is None:
+    if sharding is None:
         # Equal tiles need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
         return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
-    chunk = t // (cut.devices * cut.chunks)
+    chunk = t // (sharding.devices * sharding.chunks)
     return max((block for block in range(LANES, side + 1, LANES) if chunk % block == 0), default=0)
 
 
-def list_visits(tiles, block, window, cut=None, *, keys_outer):
+def list_visits(tiles, block, window, sharding=None, *, keys_outer):
     """Return the packed visits to all tiles that causality and the window leave, in grid order.
 
     If rows are sharded, the list has one row per device, padded to the longest.
     """
-    if cut is None:
+    if sharding is None:
         return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
-    of_chunk = np.arange(tiles // (cut.devices * cut.chunks))
+    of_chunk = np.arange(tiles // (sharding.devices * sharding.chunks))
     rows = []
-    for device in range(cut.devices):
-        places = [start + of_chunk for start in cut.starts(device, len(of_chunk))]
+    for device in range(sharding.devices):
+        places = [start + of_chunk for start in sharding.starts(device, len(of_chunk))]
         rows.append(_visits_of(np.concatenate(places), tiles, block, window, keys_outer))
     longest = max(map(len, rows))
     fillers = [np.full(longest - len(row), row[-1] & ~(2**_KEY_SHIFT - 1) | _EMPTY) for row in rows]

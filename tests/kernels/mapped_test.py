@@ -164,5 +164,5 @@ def test_bad_calls_say_what_is_wrong():
     q, k, v, _, _ = inputs("signed")
     with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
         kernels.mapped_attention(maps.signed_softmax, q, k[:, :, :, :1], v)
-    with pytest.raises(ValueError, match="'splash' is none of auto, reference, xla"):
+    with pytest.raises(ValueError, match="'splash' is not one of auto, reference, xla"):
         kernels.mapped_attention(maps.signed_softmax, q, k, v, implementation="splash")
