@@ -102,25 +102,20 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, shardi
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     side = block or _tiles(d).side
     call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=False)
-    spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
-    out_spec = spec((block, e), of="query", axis=0)
+    out_spec = _spec(call, (block, e), of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
+    q_BHGYD, k_BKGXD, v_BKXE = _qkv(call, q_BTHGD, k_BTKGD, v_BTKE)
+    lam_BH1Y = _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
     out_BHYE, out2_BHYE, lse_BHGY = _run(
         call,
         kernels.forward_kernel,
         "diff_attention_forward",
+        kernels.Inputs(q_BHGYD, k_BKGXD, v_BKXE, lam=lam_BH1Y),
+        segment_ids_BT,
         products=6,
-        inner_grid=(call.group, call.steps),
-        in_specs=[*_qkv_specs(call, spec), spec((1, block), of="query", axis=1)],
-        operands=[
-            *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
-            _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3),
-        ],
-        segment_ids_BT=segment_ids_BT,
-        spec=spec,
-        out_specs=[out_spec, out_spec, spec((2, block), of="query", axis=1)],
+        out_specs=[out_spec, out_spec, _spec(call, (2, block), of="query", axis=1)],
         out_shape=[out_shape, out_shape, lse_shape],
         scratch_shapes=[
             pltpu.VMEM((2, block), jnp.float32),
@@ -165,44 +160,39 @@ def backward(
     call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
-    operands = [
+    inputs = kernels.Inputs(
         *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
-        _heads_first(dout_BTHE, call.y),
-        _pad(rows_BHRT, call.y, axis=3),
-    ]
+        dout=_heads_first(dout_BTHE, call.y),
+        rows=_pad(rows_BHRT, call.y, axis=3),
+    )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
-    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, operands, segment_ids_BT, interpret, with_dq)
+    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segment_ids_BT, interpret, with_dq)
     if not with_dq:
-        dq_BHGYD = _dq(call.with_queries_outer(), operands, segment_ids_BT, interpret)
+        dq_BHGYD = _dq(dataclasses.replace(call, keys_outer=False), inputs, segment_ids_BT, interpret)
     keys = k_BTKGD.shape[1]
     dk_BTKGD, dv_BTKE = _tokens_first(dk_BKGXD, keys), _tokens_first(dv_BKXE, keys)
     return _tokens_first(dq_BHGYD, t), dk_BTKGD, dv_BTKE, -delta2_BTH
 
 
-def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
+def _dkv(call, inputs, segment_ids_BT, interpret, with_dq):
     """Compute dK, dV and, in the same kernel if `with_dq`, dQ (else None)."""
     block, group, d = call.block, call.group, call.d
-    spec = functools.partial(_spec, call, lambda b, kv, step, n: (b, kv, n, step))
-    q_BHGYD, k_BKGXD, v_BKXE, *_ = operands
     dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
     dk, dv, dq = _run(
         call,
         kernels.dkv_kernel,
         "diff_attention_dqkv" if with_dq else "diff_attention_dkv",
+        inputs,
+        segment_ids_BT,
         products=10 if with_dq else 8,
-        inner_grid=(call.steps, group),
-        in_specs=_backward_specs(call, spec),
-        operands=operands,
-        segment_ids_BT=segment_ids_BT,
-        spec=spec,
         out_specs=[
-            spec((2, block, d), of="key", axis=1),
-            spec((block, 2 * d), of="key", axis=0),
-            spec((group, 2, block, d), of="own", axis=2) if with_dq else None,
+            _spec(call, (2, block, d), of="key", axis=1),
+            _spec(call, (block, 2 * d), of="key", axis=0),
+            _spec(call, (group, 2, block, d), of="finished query", axis=2) if with_dq else None,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(k_BKGXD.shape, call.dtype),
-            jax.ShapeDtypeStruct(v_BKXE.shape, call.dtype),
+            jax.ShapeDtypeStruct(inputs.k.shape, call.dtype),
+            jax.ShapeDtypeStruct(inputs.v.shape, call.dtype),
             dq_shape if with_dq else None,
         ],
         scratch_shapes=[
@@ -212,79 +202,62 @@ def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
         ],
         interpret=interpret,
     )
-    return dk, dv, dq.reshape(q_BHGYD.shape) if with_dq else None
+    return dk, dv, dq.reshape(inputs.q.shape) if with_dq else None
 
 
-def _dq(call, operands, segment_ids_BT, interpret):
-    spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
+def _dq(call, inputs, segment_ids_BT, interpret):
     block_shape = (2, call.block, call.d)
     return _run(
         call,
         kernels.dq_kernel,
         "diff_attention_dq",
+        inputs,
+        segment_ids_BT,
         products=6,
-        inner_grid=(call.group, call.steps),
-        in_specs=_backward_specs(call, spec),
-        operands=operands,
-        segment_ids_BT=segment_ids_BT,
-        spec=spec,
-        out_specs=spec(block_shape, of="query", axis=1),
-        out_shape=jax.ShapeDtypeStruct(operands[0].shape, call.dtype),
+        out_specs=_spec(call, block_shape, of="query", axis=1),
+        out_shape=jax.ShapeDtypeStruct(inputs.q.shape, call.dtype),
         scratch_shapes=[pltpu.VMEM(block_shape, jnp.float32)],
         interpret=interpret,
     )
 
 
-def _run(
-    call,
-    kernel,
-    name,
-    *,
-    products,
-    inner_grid,
-    in_specs,
-    operands,
-    segment_ids_BT,
-    spec,
-    interpret,
-    **outputs,
-):
-    """Run a kernel over the grid (B, K, *inner_grid), with segment ids or None after `operands`.
+def _run(call, kernel, name, inputs, segment_ids_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
+    """Run a kernel over `call.grid`.
 
     `products` is the number of matrix products per visit, in units of (block, block) x D. A product of
     width E counts as two.
     """
-    visits, offsets, lows, highs, segments_B1X = jnp.asarray(call.visits), None, None, None, None
+    scalars = kernels.Scalars(jnp.asarray(call.visits), None, None, None)
     if call.sharding is not None:
-        visits = visits[call.sharding.device()]
+        visits = scalars.visits[call.sharding.device()]
         starts = call.sharding.starts(call.sharding.device(), call.chunk_tiles)
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
+        scalars = scalars._replace(visits=visits, offsets=offsets)
+    cost = _cost(call, products, (*jax.tree.leaves(inputs), *jax.tree.leaves(out_shape)))
     if call.segmented:
         segments_BX = _pad(segment_ids_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
         by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
-        lows, highs = by_tile.min(axis=1), by_tile.max(axis=1)
-    segment_specs = [
-        spec((1, call.block), of=of, axis=1, has_heads=False) if call.segmented else None for of in ("place", "key")
-    ]
+        scalars = scalars._replace(low=by_tile.min(axis=1), high=by_tile.max(axis=1))
+        inputs = inputs._replace(query_segments=segments_B1X, key_segments=segments_B1X)
     return pl.pallas_call(
         functools.partial(kernel, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(call.batch, call.kv_heads, *inner_grid),
-            in_specs=[*in_specs, *segment_specs],
-            out_specs=outputs["out_specs"],
-            scratch_shapes=outputs["scratch_shapes"],
+            num_scalar_prefetch=1,
+            grid=call.grid,
+            in_specs=[_input_specs(call, inputs)],
+            out_specs=out_specs,
+            scratch_shapes=scratch_shapes,
         ),
-        out_shape=outputs["out_shape"],
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=_tiles(call.d).vmem_mib * 2**20,
         ),
         interpret=target.platform() != "tpu" if interpret is None else interpret,
         name=name,
-        cost_estimate=_cost(call, products, (*operands, *jax.tree.leaves(outputs["out_shape"]))),
-    )(visits, offsets, lows, highs, *operands, segments_B1X, segments_B1X)
+        cost_estimate=cost,
+    )(scalars, inputs)
 
 
 def _cost(call, products, arrays):
@@ -292,53 +265,51 @@ def _cost(call, products, arrays):
 
     The estimate of bytes assumes that each array moves once.
     """
-    scores = call.batch * call.kv_heads * call.group * call.steps * call.block**2
+    logits = call.batch * call.kv_heads * call.group * call.steps * call.block**2
     return pl.CostEstimate(
-        flops=products * 2 * scores * call.d,
-        transcendentals=2 * scores,  # One exponential per logit of each group.
+        flops=products * 2 * logits * call.d,
+        transcendentals=2 * logits,  # One exponential per logit of each group.
         bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
     )
 
 
-def _spec(call, grid_order, shape, *, of, axis, has_heads=True):
+def _spec(call, shape, *, of, axis, has_heads=True):
     """Return a BlockSpec of `shape` whose `axis` is indexed by a tile of the current visit.
 
-    `of` selects the tile: "query", "key", "place" (the query tile's index in the whole row, see
-    `TileCall.place`) or "own" (see `TileCall.own_tile`). All other axes start at 0.
+    `of` selects the tile: "query", "key", "query in row" (`TileCall.row_tile`) or "finished query"
+    (`TileCall.finished_tile`). All other axes start at 0.
     """
 
-    def index(*grid_and_scalars):
-        *grid, visits_ref, offsets_ref, _, _ = grid_and_scalars
-        b, kv, n, step = grid_order(*grid)
-        visit = visits_ref[step]
+    def index(b, kv, outer, inner, scalars):
+        step, n = (outer, inner) if call.keys_outer else (inner, outer)
+        visit = scalars.visits[step]
         head = kv * call.group + n if of == "query" else kv
         tile = {
             "query": lambda: kernels.query_tile(visit),
             "key": lambda: kernels.key_tile(visit),
-            "place": lambda: call.place(visit, offsets_ref),
-            "own": lambda: call.own_tile(visit, offsets_ref),
+            "query in row": lambda: call.row_tile(visit, scalars.offsets),
+            "finished query": lambda: call.finished_tile(visit, scalars.offsets),
         }[of]()
-        lead = (b, head) if has_heads else (b,)
-        return (*lead, *(tile if a == axis else 0 for a in range(len(shape))))
+        batch_and_head = (b, head) if has_heads else (b,)
+        return (*batch_and_head, *(tile if a == axis else 0 for a in range(len(shape))))
 
     return pl.BlockSpec((None,) * (2 if has_heads else 1) + shape, index)
 
 
-def _qkv_specs(call, spec):
-    q_shape = (2, call.block, call.d)
-    return [
-        spec(q_shape, of="query", axis=1),
-        spec(q_shape, of="key", axis=1),
-        spec((call.block, 2 * call.d), of="key", axis=0),
-    ]
-
-
-def _backward_specs(call, spec):
-    return [
-        *_qkv_specs(call, spec),
-        spec((call.block, 2 * call.d), of="query", axis=0),
-        spec((5, call.block), of="query", axis=1),
-    ]
+def _input_specs(call, inputs):
+    """Return the BlockSpecs of the inputs, None for inputs that are None."""
+    block, d = call.block, call.d
+    specs = kernels.Inputs(
+        q=_spec(call, (2, block, d), of="query", axis=1),
+        k=_spec(call, (2, block, d), of="key", axis=1),
+        v=_spec(call, (block, 2 * d), of="key", axis=0),
+        lam=_spec(call, (1, block), of="query", axis=1),
+        dout=_spec(call, (block, 2 * d), of="query", axis=0),
+        rows=_spec(call, (5, block), of="query", axis=1),
+        query_segments=_spec(call, (1, block), of="query in row", axis=1, has_heads=False),
+        key_segments=_spec(call, (1, block), of="key", axis=1, has_heads=False),
+    )
+    return kernels.Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
 
 
 def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
