@@ -8,7 +8,6 @@ those of differential attention.
 #   R = H / K = query heads per key/value head, D = width of a head
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +25,7 @@ XLA_MAP_TOKENS = 1024  # `jax.nn` on XLA stores T × T attention weights, so lon
 DENSE_MASK_TOKENS = 16_384  # `jax.nn` gives cuDNN segments as a T × T bias: 0.5 GiB per row at this length.
 
 
-def xla_attention(
-    q_BTHD: jax.Array,
-    k_BSKD: jax.Array,
-    v_BSKD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    sharding: SequenceSharding | None = None,
-) -> jax.Array:
+def xla_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
     """Compute softmax attention by XLA operations, in chunks of queries if rows are long or sharded."""
     if sharding is None and q_BTHD.shape[1] <= XLA_MAP_TOKENS:
         return _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, implementation="xla")
@@ -43,15 +34,7 @@ def xla_attention(
     return xla.mapped_attention(maps.softmax, q_BTHGD, k_BSKGD, v_BSKD, None, segment_ids_BT, **options)
 
 
-def _library_attention(
-    q_BTHD: jax.Array,
-    k_BSKD: jax.Array,
-    v_BSKD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    implementation: Literal["xla", "cudnn"],
-) -> jax.Array:
+def _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, implementation) -> jax.Array:
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
@@ -83,15 +66,7 @@ def cudnn_unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def splash_attention(
-    q_BTHD: jax.Array,
-    k_BSKD: jax.Array,
-    v_BSKD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    sharding: SequenceSharding | None = None,
-) -> jax.Array:
+def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
     """Compute softmax attention by splash attention, in the Pallas interpreter on other platforms than TPU.
 
     Splash attends one key/value head to its R query heads (multi-query attention), without a batch axis and without

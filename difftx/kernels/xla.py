@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from difftx.kernels.backend import Saved
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import MASKED, Map
+from difftx.kernels.maps import MASKED
 
 # Maximal number of attention weights of one head in a chunk: 4 MiB in float32. Up to 1,024 tokens, a row is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
@@ -24,16 +24,7 @@ CHUNK_MAP_ELEMENTS = 2**20
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def forward(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
-    v_BSKE: jax.Array,
-    lam_BTH: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    sharding: SequenceSharding | None = None,
-) -> tuple[jax.Array, Saved]:
+def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
     """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
     B, T, H = lam_BTH.shape
     K = k_BSKGD.shape[2]
@@ -52,17 +43,7 @@ def forward(
 
 
 def backward(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
-    v_BSKE: jax.Array,
-    lam_BTH: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    out_BTHE: jax.Array,
-    saved: Saved,
-    dout_BTHE: jax.Array,
-    *,
-    window: int | None,
-    sharding: SequenceSharding | None = None,
+    q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
@@ -102,15 +83,7 @@ def backward(
 
 
 def mapped_attention(
-    map_of: Map,
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
-    v_BSKE: jax.Array,
-    per_query_BTH: jax.Array | None,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    sharding: SequenceSharding | None = None,
+    map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
     """Compute attention with the weight function `map_of` and return `[B, T, H, E]`. JAX derives the gradient.
 
