@@ -142,14 +142,14 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def chunks(
-    segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, maps: int = 1, /, **arrays_BT: jax.Array
+    segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, groups: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
     """Split per-query arrays `[B, T, …]` into chunks `[N, B, C, …]`, with the last chunk padded by zeros.
 
     Args:
         segment_ids_BS: Segment ids of the keys. If rows are sharded, T of the S ids belong to this device's queries.
         sharding: Sharding of the tokens. None: whole rows.
-        maps: Number of arrays of attention weights that share the limit `CHUNK_MAP_ELEMENTS`.
+        groups: Number of arrays of attention weights that share the limit `CHUNK_MAP_ELEMENTS`.
         arrays_BT: Arrays to split. "q" is required.
 
     Returns:
@@ -157,7 +157,7 @@ def chunks(
     """
     T = arrays_BT["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
-    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * maps)))
+    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * groups)))
     count = -(-T // size)
     position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import TOLERANCE, relative_error
 
 from difftx import kernels
 from difftx.config import architectures as config
@@ -18,8 +19,6 @@ from kernels import oracle
 BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
-# Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
 LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
 LARGE_TOLERANCE = 2e-5
 NAMES = ("out", "dq", "dk", "dv", "dlam")
@@ -34,11 +33,6 @@ def inputs(B=2, T=33, H=4, K=4, D=8, dtype="float32", lam=0.4, segments=False, s
     ids = np.sort(rng.integers(0, 4, (B, T))).astype(np.int32) if segments else None
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     return q, k, v, jnp.asarray(lam, jnp.float32), None if ids is None else jnp.asarray(ids)
-
-
-def relative_error(actual, expected) -> float:
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30)
 
 
 def output_and_gradients(backend, q, k, v, lam, ids, window):
