@@ -22,7 +22,7 @@ LAYER_INPUT = "layer_input"  # Name of a layer's input for the remat policies.
 
 # `model.remat` → policy that selects the values to save for the backward pass, which recomputes all other values.
 # "none" has no policy, because a policy that saves everything would also save the attention weights that
-# `kernels/mapped.py` recomputes chunk by chunk.
+# `kernels/xla.py` recomputes chunk by chunk.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
