@@ -28,6 +28,7 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx import kernels
+from difftx.kernels import target
 
 # Device kind → (FLOP/s of large dense bf16 matrix products, bytes/s of memory), measured on such a device.
 DEVICES = {"NVIDIA H200": (790e12, 4.3e12), "TPU v5": (459e12, 2.77e12), "TPU v6 lite": (918e12, 1.64e12)}
@@ -69,8 +70,8 @@ def contestants() -> dict[str, Callable[..., jax.Array]]:
     named = {
         # Pallas kernels of other platforms are excluded: they would run in the interpreter.
         name: functools.partial(kernels.diff_attention, implementation=name)  # pyrefly: ignore[bad-argument-type]
-        for name in (*kernels.FUSED_BACKENDS, "cudnn_wide", "cudnn")
-        if not name.startswith("pallas") or name.endswith(kernels.target.platform())
+        for name, backend in kernels.BACKENDS["diff_attention"].items()
+        if backend.auto and backend.platform in (None, target.platform())
     }
     return named | {"four calls": four_calls, "transformer": transformer_attention}
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused, target
+from difftx.kernels import target
+from difftx.kernels.backend import Saved, lam_per_token, per_shard
 from difftx.kernels.maps import Map
 
 EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
@@ -51,14 +52,12 @@ def mapped_attention(
     P1 - λ P2, before a single product with V.
     """
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
-    operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, fused.Saved(by_head=past))
-    return fused.per_shard(functools.partial(_attend, map_of), *operands, saves=False)
+    per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
+    operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, Saved(by_head=past))
+    return per_shard(functools.partial(_attend, map_of), *operands)
 
 
-def _attend(
-    map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved
-):
+def _attend(map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: Saved):
     """Attend on one device, for its shard of rows and heads."""
     keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape

@@ -20,8 +20,8 @@ from difftx.parallel.layout import Layout
 LAYER_INPUT = "layer_input"  # Name of a layer's input for the remat policies.
 
 # `model.remat` → policy that selects the values to save for the backward pass, which recomputes all other values.
-# "none" has no policy: a policy that saves everything would also save the attention weights that `kernels/mapped.py`
-# recomputes by chunks. Under every policy, the memory of a step is linear in the length of rows.
+# "none" has no policy, because a policy that saves everything would also save the attention weights that
+# `kernels/xla.py` recomputes chunk by chunk. Under every policy, the memory of a step is linear in the length of rows.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import TOLERANCE, relative_error, split
 from model.oracle import sink_row, top_k_row
 
 from difftx import kernels
 from difftx.kernels import cached, maps, xla
 from difftx.kernels.cached import EMPTY, SegmentMask
-from kernels.cached_test import split
-from kernels.diff_attention_test import TOLERANCE, relative_error
 from kernels.oracle import softmax_row
 
 K_KEPT = 4
@@ -164,5 +163,5 @@ def test_bad_calls_say_what_is_wrong():
     q, k, v, _, _ = inputs("signed")
     with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
         kernels.mapped_attention(maps.signed_softmax, q, k[:, :, :, :1], v)
-    with pytest.raises(ValueError, match="'splash' is none of auto, reference, xla"):
+    with pytest.raises(ValueError, match="'splash' is not one of auto, reference, xla"):
         kernels.mapped_attention(maps.signed_softmax, q, k, v, implementation="splash")

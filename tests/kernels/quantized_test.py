@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import relative_error, split
 
 from difftx import kernels
 from difftx.kernels import cached, maps, xla
 from difftx.kernels.cached import EMPTY, SegmentMask
-from kernels.cached_test import split
-from kernels.diff_attention_test import relative_error
 from kernels.oracle import softmax_row
 
 BITS = (2, 4, 6, 8)
