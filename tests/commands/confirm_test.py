@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY
 from evals.chat_server import KEY, ChatServer, completion
-from evals.hallucination_test import long_bench, set_of, write
+from helpers.evals_examples import long_bench, set_of, write_lines
 from helpers.report_runs import save_run
 
 from difftx.commands.confirm import confirm_outward
@@ -24,7 +24,7 @@ ACCURATE = {"reply": completion('{"why": "", "accurate": true}')}
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
-    write(folder / "qa.jsonl.gz", long_bench(3, words=4))
+    write_lines(folder / "qa.jsonl.gz", long_bench(3, words=4))
     changes = {"data.path": f"{folder}/text.txt", "data.sequence_length": "256", "train.global_batch_tokens": "2048"}
     changes |= {"eval.hallucination.sets": json.dumps([set_of(folder, new_tokens=2)]), "mesh.fsdp": "8"}
     return save_run(load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes), folder / "run", (STEP,))

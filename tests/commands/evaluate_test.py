@@ -245,7 +245,7 @@ def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
             evaluate(run, "loss", step=step)
     for flags, message in [
         (["--mesh.fsdp=3"], r"mesh\.fsdp=3.* do not multiply to the 8 devices here.* --mesh\.data=1 --mesh\.fsdp=-1"),
-        (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be cut.* --mesh\.data=1"),
+        (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be split.* --mesh\.data=1"),
         (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
         (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
         (["--model.num_heads=1"], "write overrides as --eval"),

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment, suite_config
-from helpers.evals_examples import write_lines
+from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
 
 from difftx import evals
 from difftx.config.build import override
@@ -19,21 +19,8 @@ from difftx.training.run import Run
 from evals.chat_server import KEY, ChatServer, completion, verdict_on
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "eval" / "hotpotqa_distractor_100.jsonl.gz"
-KINDS = {"qa": "question_answering", "news": "summarisation"}
 QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)
 SUMMARY = re.compile(r"Document:\n(.*)\n\nSummary of the document:$", re.DOTALL)
-
-
-def long_bench(count, words=20):
-    """Documents about people and towns, with LongBench's fields."""
-    rng = np.random.default_rng(0)
-    records = []
-    for number in range(count):
-        filler = " ".join(rng.choice(["rain", "fell", "on", "stone", "walls"], words + number))
-        town = f"Town{number * 7}"
-        record = {"input": f"Where does person {number} live?", "answers": [town, f"in {town}"], "length": words}
-        records.append(record | {"context": f"Person {number} lives in {town}. {filler}", "all_classes": None})
-    return records
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +31,6 @@ def folder(tmp_path_factory):
     write_lines(folder / "news.jsonl", news)
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     return folder
-
-
-def set_of(folder, name="qa", **changes):
-    fields = {
-        "qa": {"path": f"{folder}/qa.jsonl.gz", "document": "context", "question": "input", "answers": "answers"},
-        "news": {"path": f"{folder}/news.jsonl", "document": "text", "question": None, "answers": "summary"},
-    }[name]
-    return {"name": name, "kind": KINDS[name], "new_tokens": 16, **fields} | changes
 
 
 def config_of(folder, *sets, window=512, **changes):

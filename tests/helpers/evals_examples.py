@@ -1,4 +1,4 @@
-"""Files of labelled questions for suite `icl`, and JSON lines for any suite."""
+"""Files of labelled questions for suite `icl`, documents for suite `hallucination`, and JSON lines for any suite."""
 
 import gzip
 import json
@@ -7,6 +7,8 @@ import numpy as np
 
 # A question's label follows from its first word.
 LABELS = {"How far": "NUM", "Who": "HUM", "Where": "LOC", "What is": "ENTY", "Why": "DESC", "What does": "ABBR"}
+
+KINDS = {"qa": "question_answering", "news": "summarisation"}  # Of `set_of`.
 
 
 def examples(count, seed):
@@ -38,3 +40,24 @@ def task_of(folder, **changes):
         "text_word": "Question",
         "label_word": "Type",
     } | changes
+
+
+def long_bench(count, words=20):
+    """Return documents about people and towns, with LongBench's fields."""
+    rng = np.random.default_rng(0)
+    records = []
+    for number in range(count):
+        filler = " ".join(rng.choice(["rain", "fell", "on", "stone", "walls"], words + number))
+        town = f"Town{number * 7}"
+        record = {"input": f"Where does person {number} live?", "answers": [town, f"in {town}"], "length": words}
+        records.append(record | {"context": f"Person {number} lives in {town}. {filler}", "all_classes": None})
+    return records
+
+
+def set_of(folder, name="qa", **changes):
+    """Return an entry of `eval.hallucination.sets` for files of `long_bench` in a folder."""
+    fields = {
+        "qa": {"path": f"{folder}/qa.jsonl.gz", "document": "context", "question": "input", "answers": "answers"},
+        "news": {"path": f"{folder}/news.jsonl", "document": "text", "question": None, "answers": "summary"},
+    }[name]
+    return {"name": name, "kind": KINDS[name], "new_tokens": 16, **fields} | changes
