@@ -8,50 +8,51 @@ from difftx.errors import run_command
 
 
 def main() -> int:
-    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 anything else."""
-    # Not at the top of the file: `run_command` explains what to do where packages are missing.
-    from difftx.config.command_line import parse_command
+    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    # Imported here, so that `run_command` can explain what to do if a package is missing.
+    from difftx.commands.flags import parse_command
     from difftx.files import require_writable, require_writable_file
     from difftx.parallel import multihost
 
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--workdir", type=Path, help="directory of a run; with --report also several, A,B")
+    parser.add_argument("--workdir", type=Path, help="directory of the run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
-    parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; the newest if not given")
-    parser.add_argument("--again", action="store_true", help="evaluate again what is done with the same settings")
+    parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
+    parser.add_argument("--again", action="store_true", help="evaluate again even if there is a result")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
-    parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points, to fit scaling laws to")
-    parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
-    parser.add_argument("--report", action="store_true", help="write one HTML page of --workdir")
-    parser.add_argument("--out", type=Path, help="directory for figures; file of the report, else WORKDIR/report.html")
+    parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points to fit scaling laws to")
+    parser.add_argument(
+        "--metric", choices=("loss", "bits_per_byte"), default="loss", help="metric for --curves and --scaling"
+    )
+    parser.add_argument("--report", action="store_true", help="write an HTML page about --workdir")
+    parser.add_argument(
+        "--out", type=Path, help="directory of the figures, or file of the report (WORKDIR/report.html)"
+    )
     parser.add_argument("--list", action="store_true", help="list the suites")
-    trust = "use addresses, key variables and code that the run's config names; print them"
+    trust = "use the addresses, key variables and code that the run's config names, and print them"
     parser.add_argument("--trust_run_config", action="store_true", help=trust)
     multihost.add_flags(parser)
-    parser.epilog = (
-        "--eval.field=value, --mesh.field=value, --model.attention_implementation=value: change the run's config"
-    )
+    parser.epilog = "--eval.field=, --mesh.field= and --model.attention_implementation=value change the run's config"
     args, overrides = parse_command(parser, None, "eval", "mesh", "model")
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 
-    # These modules are slow to import, so the flags are checked first.
-    from difftx.report import commands
+    from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
 
     if args.list:
-        return commands.list_suites()
-    for pattern, draw in ((args.curves, commands.draw_curves), (args.scaling, commands.fit_scaling)):
+        return evaluate.list_suites()
+    for pattern, draw in ((args.curves, evaluate.draw_curves), (args.scaling, evaluate.fit_scaling)):
         if pattern:
             if args.out is None:
                 parser.error("--curves and --scaling need --out=DIR")
             return draw(pattern, args.out, args.metric)
     if args.report and args.workdir is not None:
-        return commands.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
+        return evaluate.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
     if args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
     suites = args.suite.split(",")
-    return commands.run_suites(args.workdir, suites, args.step, overrides, args.again, args, args.trust_run_config)
+    return evaluate.run_suites(args.workdir, suites, args.step, overrides, args.again, args, args.trust_run_config)
 
 
 if __name__ == "__main__":

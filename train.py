@@ -11,18 +11,18 @@ from difftx.errors import run_command
 def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
-    # Not at the top of the file: `run_command` explains what to do where packages are missing.
-    from difftx.config.command_line import parse_command
+    # Imported here, so that `run_command` can explain what to do if a package is missing.
+    from difftx.commands.flags import parse_command
     from difftx.config.recipes import load_config
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
-    parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is continued")
-    parser.add_argument("--print_config", action="store_true", help="print the resolved config and stop")
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the cost, train nothing")
-    parser.add_argument("--allow_config_change", action="store_true", help="resume although model or data changed")
+    parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is resumed")
+    parser.add_argument("--print_config", action="store_true", help="print the config and exit")
+    parser.add_argument("--dry_run", action="store_true", help="check the config and the data, print the cost and exit")
+    parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, None, "config")
@@ -35,9 +35,9 @@ def main() -> int:
     if args.workdir is not None:
         require_writable(args.workdir)
 
-    # These modules are slow to import, so the flags are checked first.
+    # Imported after the flags are checked, because the import is slow.
     from difftx import evals
-    from difftx.report.cost import format_cost, format_data
+    from difftx.commands.cost import format_cost, format_data
     from difftx.training.agreement import agree_on_command, open_run
     from difftx.training.loop import train
     from difftx.training.run import fit_to_devices

@@ -31,9 +31,9 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config.recipes import load_config
-from difftx.training import checkpoint
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import damage
+from difftx.training.checkpoint import checkpointer as checkpoint
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.state import TrainState
 
 ARRAYS = 8  # Number of parameter arrays, and of arrays of each moment.
@@ -79,7 +79,7 @@ def main() -> None:
                     writer.save(state, LOADER, config)
                 writer.save_and_wait(state, LOADER, config)
             with timed("verify"):
-                assert damage(writer.folder / str(step), step=step, content=True) is None
+                assert why_invalid(writer.folder / str(step), step=step, content=True) is None
             with timed("restore"):
                 jax.block_until_ready(writer.restore(step, jax.eval_shape(lambda s=state: s), mesh))
         writer.close()

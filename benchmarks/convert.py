@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from difftx.config.recipes import load_config
 from difftx.interop.huggingface import config_json
 from difftx.interop.layouts import shape_of, sizes_of, weights_of
-from difftx.interop.safetensors import Written, write_folder
+from difftx.interop.safetensors import write_folder
+from difftx.training.checkpoint.weights import Streamed
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,22 +63,24 @@ def _random_model(folder: Path, layers: int, d_model: int) -> int:
     folder.mkdir(parents=True)
     random, sizes = np.random.default_rng(0), sizes_of(model)
     tensors = {
-        name.format(layer=layer): Written(shape, lambda shape=shape: [random.standard_normal(shape, np.float32)])
+        name.format(layer=layer): Streamed(
+            shape, shape[0], lambda shape=shape: [random.standard_normal(shape, np.float32)]
+        )
         for weight in weights_of("hf", model)
         for shape in [shape_of(weight.axes, sizes)]
         for name in weight.names
-        for layer in range(layers if weight.is_stacked else 1)
+        for layer in range(layers if weight.has_layers else 1)
     }
     write_folder(folder, tensors, 2**28)
     (folder / "config.json").write_text(json.dumps(config_json(dataclasses.replace(config, model=model), 0)))
-    return sum(tensor.bytes for tensor in tensors.values())
+    return sum(4 * tensor.size for tensor in tensors.values())
 
 
 def _measure(folder: Path, flags: list[str]) -> tuple[float, float]:
     """Run `difftx convert` and return its peak resident memory in MiB and its time in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     code = (
-        "import sys; from difftx.interop.convert import main\n"
+        "import sys; from difftx.commands.convert import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: import difftx.interop.runs\n"  # --help measures the memory of the imports alone.
         # VmHWM instead of getrusage, because a child process starts with its parent's ru_maxrss.

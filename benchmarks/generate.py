@@ -26,7 +26,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.config.command_line import parse_overrides
+from difftx.commands.flags import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command

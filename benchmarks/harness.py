@@ -21,17 +21,18 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx import evals
+from difftx.commands.evaluate import load_params
+from difftx.commands.flags import parse_overrides
 from difftx.config.build import override
-from difftx.config.command_line import parse_overrides
-from difftx.data.progress import Work
 from difftx.errors import run_command
-from difftx.evals import harness, harness_model
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.requests import Tokens
+from difftx.evals.harness import model as harness_model
+from difftx.evals.harness import suite as harness
+from difftx.evals.harness.requests import Tokens
 from difftx.inference.score import Score
-from difftx.report.commands import load_params
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.reading import open_checkpoint, open_run
+from difftx.progress import Work
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.reading import open_checkpoint, open_run
 from difftx.training.run import read_config
 from difftx.training.state import graph
 

@@ -12,6 +12,7 @@ E = 2D, the width of values.
 """
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import sys
@@ -27,6 +28,7 @@ import rich.table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx import kernels
+from difftx.kernels import target
 
 # Device kind → (FLOP/s of large dense bf16 matrix products, bytes/s of memory), measured on such a device.
 DEVICES = {"NVIDIA H200": (790e12, 4.3e12), "TPU v5": (459e12, 2.77e12), "TPU v6 lite": (918e12, 1.64e12)}
@@ -46,7 +48,7 @@ EXECUTED_UNITS = {
 
 
 def four_calls(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
-    """Compute FlashDiffAttn_2 of the official code: each map attends to each half of V separately."""
+    """Compute FlashDiffAttn_2 of the official code: each softmax attends to each half of V separately."""
     halves = jnp.split(v_BTHE, 2, axis=-1)
     one, two = (
         jnp.concatenate([kernels.attention(q_BTHGD[:, :, :, g], k_BTHGD[:, :, :, g], v) for v in halves], axis=-1)
@@ -55,7 +57,7 @@ def four_calls(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: j
     return (one - lam * two).astype(v_BTHE.dtype)
 
 
-def softmax_twin(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
+def transformer_attention(q_BTHGD: jax.Array, k_BTHGD: jax.Array, v_BTHE: jax.Array, lam: jax.Array) -> jax.Array:
     """Compute the matched Transformer's attention from the same arrays: 2H heads of width D."""
     del lam
     B, T, H, G, D = q_BTHGD.shape
@@ -68,10 +70,10 @@ def contestants() -> dict[str, Callable[..., jax.Array]]:
     named = {
         # Pallas kernels of other platforms are excluded: they would run in the interpreter.
         name: functools.partial(kernels.diff_attention, implementation=name)  # pyrefly: ignore[bad-argument-type]
-        for name in (*kernels.FUSED_BACKENDS, "cudnn_wide", "cudnn")
-        if not name.startswith("pallas") or name.endswith(kernels.target.platform())
+        for name, backend in kernels.BACKENDS["diff_attention"].items()
+        if backend.auto and backend.platform in (None, target.platform())
     }
-    return named | {"four calls": four_calls, "transformer": softmax_twin}
+    return named | {"four calls": four_calls, "transformer": transformer_attention}
 
 
 def timed(call: Callable[..., object], *arguments: jax.Array) -> float:
@@ -81,66 +83,94 @@ def timed(call: Callable[..., object], *arguments: jax.Array) -> float:
     return time.perf_counter() - start
 
 
-def compiled(way: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Callable[..., object]]:
+def compiled(attention: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> dict[str, Callable[..., object]]:
     """Return the compiled programs "forward" and "both" (forward and backward)."""
 
     def with_gradient(*arguments: jax.Array):
-        out, pull = jax.vjp(way, *arguments)
+        out, pull = jax.vjp(attention, *arguments)
         return pull(jnp.ones_like(out))
 
-    return {name: jax.jit(f).lower(*arguments).compile() for name, f in (("forward", way), ("both", with_gradient))}
+    programs = {"forward": attention, "both": with_gradient}
+    return {name: jax.jit(program).lower(*arguments).compile() for name, program in programs.items()}
 
 
-def measure(batch: int, heads: int, width: int, length: int, rounds: int, console: rich.console.Console) -> None:
-    """Measure one shape and print its table."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(batch, length, heads, 2, width)] * 2 + [(batch, length, heads, 2 * width)]
-    q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    arguments = (q, k, v, jnp.float32(0.5))
-    ways, refused = {}, {}
-    for name, way in contestants().items():
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of the arrays that the kernels are measured with."""
+
+    batch: int
+    heads: int
+    width: int
+    length: int
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Return random q, k and v, and λ."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        rows = self.batch, self.length, self.heads
+        shapes = [(*rows, 2, self.width), (*rows, 2, self.width), (*rows, 2 * self.width)]
+        q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+        return q, k, v, jnp.float32(0.5)
+
+    @property
+    def product_flops(self) -> float:
+        """FLOPs of one product of width D over T² / 2 pairs for all heads, the unit of `FLOOR_UNITS`."""
+        return 2 * self.batch * self.heads * self.width * self.length**2 / 2
+
+    def floor_seconds(self, device: str) -> list[float] | None:
+        """Return the ideal seconds of forward and backward, or None for a device that is not in `DEVICES`."""
+        if device not in DEVICES:
+            return None
+        peak, bandwidth = DEVICES[device]
+        tensor_bytes = self.batch * self.length * self.heads * 2 * self.width * 2  # Of q, k, v or the output.
+        tensors = (5, 8)  # Number of tensors that the forward and the backward pass read or write.
+        return [
+            max(products * self.product_flops / peak, count * tensor_bytes / bandwidth)
+            for products, count in zip(FLOOR_UNITS, tensors, strict=True)
+        ]
+
+
+Seconds = dict[str, dict[str, list[float]]]  # Implementation → "forward" or "both" → seconds of each round.
+
+
+def measure(shape: Shape, rounds: int) -> tuple[Seconds, dict[str, str]]:
+    """Return the measured seconds, and implementation → reason for those that cannot run on the device."""
+    arguments = shape.arrays()
+    programs, refused = {}, {}
+    for name, attention in contestants().items():
         try:
-            ways[name] = compiled(way, arguments)
+            programs[name] = compiled(attention, arguments)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             refused[name] = str(error).splitlines()[0]
-    seconds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in ways}
+    seconds: Seconds = {name: {"forward": [], "both": []} for name in programs}
     for round_ in range(rounds + 1):
-        for name, calls in ways.items():
+        for name, calls in programs.items():
             for part, call in calls.items():
                 elapsed = timed(call, *arguments)
                 if round_:  # The first round is a warm-up.
                     seconds[name][part].append(elapsed)
-    unit = 2 * batch * heads * width * length**2 / 2
+    return seconds, refused
+
+
+def shape_table(shape: Shape, rounds: int, seconds: Seconds) -> rich.table.Table:
+    """Return the table of one shape, with a row for the floor and one per implementation."""
     device = jax.devices()[0].device_kind
-    title = f"{device}: B={batch} T={length} H={heads} d={width}, causal, bf16, medians of {rounds}"
-    table = rich.table.Table(title=title)
+    sizes = f"B={shape.batch} T={shape.length} H={shape.heads} d={shape.width}"
+    table = rich.table.Table(title=f"{device}: {sizes}, causal, bf16, medians of {rounds}")
     for column in ("kernel", "forward ms", "backward ms", "both ms", "TFLOP/s fwd", "bwd", "× floor", "× transformer"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
-    floor = None
-    if device in DEVICES:
-        peak, bandwidth = DEVICES[device]
-        tensor = batch * length * heads * 2 * width * 2  # Bytes of q, k, v or the output.
-        parts = [max(n * unit / peak, b * tensor / bandwidth) for n, b in zip(FLOOR_UNITS, (5, 8), strict=True)]
-        floor = sum(parts)
-        table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*parts, floor)), "", "", "1.00", "")
-    medians = {n: {p: statistics.median(t) for p, t in parts.items()} for n, parts in seconds.items()}
-    for name, parts in medians.items():
-        forward, both = parts["forward"], parts["both"]
-        backward = both - forward
-        rates = [f"{n * unit / s / 1e12:.1f}" for n, s in zip(EXECUTED_UNITS[name], (forward, backward), strict=True)]
-        twin = statistics.median(
-            a / b for a, b in zip(seconds[name]["both"], seconds["transformer"]["both"], strict=True)
-        )
-        table.add_row(
-            name,
-            *(f"{1e3 * s:.3f}" for s in (forward, backward, both)),
-            *rates,
-            f"{both / floor:.2f}" if floor else "-",
-            f"{twin:.2f}",
-        )
-    console.print(table)
-    for name, reason in refused.items():
-        console.print(f"{name}: not here: {reason}", markup=False, highlight=False)
+    floor = shape.floor_seconds(device)
+    if floor:
+        table.add_row("floor", *(f"{1e3 * s:.3f}" for s in (*floor, sum(floor))), "", "", "1.00", "")
+    for name, measured in seconds.items():
+        forward, both = statistics.median(measured["forward"]), statistics.median(measured["both"])
+        passes = forward, both - forward
+        products = zip(EXECUTED_UNITS[name], passes, strict=True)
+        rates = [f"{count * shape.product_flops / s / 1e12:.1f}" for count, s in products]
+        pairs = zip(measured["both"], seconds["transformer"]["both"], strict=True)
+        ratio = statistics.median(own / transformer for own, transformer in pairs)
+        to_floor = f"{both / sum(floor):.2f}" if floor else "-"
+        table.add_row(name, *(f"{1e3 * s:.3f}" for s in (*passes, both)), *rates, to_floor, f"{ratio:.2f}")
+    return table
 
 
 def main() -> None:
@@ -149,7 +179,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="rows, at the first length; longer rows take fewer")
     parser.add_argument("--heads", type=int, default=12, help="differential heads")
     parser.add_argument("--widths", default="128", help="widths d, such as 64,96,128")
-    parser.add_argument("--lengths", default="4096", help="tokens a row, such as 1024,4096,65536")
+    parser.add_argument("--lengths", default="4096", help="tokens per row, such as 1024,4096,65536")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     console = rich.console.Console(width=120)
@@ -157,7 +187,11 @@ def main() -> None:
     for width in map(int, args.widths.split(",")):
         for length in lengths:
             batch = max(1, args.batch * lengths[0] // length)
-            measure(batch, args.heads, width, length, args.rounds, console)
+            shape = Shape(batch=batch, heads=args.heads, width=width, length=length)
+            seconds, refused = measure(shape, args.rounds)
+            console.print(shape_table(shape, args.rounds, seconds))
+            for name, reason in refused.items():
+                console.print(f"{name}: cannot run here: {reason}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

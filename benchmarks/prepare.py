@@ -25,7 +25,7 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.data.readers import Document, Fields, sources_of
+from difftx.data.prepare.readers import Document, Fields, sources_of
 from difftx.data.store import read_meta
 from difftx.data.tokenizer import load_tokenizer
 

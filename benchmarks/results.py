@@ -18,13 +18,11 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from difftx.configs import toy
 
 from benchmarks.results_tables import (
     COMPARED,
@@ -38,10 +36,11 @@ from benchmarks.results_tables import (
     render,
     solved,
 )
+from difftx.configs import toy
 from difftx.errors import UserError, run_command
 from difftx.files import read_json, write_atomically
 from difftx.model.abstract import count_parameters
-from difftx.report.runs import read_runs
+from difftx.report.runs import RunRecord, read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTED = ROOT / "docs" / "results.json"
@@ -69,50 +68,57 @@ def collect(folders: Sequence[Path]) -> list[Record]:
     Raises:
         UserError: A folder has no sweep, or the sweep is not finished.
     """
-    return [record for folder in folders for record in _of_sweep(folder)]
+    return [record for folder in folders for record in _records_of_sweep(folder)]
 
 
-def _of_sweep(folder: Path) -> Iterable[Record]:
+def _records_of_sweep(folder: Path) -> list[Record]:
     if not (folder / "sweep.json").is_file():
         raise UserError(f"{folder}: no sweep.json there; name folders that `difftx sweep --out` wrote")
     sweep = read_json(folder / "sweep.json")
     points = sweep["runs"]
-    grid = " ".join(f"{name}={','.join(values)}" for name, values in sweep["grid"].items())
-    overrides = _flags(sweep["overrides"])
     unfinished = [point["name"] for point in points if point["state"] != "done"]
     if unfinished:
         raise UserError(f"{folder}: {unfinished[0]} is not finished; the same sweep again continues it")
-    for point, run in zip(points, read_runs([folder / point["name"] for point in points]), strict=True):
-        spec, *_ = (flag.removeprefix("--config=") for flag in point["flags"] if flag.startswith("--config="))
-        fields = dict(flag.removeprefix("--config.").partition("=")[::2] for flag in point["flags"][2:])
-        changes = {name: value for name, value in fields.items() if not name.startswith(NO_CHANGES)}
-        named = spec.partition(":")[2]
-        task = max((task for task in sweep["grid"]["task"] if named.startswith(f"{task}-")), key=len)
-        arm = named.removeprefix(f"{task}-")
-        config, train = run.config, run.split("train")[-1]
-        newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
-        numbers = {
-            f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()
-        }
-        of_tasks = newest.get("exact_match", {"details": {"sets": {}}})["details"]["sets"]
-        numbers |= {f"exact_match/{name}": scores["accuracy"] for name, scores in of_tasks.items()}
-        numbers |= {f"lambda/{layer}": x for layer, x in enumerate(train.get("lambda", ()), 1)}
-        yield {
-            "task": task,
-            "arm": arm,
-            "seed": config.train.seed,
-            "changes": changes,
-            "sweep": " ".join(["python -m difftx sweep", f"--config={sweep['config']}", "--grid", grid, *overrides]),
-            "command": " ".join(["python train.py", f"--config={spec}", *_flags(fields)]),
-            "learning_rate": config.optimizer.learning_rate,
-            "parameters": count_parameters(config.model).total,
-            "tokens": train["tokens"],
-            "commit": run.manifest["commit"],
-            "jax": run.manifest["packages"]["jax"],
-            "hardware": _hardware(run.manifest["devices"]),
-            "wall_seconds": round(run.split("goodput")[-1]["wall_seconds"], 1),
-            "numbers": {name: float(f"{value:.{SIGNIFICANT_DIGITS}g}") for name, value in numbers.items()},
-        }
+    runs = read_runs([folder / point["name"] for point in points])
+    return [_record(sweep, point, run) for point, run in zip(points, runs, strict=True)]
+
+
+def _record(sweep: Mapping[str, Any], point: Mapping[str, Any], run: RunRecord) -> Record:
+    """Return the record of a run, from the sweep.json of its sweep, its entry in that file, and its directory."""
+    spec, *_ = (flag.removeprefix("--config=") for flag in point["flags"] if flag.startswith("--config="))
+    fields = dict(flag.removeprefix("--config.").partition("=")[::2] for flag in point["flags"][2:])
+    argument = spec.partition(":")[2]  # "<task>-<arm>", where the names of tasks and arms may contain hyphens.
+    task = max((task for task in sweep["grid"]["task"] if argument.startswith(f"{task}-")), key=len)
+    config, train = run.config, run.split("train")[-1]
+    grid = [f"{name}={','.join(values)}" for name, values in sweep["grid"].items()]
+    sweep_command = ["python -m difftx sweep", f"--config={sweep['config']}", "--grid", *grid]
+    return {
+        "task": task,
+        "arm": argument.removeprefix(f"{task}-"),
+        "seed": config.train.seed,
+        "changes": {name: value for name, value in fields.items() if not name.startswith(NO_CHANGES)},
+        "sweep": " ".join([*sweep_command, *_flags(sweep["overrides"])]),
+        "command": " ".join(["python train.py", f"--config={spec}", *_flags(fields)]),
+        "learning_rate": config.optimizer.learning_rate,
+        "parameters": count_parameters(config.model).total,
+        "tokens": train["tokens"],
+        "commit": run.manifest["commit"],
+        "jax": run.manifest["packages"]["jax"],
+        "hardware": _hardware(run.manifest["devices"]),
+        "wall_seconds": round(run.split("goodput")[-1]["wall_seconds"], 1),
+        "numbers": {name: float(f"{value:.{SIGNIFICANT_DIGITS}g}") for name, value in _numbers(run).items()},
+    }
+
+
+def _numbers(run: RunRecord) -> dict[str, float]:
+    """Return the numbers of the newest results, the accuracies of the tasks, and λ of each layer at the last step."""
+    newest = {suite: max(steps.items())[1] for suite, steps in run.results.items()}
+    numbers = {f"{suite}/{n}": x for suite in SUITES if suite in newest for n, x in newest[suite]["numbers"].items()}
+    if "exact_match" in newest:
+        tasks = newest["exact_match"]["details"]["sets"]
+        numbers |= {f"exact_match/{name}": scores["accuracy"] for name, scores in tasks.items()}
+    lambdas = run.split("train")[-1].get("lambda", ())
+    return numbers | {f"lambda/{layer}": value for layer, value in enumerate(lambdas, 1)}
 
 
 def _flags(fields: Mapping[str, str]) -> list[str]:

@@ -25,8 +25,8 @@ import rich.table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from difftx.commands.flags import parse_overrides
 from difftx.config import Config
-from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.data.loader import Batch, Loader
 from difftx.data.sources import load_sources
@@ -107,7 +107,7 @@ def measure(spec: str, config: Config, *, rounds: int, steps: int, profile: Path
     for _ in range(rounds):
         for contestant in contestants:
             contestant.run(steps)
-    if multihost.is_lead():
+    if multihost.is_primary():
         console = rich.console.Console(width=160)
         console.print(format_table(spec, contestants, f"medians of {rounds} rounds of {steps}"))
         console.print("model FLOPs a token = 6 N + 12 L T d (causal: 6 L T d); MFU = model FLOP/s / (devices × peak)")

@@ -48,7 +48,7 @@ SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "VSTORE:SPILL")
 def ours(d, side, dq_mib):
     """Return (function, [(shape, dtype)]) of difftx's forward and backward pass."""
     t, h = TOKENS, HEADS
-    tiles = pallas_tpu.Tiles(side, side, vmem_mib=56, dq_mib=dq_mib)
+    tiles = pallas_tpu.Tiles(side, vmem_mib=56, dq_mib=dq_mib)
 
     def both(q, k, v, lam, dout):
         pallas_tpu._tiles = lambda d: tiles

@@ -23,10 +23,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from difftx.configs import scaling
 from ml_collections import ConfigDict
 
-from difftx.errors import did_you_mean
+from difftx.configs import base, scaling
 
 ARG = "{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -58,8 +57,7 @@ ARMS = {
 
 def get_config(arm: str = "diff") -> ConfigDict:
     """Return the config of one row of Table 6, a key of `ARMS`."""
-    if arm not in ARMS:
-        raise ValueError(f"{arm!r} is no row of Table 6.{did_you_mean(arm, ARMS)}")
+    base.require_known(arm, ARMS, ARG)
     c = scaling.get_config(f"{ARMS[arm].architecture}-1.4b")
     ARMS[arm].change(c)
     c.eval.suites = ("loss", "recall")

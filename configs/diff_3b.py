@@ -8,8 +8,9 @@ Note:     the paper calls the model 2.8B. 28 layers of width 3072 and one embedd
           parameters.
 """
 
-from difftx.configs import architectures, base
 from ml_collections import ConfigDict
+
+from difftx.configs import architectures, base
 
 ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 

@@ -11,8 +11,9 @@ Expected: Figure 4: lower loss than the Transformer at every position. Not repro
 Compute:  1.3e20 FLOPs; 8e19 if causal attention is counted as half.
 """
 
-from difftx.configs import diff_3b
 from ml_collections import ConfigDict
+
+from difftx.configs import diff_3b
 
 ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 

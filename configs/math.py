@@ -16,10 +16,9 @@ Expected: stage 2: an average accuracy of 50.8 % over eight benchmarks; the Tran
 Compute:  1.8e21 FLOPs in stage 1 (1.1e21 if causal attention is counted as half), 8e19 in stage 2.
 """
 
-from difftx.configs import long_context
 from ml_collections import ConfigDict
 
-from difftx.errors import did_you_mean
+from difftx.configs import base, long_context
 
 ARG = "{architecture}-{stage}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -27,10 +26,7 @@ ARG = "{architecture}-{stage}"  # Form of the recipe's argument; `difftx sweep -
 def get_config(arg: str = "diff-stage1") -> ConfigDict:
     """Return the config named `architecture-stage`, where the stage is stage1 or stage2."""
     architecture, _, stage = arg.rpartition("-")
-    if stage not in ("stage1", "stage2"):
-        raise ValueError(
-            f"{arg!r} is no architecture-stage such as 'diff-stage1'.{did_you_mean(stage, ('stage1', 'stage2'))}"
-        )
+    base.require_known(stage, ("stage1", "stage2"), "{stage}")
     c = long_context.get_config(architecture)
     c.data.upsampling.longer_than_tokens = None
     c.train.steps = 4769  # 2e10 / 4,194,304, rounded up.

@@ -8,8 +8,9 @@ Command:  make quickstart
 Hardware: 2 CPU cores, about 3 minutes per model. Result: README.md shows a real run.
 """
 
-from difftx.configs import architectures, base
 from ml_collections import ConfigDict
+
+from difftx.configs import architectures, base
 
 ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 

@@ -20,15 +20,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from difftx.errors import did_you_mean
+from difftx.configs import architectures, base
 
 ARG = "{arm}-{data}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
-LOOKING_INSIDE = ("attention", "gradients", "outliers")
-WANT_TEXT = ("hallucination",)  # Suites that need a model of text; the data "retrieval" leaves them out.
+INSIDE = ("attention", "gradients", "outliers")  # Suites that look inside the model.
+NEED_TEXT = ("hallucination",)  # Suites that require a model of text; the data "retrieval" leaves them out.
 # λ = 1 in all layers throughout training. The factor after the head norm, 1 - λ_init, would then be 0, so it is set to
 # 0.2, its value at λ_init = 0.8.
 LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
@@ -43,8 +42,8 @@ class Arm(NamedTuple):
 
 
 ARMS = {
-    "diff": Arm("diff", suites=LOOKING_INSIDE),
-    "transformer": Arm("transformer", suites=LOOKING_INSIDE),
+    "diff": Arm("diff", suites=INSIDE),
+    "transformer": Arm("transformer", suites=INSIDE),
     "nc1": Arm("diff", suites=("attention",)),  # Are A1 and A2 more alike at irrelevant tokens?
     "nc2": Arm("diff", LAMBDA_1),  # Does pure subtraction win if there are many distractors?
     "nc3": Arm("diff", suites=("gradients", "attention")),  # Does training push both maps towards shared noise?
@@ -65,10 +64,8 @@ ARMS = {
 
 def get_config(arg: str = "diff-text") -> ConfigDict:
     """Return the config named `arm-data`, where data is text or retrieval."""
+    base.require_known(arg, [f"{name}-{data}" for name in ARMS for data in ("text", "retrieval")], ARG)
     name, _, data = arg.rpartition("-")
-    if name not in ARMS or data not in ("text", "retrieval"):
-        known = [f"{arm}-{kind}" for arm in ARMS for kind in ("text", "retrieval")]
-        raise ValueError(f"{arg!r} is no arm-data such as 'nc2-retrieval'.{did_you_mean(arg, known)}")
     arm = ARMS[name]
     c = base.get_config()
     c.model.d_model = 1024
@@ -85,7 +82,7 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
         c.data.synthetic.distractors = 768
         c.data.sequence_length = 1024
         c.train.global_batch_tokens = 65_536
-        c.eval.suites = ("exact_match", *(suite for suite in arm.suites if suite not in WANT_TEXT))
+        c.eval.suites = ("exact_match", *(suite for suite in arm.suites if suite not in NEED_TEXT))
     architectures.choose(c, arm.architecture, heads=16)
     c.model.update(arm.model)
     c.checkpoint.keep_every_steps = c.eval.every_steps  # So that other suites can be run later.

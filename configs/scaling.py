@@ -10,10 +10,9 @@ Expected: Figure 3a: diff reaches the Transformer's loss with about 62 % of the 
 Compute:  6 N D FLOPs per run: 5e19 (830m) to 8e20 (13.1b). `--dry_run` prints the number of a config.
 """
 
-from difftx.configs import architectures, base
 from ml_collections import ConfigDict
 
-from difftx.errors import did_you_mean
+from difftx.configs import architectures, base
 
 ARG = "{architecture}-{size}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -30,8 +29,7 @@ SIZES = {
 def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     """Return the config named `architecture-size`, where the size is a key of `SIZES`."""
     architecture, _, size = arg.partition("-")
-    if size not in SIZES:
-        raise ValueError(f"{arg!r} is no architecture-size such as 'diff-2.8b'.{did_you_mean(size, SIZES)}")
+    base.require_known(size, SIZES, "{size}")
     d_model, num_layers, diff_heads, learning_rate = SIZES[size]
     c = base.get_config()
     c.model.d_model = d_model

@@ -14,10 +14,9 @@ Compute:  4e16 (10m) to 5e17 (160m) FLOPs per run on books, half of that on reca
           minutes, and all 240 runs take 36 hours.
 """
 
-from difftx.configs import architectures, base, toy
 from ml_collections import ConfigDict
 
-from difftx.errors import did_you_mean
+from difftx.configs import architectures, base, toy
 
 ARG = "{task}-{size}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 HEADS = 16  # Heads of the Transformer; diff then has 8, the least that the official code's notes advise.
@@ -28,9 +27,7 @@ SIZES = {"10m": (384, 6), "20m": (512, 6), "40m": (640, 8), "80m": (768, 12), "1
 
 def get_config(arg: str = "books-10m-diff") -> ConfigDict:
     """Return the config named `task-size-arm`; arms are those of configs/toy.py."""
-    known = [f"{task}-{size}-{arm}" for task in TASKS for size in SIZES for arm in toy.ARMS]
-    if arg not in known:
-        raise ValueError(f"{arg!r} is no task-size-arm such as 'books-10m-diff'.{did_you_mean(arg, known)}")
+    base.require_known(arg, [f"{task}-{size}-{arm}" for task in TASKS for size in SIZES for arm in toy.ARMS], ARG)
     task, size, name = arg.split("-", 2)
     arm = toy.ARMS[name]
     c = base.get_config()

@@ -13,10 +13,9 @@ Protocol: books: half a million bytes drawn from 160 novels. books-0.8m: the sam
 Hardware: 2 CPU cores. Result: docs/results.md.
 """
 
-from difftx.configs import ablations, architectures, base
 from ml_collections import ConfigDict
 
-from difftx.errors import did_you_mean
+from difftx.configs import ablations, architectures, base
 
 ARG = "{task}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -34,26 +33,10 @@ SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
 
 # Task → arm → the best of the learning rates that `make study` tries.
 LEARNING_RATES = {
-    "books": {
-        "transformer": 8e-3,
-        "transformer-8x256": 1.6e-2,
-        "transformer-8x256-norm": 8e-3,
-        "diff": 8e-3,
-        "diff-no_norm": 1.6e-2,
-        "diff-lambda_0.8": 8e-3,
-        "diff-lambda_0.5": 8e-3,
-        "diff_v2": 1.6e-2,
-    },
-    "recall": {
-        "transformer": 5e-3,
-        "transformer-8x256": 1e-2,
-        "transformer-8x256-norm": 2.5e-3,
-        "diff": 2.5e-3,
-        "diff-no_norm": 1e-2,
-        "diff-lambda_0.8": 5e-3,
-        "diff-lambda_0.5": 5e-3,
-        "diff_v2": 2.5e-3,
-    },
+    "books": dict.fromkeys(ARMS, 8e-3) | dict.fromkeys(["transformer-8x256", "diff-no_norm", "diff_v2"], 1.6e-2),
+    "recall": dict.fromkeys(ARMS, 5e-3)
+    | dict.fromkeys(["transformer-8x256-norm", "diff", "diff_v2"], 2.5e-3)
+    | dict.fromkeys(["transformer-8x256", "diff-no_norm"], 1e-2),
     "books-0.8m": {"transformer": 4e-3, "diff": 2e-3, "diff_v2": 2e-3},
 }
 
@@ -61,8 +44,7 @@ LEARNING_RATES = {
 def get_config(arg: str = "books-diff") -> ConfigDict:
     """Return the config named `task-arm`, with a task and an arm of `LEARNING_RATES`."""
     known = {f"{task}-{name}": (task, name) for task, rates in LEARNING_RATES.items() for name in rates}
-    if arg not in known:
-        raise ValueError(f"{arg!r} is no task-arm such as 'books-diff'.{did_you_mean(arg, known)}")
+    base.require_known(arg, known, ARG)
     task, name = known[arg]
     arm = ARMS[name]
     c = base.get_config()

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-# setuptools packages the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.
+# setup.py installs the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.
 if not (Path(__file__).parent / "configs").is_dir():
     __path__.append(str(Path(__file__).parents[1]))

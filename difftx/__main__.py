@@ -1,22 +1,19 @@
-"""The difftx command: python -m difftx COMMAND …, or `difftx COMMAND …` where the package is installed."""
+"""The command `difftx COMMAND …`, or `python -m difftx COMMAND …` if the package is not installed."""
 
 import importlib
 import sys
 
 from difftx.errors import UserError, did_you_mean, run_command
 
-# Name → module with `main(arguments) -> exit code`, imported only when its command runs, and description.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("difftx.launch.plan", "what a config costs on devices that are not here"),
-    "data": ("difftx.data.commands", "verify a token store, show a row of it, or count its bigrams"),
-    "prepare": (
-        "difftx.data.prepare",
-        "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
-    ),
-    "checkpoint": ("difftx.report.checkpoints", "list, verify, compare or delete a run's checkpoints"),
-    "generate": ("difftx.inference.commands", "complete a prompt, or a file of prompts, with a trained model"),
-    "convert": ("difftx.interop.convert", "weights from and to Hugging Face and the official layout"),
-    "sweep": ("difftx.launch.sweep", "run a grid of configs here, or write its job files"),
+# Name of a module in difftx/commands/, which has `main(arguments) -> exit code` → description.
+COMMANDS = {
+    "plan": "estimate the memory and time of a config on devices that are not attached",
+    "data": "verify a token store, show a row of it, or count its bigrams",
+    "prepare": "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
+    "checkpoint": "list, verify, compare or delete the checkpoints of a run",
+    "generate": "complete a prompt, or a file of prompts, with a trained model",
+    "convert": "convert weights from and to Hugging Face and the official layout",
+    "sweep": "run a grid of configs on this machine, or write its job files",
 }
 
 
@@ -24,12 +21,11 @@ def main() -> int:
     """Run the command that the first argument names."""
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name in ("-h", "--help"):
-        print(__doc__.splitlines()[0], *(f"  {n:<12}{text}" for n, (_, text) in COMMANDS.items()), sep="\n")
+        print(__doc__.splitlines()[0], *(f"  {command:<12}{text}" for command, text in COMMANDS.items()), sep="\n")
         return 0
     if name not in COMMANDS:
         raise UserError(f"{name!r}: no such command.{did_you_mean(name, COMMANDS)}")
-    module = importlib.import_module(COMMANDS[name][0])
-    return module.main(arguments)
+    return importlib.import_module(f"difftx.commands.{name}").main(arguments)
 
 
 def entry() -> None:

@@ -1,7 +1,8 @@
-"""Errors with a one-line message for the user, and the exit codes of commands (docs/design.md §6)."""
+"""Errors with a one-line message for the user, and the exit codes of commands (docs/files.md)."""
 
 import difflib
 import errno
+import importlib
 import os
 import re
 import shlex
@@ -17,13 +18,6 @@ LONGEST_MESSAGE = 1500
 # Control characters (C0 without tab and newline, DEL, C1), bidirectional controls, and surrogates, which cannot be
 # printed as UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    r"""Make a text harmless for a terminal: control characters except \t and \n become escapes such as \x1b."""
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
 SOURCE = Path(__file__).parents[1]  # The source tree, unless difftx is installed without -e.
 
 # Errors of the operating system that the user can correct, with the fix. Other errors may be temporary.
@@ -44,15 +38,14 @@ FIXES = {
     errno.EOPNOTSUPP: "use a path on another file system",
 }
 SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Errors that need no traceback even if the operating system does not name the file.
-PASSING = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+# Temporary errors, which need no traceback even if the operating system does not name the file.
+TEMPORARY = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 
 
 class UserError(ValueError):
     """A wrong config, path or input file. The message is one line: field or file, value, and fix."""
 
     def __init__(self, message: str):
-        """Convert the message to one printable line of bounded length; its values may come from untrusted files."""
         super().__init__(_one_line(message))
 
 
@@ -60,11 +53,11 @@ class RunError(RuntimeError):
     """A run that cannot continue, without a mistake by the user. The message is one line: event, count and cause."""
 
     def __init__(self, message: str):
-        """Convert the message to one printable line of bounded length, as `UserError` does."""
         super().__init__(_one_line(message))
 
 
 def _one_line(message: str) -> str:
+    """Return one printable line of bounded length; the values in a message may come from untrusted files."""
     line = printable(" ".join(message.splitlines()))
     return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …"
 
@@ -73,12 +66,17 @@ class UnreadableError(RunError):
     """A file or folder that cannot be read, even after retries. Its contents may be correct. Nothing was changed."""
 
 
+def printable(text: str) -> str:
+    r"""Make a text harmless for a terminal: control characters except \t and \n become escapes such as \x1b."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean X?' for the closest known name, or a list of all known names if none is close.
 
-    The last components of dotted names are compared first. A known name matches if its last component is the same, has
-    these initials (`lr` for `learning_rate`), or begins with these words (`warmup` for `warmup_steps`). Matches in the
-    same group take precedence. Unless exactly one name matches, the closest spelling of the whole name is used.
+    A known name matches if its last component equals that of `name`, has it as initials (`lr` for `learning_rate`) or
+    as first words (`warmup` for `warmup_steps`). Matches in the same group take precedence. Unless exactly one name
+    matches, the closest spelling of the whole name is used.
     """
     known = sorted(known)
     group, _, last = name.rpartition(".")
@@ -104,6 +102,14 @@ def install_hint(extra: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(source)}{where}"
 
 
+def import_extra(module: str, extra: str) -> Any:
+    """Import an optional library, or raise `UserError` with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{module} is not installed: {install_hint(extra)}") from error
+
+
 def explained(error: BaseException) -> UserError | RunError | None:
     """Return an error with a one-line message that explains an exception, or None if only a traceback helps."""
     if isinstance(error, UserError | RunError):
@@ -114,7 +120,7 @@ def explained(error: BaseException) -> UserError | RunError | None:
             f".venv/bin/python, or install the requirements: {shlex.quote(sys.executable)} -m pip install -r "
             f"{shlex.quote(str(SOURCE / 'requirements.txt'))}"
         )
-    if not isinstance(error, OSError) or (error.filename is None and error.errno not in PASSING):
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in TEMPORARY):
         return None
     names = [_shortened(name) for name in (error.filename, error.filename2) if name is not None]
     what = f"{' → '.join(names)}: {error.strerror}" if names else str(error.strerror)

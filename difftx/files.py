@@ -1,4 +1,4 @@
-"""Atomic writes, reads with retries, and checks of JSON files."""
+"""Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines."""
 
 import argparse
 import contextlib
@@ -11,29 +11,27 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 
-# Pauses between attempts to read. During these pauses, a restarting file server usually comes back, and a process with
-# too many open files closes some.
+# Pauses between attempts to read, for example until a restarting file server is back.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-NAMES = {int: "a count", str: "text", dict: "an object"}
+NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
 
 
 def require_local(name: str, path: str | Path) -> None:
     """Raise `UserError` if a path is the address of an object store, such as gs://bucket/run.
 
-    Args:
-        name: Flag or config field that holds the path, for the message.
-        path: One path, or several separated by commas. A `Path` has lost one of the two slashes.
+    `name` is the flag or config field that holds the path. A text may hold several paths, separated by commas.
     """
-    slashes = "/" if isinstance(path, Path) else "//"
+    slashes = "/" if isinstance(path, Path) else "//"  # A `Path` has lost one of the two slashes.
     if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
         shown = re.sub(r":/(?!/)", "://", str(path))
         raise UserError(f"{name}={shown}: object stores are not supported yet; use a local or mounted path")
@@ -48,11 +46,7 @@ def require_local_paths(flags: argparse.Namespace) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Check that a folder is writable or can be created, with its missing parents. Leave nothing behind.
-
-    Raises:
-        OSError: the folder is not writable. The error names the path that causes the problem.
-    """
+    """Raise an `OSError` that names the cause, unless a folder is writable or can be created with its parents."""
     folder = folder.absolute()
     while not os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -79,8 +73,7 @@ def require_writable_file(path: Path) -> None:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing under a temporary name; at the end of the block, sync it to disk and rename it to `path`.
 
-    After an exception, no new file remains. After a kill, at most a temporary file remains, whose name begins with a
-    dot.
+    An exception deletes the file. A kill may leave a temporary file, whose name begins with a dot.
 
     Raises:
         UserError: `path` is a folder.
@@ -103,8 +96,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Create a folder under a temporary name, to be filled in the block; at the end of the block, rename it to `path`.
 
-    After an exception, no folder remains. After a kill, at most a temporary folder remains, whose name begins with a
-    dot. The next call for the same path deletes the temporary folder.
+    An exception deletes the folder. A kill may leave a temporary folder, which the next call for the same path deletes.
     """
     remove_temporaries(path.parent, path.name)
     temporary = _temporary(path)
@@ -126,12 +118,7 @@ def write_atomically(path: Path, text: str) -> None:
 def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
     """Delete the temporary files and folders that killed processes of this host have left in a folder.
 
-    Args:
-        folder: Folder to search, without its subfolders.
-        name: Final name of the file or folder. None matches every name.
-
-    Returns:
-        The names of the deleted files and folders.
+    If `name` is given, delete only those with this final name. Return the names of the deleted files and folders.
     """
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
@@ -145,11 +132,8 @@ def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
 
 
 def _is_running(process: int) -> bool:
-    """Return whether another process of this host has the id `process`.
-
-    This process's own id does not count, because a restarted container gets the same ids again.
-    """
-    if process == os.getpid():
+    """Return whether another process of this host has the id `process`."""
+    if process == os.getpid():  # A restarted container gets the same ids again.
         return False
     try:
         os.kill(process, 0)
@@ -168,13 +152,10 @@ def _temporary(path: Path) -> Path:
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     """Return `read()`, and retry after errors that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
-    Args:
-        path: File or folder that `read` reads, for the message.
-        read: Function that opens `path` in every call, because a stale handle stays stale.
+    `read` must open `path` in every call, because a stale handle stays stale.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist.
-        IsADirectoryError: `path` is a folder.
+        FileNotFoundError, NotADirectoryError, IsADirectoryError: `path` does not exist or is a folder.
         UnreadableError: every attempt failed with another OSError.
     """
     for pause in (*RETRY_SECONDS, None):
@@ -208,10 +189,8 @@ def read_file(path: Path) -> bytes | None:
 def size_of(path: Path) -> int | None:
     """Return the size of a file in bytes, or None if `path` is not an existing regular file.
 
-    `Path.is_file` would return False after errors such as EACCES for a parent folder.
-
     Raises:
-        UnreadableError: after an error, it is unknown whether the file exists.
+        UnreadableError: it is unknown whether the file exists. `Path.is_file` would return False here.
     """
     try:
         status = retry_read(path, path.stat)
@@ -221,9 +200,7 @@ def size_of(path: Path) -> int | None:
 
 
 def list_folder(path: Path) -> dict[str, bool]:
-    """Return a mapping from each name in a folder to True if it is a folder or a symbolic link, else to False.
-
-    A folder that does not exist has no names.
+    """Return the names in a folder, each with whether it is a folder or a symbolic link; none if `path` is absent.
 
     Raises:
         UserError: `path` is not a folder.
@@ -267,19 +244,20 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
-def misfit(value: Any, shape: Any, path: str = "") -> str | None:
+def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
     """Return the first schema error of a JSON value, such as "files.config: not an object", or None if there is none.
 
     Args:
-        value: JSON value, as `read_json` returns it.
-        shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1; `{name: shape}` for an object
-            with at least these names; `{str: shape}` for an object with any names; `[shape]` for a list.
+        value: JSON value.
+        shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1 and `object` any value;
+            `{name: shape}` for an object with at least these names; `{str: shape}` for an object with any names;
+            `[shape]` for a list.
         path: Path of `value` in the file, for the message.
     """
     at = path or "the text"
     if isinstance(shape, type):
         fits = type(value) is shape and (shape is not int or 0 <= value < 2**63)
-        return None if fits else f"{at}: not {NAMES[shape]}"
+        return None if fits or shape is object else f"{at}: not {NAMES[shape]}"
     if isinstance(shape, list):
         if not isinstance(value, list):
             return f"{at}: not a list"
@@ -291,27 +269,80 @@ def misfit(value: Any, shape: Any, path: str = "") -> str | None:
         if missing := [name for name in wanted if name not in value]:
             return f"{at}: no {missing[0]!r}"
         parts = {f"{path}.{name}".lstrip("."): (value[name], inner) for name, inner in wanted.items()}
-    return next((found for name, (item, inner) in parts.items() if (found := misfit(item, inner, name))), None)
+    return next((found for name, (item, inner) in parts.items() if (found := schema_error(item, inner, name))), None)
+
+
+class JsonLines:
+    """A file of JSON objects, one per line, to which several threads and processes may append.
+
+    A kill during `append` may leave an incomplete last line. `read` skips it, and `append` starts a new line after it.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._lock = path, threading.Lock()
+
+    def read(self, shape: Any = dict) -> list[dict[str, Any]]:
+        """Return the objects that fit `shape`, a schema of `schema_error`. An absent file has no objects."""
+        return [row for row in parse_json_lines(read_file(self.path) or b"", shape) if row is not None]
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append objects, and return when they are on disk."""
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The file is opened for each call, because another process may have left an incomplete line in the meantime.
+        with self._lock, self.path.open("a+b") as file:
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                content = content if file.read(1) == b"\n" else b"\n" + content
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Atomically replace the content of the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
+    """Return the object in each line, or None for a line that is not JSON or does not fit `shape`."""
+    rows: list[dict[str, Any] | None] = []
+    for line in content.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        rows.append(row if schema_error(row, shape) is None else None)
+    return rows
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
     """Atomically write a JSON object together with its SHA-256."""
-    write_atomically(path, json.dumps(content | {"sha256": json_sha256(content)}))
+    write_atomically(path, json.dumps(with_sha256(content)))
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return the object that `write_record` wrote, or None if the file holds anything else.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the object that `write_record` wrote, or None if the file holds anything else."""
     try:
-        content = json.loads(path.read_bytes())
+        return without_sha256(json.loads(path.read_bytes()))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or content.pop("sha256", None) != json_sha256(content):
+
+
+def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a last field "sha256", the SHA-256 of the other fields."""
+    return content | {"sha256": json_sha256(content)}
+
+
+def without_sha256(value: Any) -> dict[str, Any] | None:
+    """Return the object that was passed to `with_sha256`, or None if a JSON value does not have a matching SHA-256."""
+    if not isinstance(value, dict):
         return None
-    return content
+    content = {name: inner for name, inner in value.items() if name != "sha256"}
+    try:
+        return content if value.get("sha256") == json_sha256(content) else None
+    except RecursionError:
+        return None
 
 
 def json_sha256(value: Any) -> str:

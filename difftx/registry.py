@@ -1,7 +1,7 @@
 """Registries of named implementations, and the user files (extensions) that add entries to them.
 
 Every extension point of difftx is a `Registry`: architectures, suites, optimizers, schedules, readers and synthetic
-tasks. docs/extend.md shows how a file adds to them.
+tasks. docs/extend.md shows how to add to each of them.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ class Extension:
     sha256: str
 
 
-EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py"
+EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
-_running: list[Path] = []  # Files under `import_file`, the innermost last.
+_running: list[Path] = []  # Files that `import_file` is running, the innermost last.
 _extensions: dict[Path, Extension] = {}
-_modules: dict[Path, types.ModuleType] = {}  # Of the files in `_extensions`.
+_modules: dict[Path, types.ModuleType] = {}  # Modules of the user files that have run.
 
 
 class Registry[T](Mapping[str, T]):
@@ -49,11 +49,7 @@ class Registry[T](Mapping[str, T]):
         self._extensions: dict[str, Extension] = {}
 
     def register[U](self, name: str) -> Callable[[U], U]:
-        """Return a decorator that adds an entry with the given name.
-
-        Raises:
-            UserError: the name is taken, or is not an identifier.
-        """
+        """Return a decorator that adds an entry. It raises `UserError` if the name is taken or not an identifier."""
 
         def add(entry: U) -> U:
             if not name.isidentifier():  # Names become config fields, files and parts of metrics.
@@ -83,7 +79,7 @@ class Registry[T](Mapping[str, T]):
             entry = self._entries[name] = getattr(importlib.import_module(module), attribute)
         return entry
 
-    def __contains__(self, name: object) -> bool:  # That of `Mapping` expects a KeyError.
+    def __contains__(self, name: object) -> bool:  # The method of `Mapping` expects a KeyError.
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -96,11 +92,11 @@ class Registry[T](Mapping[str, T]):
 def import_file(path: Path, flag: str) -> types.ModuleType:
     """Run a user's Python file and return it as a module.
 
-    A file that has registered something is not run a second time, since its names are taken by then.
+    A file that has registered an entry is not run a second time, because the entry's name would be taken.
 
     Args:
         path: Path of the file.
-        flag: Flag that named the file, such as "--config", for error messages.
+        flag: Flag that names the file, such as "--config", for error messages.
 
     Raises:
         UserError: The name does not end in .py, or the file raised an exception. The message has the line number.
@@ -164,14 +160,14 @@ def loaded_extensions() -> list[Extension]:
 def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None:
     """Check that the extensions that a run recorded are loaded, with the recorded contents.
 
-    The user names the files. A path in a run directory is only printed, since somebody else may have written it.
+    A path in a run directory is only printed and never executed, because another person may have written it.
 
     Args:
         recorded: "path" and "sha256" of each extension.
-        what: was made with them, for messages.
+        what: Name of the run or file that was made with the extensions, for messages.
 
     Raises:
-        UserError: one is not loaded, or its content has changed.
+        UserError: An extension is not loaded, or its content has changed.
     """
     require_names(recorded, what)
     if changes := changed_extensions(recorded):
@@ -179,11 +175,7 @@ def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None
 
 
 def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Check that the extensions that a run recorded are loaded, by file names.
-
-    Raises:
-        UserError: one is not loaded.
-    """
+    """Raise `UserError` unless the extensions that a run recorded are loaded, whatever their contents are now."""
     for extension in recorded:
         if _loaded_as(extension) is None:
             flag = shlex.quote(f"--extension={extension['path']}")
@@ -191,7 +183,7 @@ def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
 
 
 def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the loaded extensions whose contents differ from those that a run recorded, in words."""
+    """Return descriptions of the loaded extensions whose contents differ from those that a run recorded."""
     pairs = [(extension["sha256"], _loaded_as(extension)) for extension in recorded]
     return [
         f"{loaded.path} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)"
@@ -202,6 +194,6 @@ def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
     """Return the loaded file with the recorded content, or else one with the recorded name: files may have moved."""
-    named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
     same = [e for e in _extensions.values() if e.sha256 == recorded["sha256"]]
+    named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
     return next(iter(same + named), None)

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "difftx"
 ORDER = [
     "errors",
     "files",
+    "progress",
     "registry",
     "config",
     "parallel",
@@ -22,7 +23,7 @@ ORDER = [
     "inference",
     "evals",
 ]
-ORDER += ["analysis", "interop", "report", "launch"]
+ORDER += ["analysis", "interop", "report", "launch", "commands"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

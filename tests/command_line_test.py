@@ -8,7 +8,7 @@ import pytest
 from absl import flags as absl_flags
 from ml_collections import config_flags
 
-from difftx.config.command_line import parse_overrides
+from difftx.commands.flags import parse_overrides
 from difftx.config.recipes import default_config, load_config
 from difftx.errors import UserError
 

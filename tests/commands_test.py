@@ -77,7 +77,7 @@ def test_print_config_is_the_config():
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
     result = train("--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
-    for part in ("820,096 parameters", "training tokens", "FLOPs a token", "of train state"):
+    for part in ("820,096 parameters", "training tokens", "FLOPs per token", "of train state"):
         assert part in result.stdout
     assert not (tmp_path / "run").exists()
 
@@ -147,6 +147,7 @@ def test_eval_scaling(tmp_path):
 def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
     """The first as a user meets it; the others in this process, which has imported all that is slow."""
     workdir = trained / "runs" / "diff"
+    shutil.copy(workdir / "manifest.json", tmp_path)
     (tmp_path / "config.json").write_text("{")
     cases = [
         ([f"--workdir={workdir}", "--suite=los"], "Did you mean 'loss'"),

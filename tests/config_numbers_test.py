@@ -6,7 +6,6 @@ import typing
 
 import pytest
 from conftest import ROOT
-from difftx.configs import ablations, quickstart, toy
 
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
@@ -14,6 +13,7 @@ from difftx.config.build import config_from_dict, override
 from difftx.config.checks import divisors
 from difftx.config.model import SPECIFIC_FIELDS
 from difftx.config.recipes import load_config
+from difftx.configs import ablations, quickstart, toy
 from difftx.errors import UserError
 from difftx.evals.throughput import counterpart
 

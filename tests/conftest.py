@@ -1,13 +1,13 @@
-"""Eight virtual CPU devices for every test, so that sharding code runs as it does on a pod."""
+"""Fixtures of all tests, and eight virtual CPU devices, so that sharding code runs as on a pod."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Arrays of different ranks broadcast only where the code says so. Processes that tests start read it as well.
+# Implicit broadcasting between ranks is an error. Processes that tests start inherit the variable.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-# The suite is mostly compilation of tiny programs: without LLVM's expensive passes it takes half the time. And an
-# operation on several threads would only wait for what other tests do with the cores.
-# tests/commands_test.py starts processes that compile as a user's do.
+# The suite mostly compiles tiny programs, which takes half the time without LLVM's expensive passes. Several threads
+# per operation would only wait for the cores, which run other tests. tests/commands_test.py starts processes with the
+# default options of the compiler.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -39,7 +39,7 @@ TINY = {
     "model.num_layers": "2",
     "model.num_heads": "2",
     "model.mlp_dim": "64",
-    "model.zero_init_output": "false",  # Branches that are zero would agree with anything.
+    "model.zero_init_output": "false",  # Any two models whose branches are zero would agree.
     "data.sequence_length": "32",
     "train.global_batch_tokens": "256",
     "train.steps": "6",
@@ -49,7 +49,7 @@ TINY = {
 
 
 def suite_config(folder: Path, window: int, **changes: object) -> Config:
-    """Return a tiny config whose rows are `window` tokens of `folder`/text.txt; other fields by their full names."""
+    """Return a tiny config with rows of `window` tokens of `folder`/text.txt, and `changes` by full field names."""
     fields = {"data.sequence_length": window, "train.global_batch_tokens": 8 * window, "mesh.fsdp": 8}
     fields |= {"data.path": folder / "text.txt"} | changes
     return load_config(
@@ -59,7 +59,7 @@ def suite_config(folder: Path, window: int, **changes: object) -> Config:
 
 @pytest.fixture
 def config() -> Callable[..., Config]:
-    """Return a function: architecture and overrides → a tiny config."""
+    """Return a function from an architecture and overrides, such as `model__d_model=64`, to a tiny config."""
 
     def make(architecture: str = "diff", **overrides: object) -> Config:
         changes = {name.replace("__", "."): str(value) for name, value in overrides.items()}
@@ -71,7 +71,7 @@ def config() -> Callable[..., Config]:
 
 @pytest.fixture
 def mesh_of() -> Callable[..., jax.sharding.Mesh]:
-    """Return a function: axis sizes → a mesh over as many of the eight devices."""
+    """Return a function from axis sizes to a mesh over as many of the eight devices as the sizes require."""
 
     def make(**sizes: int) -> jax.sharding.Mesh:
         axes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | sizes
@@ -87,7 +87,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def write_text(path: Path) -> Path:
-    """Write some varied text, cut into several documents by its size."""
+    """Write varied text that is long enough to become several documents."""
     lines = (f"line {i}: the square of {i} is {i * i}, and its cube is {i**3}.\n" for i in range(4000))
     path.write_text("".join(lines))
     return path
@@ -99,7 +99,7 @@ def _compilation_cache() -> tempfile.TemporaryDirectory:
 
 
 def child_environment(devices: int) -> dict[str, str]:
-    """Return the environment of a process with so many CPU devices; what one has compiled the next one finds."""
+    """Return the environment of a process with `devices` CPU devices. These processes share a compilation cache."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}"),
@@ -109,5 +109,5 @@ def child_environment(devices: int) -> dict[str, str]:
 
 
 def replace(config: Config, group: str, **changes: object) -> Config:
-    """Return the config with fields of one group replaced."""
+    """Return the config with some fields of one group replaced."""
     return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})

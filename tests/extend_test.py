@@ -1,4 +1,4 @@
-"""docs/extend.md: its files and commands as a user has them, in a folder of the user's own."""
+"""The files and commands of docs/extend.md, in a folder outside the repository."""
 
 import csv
 import gzip
@@ -14,9 +14,7 @@ from conftest import ROOT, TINY, child_environment, write_text
 
 from difftx import registry
 from difftx.errors import UserError
-from difftx.files import write_record
 from difftx.training.agreement import source_files
-from difftx.training.manifest import read_manifest, write_manifest
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -110,14 +108,6 @@ def test_what_a_run_records_is_required_by_name_and_content(own_registry, tmp_pa
     registry.require_extensions([{"path": "/else/moved.py", "sha256": loaded.sha256}], "run")
     with pytest.raises(UserError, match=r"run was made with another content of .*red\.py \(SHA-256 000000000000… → "):
         registry.require_extensions([{"path": "/else/red.py", "sha256": "0" * 64}], "run")
-
-
-def test_a_checkpoint_of_before_there_were_extensions_has_none(config, tmp_path):
-    write_manifest(tmp_path, 7, "attempt/7", {}, config(), {"tokenizer": "bytes"})
-    content = json.loads((tmp_path / "manifest.json").read_text())
-    del content["sha256"], content["extensions"]
-    write_record(tmp_path / "manifest.json", content)
-    assert read_manifest(tmp_path).extensions == []
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from unreadable import modes_count, needs_modes
 
 from difftx import files
 from difftx.errors import UnreadableError, UserError
-from difftx.files import new_file, new_folder, remove_temporaries
+from difftx.files import JsonLines, new_file, new_folder, remove_temporaries
 from difftx.report.runs import match_runs
-from difftx.training.guards import Journal
-from difftx.training.run import RECORDS, read_config
+from difftx.training.guards import GuardJournal
+from difftx.training.run import RECORDS, read_config, write_description
 
 KILLED = """
 import os, signal, sys
@@ -71,7 +71,7 @@ def test_a_file_does_not_replace_a_folder(tmp_path):
 READERS = {
     "config.json": lambda workdir: read_config(workdir),
     "metrics.jsonl": lambda workdir: match_runs(str(workdir), "curves"),
-    "journal.jsonl": Journal,
+    "journal.jsonl": GuardJournal,
 }
 
 
@@ -79,7 +79,7 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_readers_say_in_one_line_what_they_cannot_read(tmp_path, config, monkeypatch, name):
     monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,))
-    (tmp_path / "config.json").write_text(config().to_json())
+    write_description(tmp_path, config())
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / name).touch()
     (tmp_path / name).chmod(0)
@@ -105,3 +105,18 @@ def test_a_training_refuses_what_it_cannot_use_in_one_line(tmp_path, text_file, 
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith(f"error: {workdir / name} is "), result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_json_lines_skip_an_incomplete_line_and_continue_after_it(tmp_path):
+    lines = JsonLines(tmp_path / "new" / "log.jsonl")
+    assert lines.read() == []
+    lines.append([{"id": "a", "answer": None}, {"id": "b", "answer": [1]}])
+    assert lines.path.read_bytes() == b'{"id": "a", "answer": null}\n{"id": "b", "answer": [1]}\n'
+    lines.path.write_bytes(lines.path.read_bytes()[:-4])  # A kill during the write.
+    lines.append([{"id": "c", "answer": True}])
+    assert lines.path.read_bytes().splitlines()[1:] == [b'{"id": "b", "answer": [', b'{"id": "c", "answer": true}']
+    assert [row["id"] for row in lines.read()] == ["a", "c"]
+    assert [row["id"] for row in lines.read({"id": str, "answer": bool})] == ["c"]
+    assert [row["id"] for row in lines.read({"id": str, "answer": object})] == ["a", "c"]
+    lines.rewrite(lines.read())
+    assert lines.path.read_bytes() == b'{"id": "a", "answer": null}\n{"id": "c", "answer": true}\n'

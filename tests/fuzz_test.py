@@ -12,20 +12,20 @@ from conftest import ROOT, TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from difftx.commands.data import verify
+from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
-from difftx.data.commands import verify
-from difftx.data.prepare import main as prepare
 from difftx.data.store import SPLITS, open_store, read_meta, store_tokenizer
 from difftx.errors import UserError
 from difftx.files import json_sha256
-from difftx.launch.grid import Point
+from difftx.launch.grid import SweepPoint
 from difftx.launch.status import RunStatus
+from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
+from difftx.training.checkpoint.retention import metrics_of
 from difftx.training.goodput import SECTIONS, Goodput
-from difftx.training.guards import Guard, Journal
-from difftx.training.manifest import FORMAT, MANIFEST, OtherFormatError, damage, write_manifest
+from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
-from difftx.training.retention import metrics_of
-from difftx.training.run import read_config
+from difftx.training.run import read_config, write_description
 
 EXAMPLES = 400  # Inputs a test; there are eleven tests.
 FUZZ = settings(
@@ -180,7 +180,16 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
 @FUZZ
 @given(mutate=mutations())
 def test_config_of_a_run(folder, tiny, mutate):
+    write_description(folder, tiny)
     check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
+
+
+@FUZZ
+@given(mutate=mutations())
+def test_description_of_a_run(folder, tiny, mutate):
+    write_description(folder, tiny)
+    path = folder / "manifest.json"
+    check(path, path.read_bytes(), mutate, lambda: read_config(folder))
 
 
 FIELDS = st.sampled_from(
@@ -229,11 +238,11 @@ def metrics_lines():
 @given(mutate=mutations(), step=st.integers(0, 8))
 def test_metrics_of_a_run(folder, tiny, mutate, step):
     path = folder / "metrics.jsonl"
-    status = RunStatus(Point("name", "config.py", {}, tiny), folder)
+    status = RunStatus(SweepPoint("name", "config.py", {}, tiny), folder)
 
     def go_on():
         rows, skipped = read_metrics(path)
-        assert len(rows) + skipped == len(path.read_text(errors="replace").splitlines())
+        assert len(rows) + skipped == len(path.read_bytes().splitlines())
         status.refresh()
         status.cells()
         Goodput(0.0).resume(path, step)
@@ -266,7 +275,10 @@ def test_journal(folder, tiny, resign, mutate):
             assert type(state["examples"]) is int
             assert state["examples"] >= 0
 
-    check(folder / "journal.jsonl", text, mutate, lambda: Journal(folder).resume(4, Guard(tiny.guards), Data()), resign)
+    def resume():
+        GuardJournal(folder).resume(4, Guard(tiny.guards), Data())
+
+    check(folder / "journal.jsonl", text, mutate, resume, resign)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +290,7 @@ def checkpoint(folder, tiny):
         (path / marker).touch()
     arrays = {"params/embedding": ((4, 2), "float32")}
     write_manifest(path, 7, "attempt/7", arrays, tiny, {"tokenizer": "bytes", "train": {"path": "abc"}})
-    assert damage(path, step=7, content=True) is None
+    assert why_invalid(path, step=7, content=True) is None
     return path, (path / MANIFEST).read_bytes()
 
 
@@ -290,7 +302,7 @@ def test_manifest(checkpoint, resign, mutate):
     content = mutate(valid, resign)
     (path / MANIFEST).write_bytes(content)
     try:
-        why = damage(path, step=7, content=True)
+        why = why_invalid(path, step=7, content=True)
     except OtherFormatError as error:
         why = str(error)
         assert json.loads(content)["format"] != FORMAT

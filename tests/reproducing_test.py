@@ -7,8 +7,8 @@ import pytest
 from conftest import ROOT
 
 from difftx.__main__ import COMMANDS
+from difftx.commands.flags import parse_overrides
 from difftx.config.build import override
-from difftx.config.command_line import parse_overrides
 from difftx.config.recipes import load_config
 from difftx.evals import SUITES
 from difftx.launch.grid import make_points, parse_grid

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 from conftest import ROOT
-from report.run_dirs import write_run
+from helpers.report_runs import write_run
 
 from benchmarks import results, results_tables
 from difftx.config.recipes import load_config

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
-from report.run_dirs import write_run
+from helpers.report_runs import write_run
 
 # Runs each command line on stdin in a fork of one process, which has imported what takes long, through the commands'
 # own `__main__` blocks. The result of a command: its exit code and its output.
 SERVER = """
 import json, os, runpy, sys, tempfile, traceback, warnings
-import difftx.inference.load, difftx.launch.runner, difftx.report.commands, difftx.training.loop
+import difftx.inference.load, difftx.launch.runner, difftx.commands.evaluate, difftx.training.loop
 
 def run(command):
     sys.argv = command
@@ -309,7 +309,7 @@ def test_mistakes_get_the_advice_that_helps(run, place, tmp_path):
             (
                 [*train, "--config.train.steps=50", "--config.optimizer.warmup_steps=275"],
                 2,
-                "set it to half of train.steps, 25, or raise train.steps to 550",
+                "set it to 25, or train.steps to 550",
             ),
             ([*start, f"--config={tmp_path / 'syntax.py'}"], 2, f"{tmp_path / 'syntax.py'}:2: SyntaxError: "),
             ([*start, f"--config={tmp_path / 'raises.py'}"], 2, f"{tmp_path / 'raises.py'}:2: ZeroDivisionError: "),

@@ -4,11 +4,18 @@ import dataclasses
 import json
 
 from difftx.config.data import SYNTHETIC, DataConfig
-from difftx.config.devices import MeshConfig, MultihostConfig
 from difftx.config.eval import EvalConfig
 from difftx.config.fields import values_of
 from difftx.config.model import ModelConfig
-from difftx.config.training import CheckpointConfig, GuardsConfig, LoggingConfig, OptimizerConfig, TrainConfig
+from difftx.config.training import (
+    CheckpointConfig,
+    GuardsConfig,
+    LoggingConfig,
+    MeshConfig,
+    MultihostConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from difftx.errors import UserError
 
 
@@ -37,22 +44,21 @@ class Config:
             )
         if self.optimizer.warmup_steps >= self.train.steps:
             raise UserError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of train.steps={self.train.steps}"
-                f"; set it to half of train.steps, {self.train.steps // 2}, or raise train.steps to "
-                f"{2 * self.optimizer.warmup_steps}"
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than train.steps={self.train.steps}"
+                f"; set it to {self.train.steps // 2}, or train.steps to {2 * self.optimizer.warmup_steps}"
             )
         if self.model.top_k is not None and self.model.top_k > self.data.sequence_length:
             raise UserError(
-                f"model.top_k={self.model.top_k} is more than data.sequence_length={self.data.sequence_length}: "
-                "it would keep every key; use less"
+                f"model.top_k={self.model.top_k} exceeds data.sequence_length={self.data.sequence_length}, so it would "
+                "keep every key; use a smaller number"
             )
         self._check_keep_best()
         paths = [self.data.path, *(source.path for source in self.data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
         if is_synthetic and self.data.synthetic.vocab_size > self.model.vocab_size:
             raise UserError(
-                f"data.synthetic.vocab_size={self.data.synthetic.vocab_size} is more than "
-                f"model.vocab_size={self.model.vocab_size}; use at most that"
+                f"data.synthetic.vocab_size={self.data.synthetic.vocab_size} exceeds model.vocab_size="
+                f"{self.model.vocab_size}; use at most {self.model.vocab_size}"
             )
 
     def _check_keep_best(self) -> None:
@@ -68,12 +74,12 @@ class Config:
         if self.checkpoint.every_steps % self.eval.every_steps:
             raise UserError(
                 f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
-                f"{self.checkpoint.every_steps}, so checkpoint.keep_best has nothing to compare; use a divisor"
+                f"{self.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
             )
 
     @property
     def batch_rows(self) -> int:
-        """Number of rows per update, over all devices and microbatches."""
+        """Rows per update, over all devices and microbatches."""
         return self.train.global_batch_tokens // self.data.sequence_length
 
     def to_json(self) -> str:

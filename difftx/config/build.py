@@ -1,6 +1,7 @@
-"""Construction of a validated `Config` from the plain values of a recipe, a command line or a `config.json`."""
+"""Validated configs from plain values: those of a recipe, of a command line or of a `config.json`."""
 
 import ast
+import contextlib
 import dataclasses
 import json
 import math
@@ -43,11 +44,13 @@ def annotation_of(field: str) -> Any:
         UserError: The field does not exist.
     """
     annotation: Any = Config
-    for depth, name in enumerate(names := field.split(".")):
+    path = ""
+    for name in field.split("."):
+        path = f"{path}.{name}" if path else name
         if entry := entry_type(annotation):
             annotation = entry if name.isdecimal() else None
         else:
-            annotation = _annotation(annotation, name, ".".join(names[: depth + 1]))
+            annotation = _annotation(annotation, name, path)
     return annotation
 
 
@@ -83,10 +86,9 @@ def build_group(group: type, raw: Any, path: str) -> Any:
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
     hints = types_of(group)
-    for name in raw:
+    for name, value in raw.items():
         if name not in hints:
-            hint = did_you_mean(str(name), hints) + (EXTENSION_HINT if issubclass(group, Extensible) else "")
-            raise UserError(f"{prefix}{name}={raw[name]!r}: no such field.{hint}")
+            raise _unknown(group, str(name), f"{prefix}{name}={value!r}")
     values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
     missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
@@ -97,12 +99,17 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     return group(**checked)
 
 
-def _annotation(group: type, name: str, path: str) -> Any:
+def _annotation(group: Any, name: str, path: str) -> Any:
     hints = types_of(group) if dataclasses.is_dataclass(group) else {}
     if name not in hints:
-        hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
-        raise UserError(f"{path}: no such field.{did_you_mean(name, hints)}{hint}")
+        raise _unknown(group, name, path)
     return hints[name]
+
+
+def _unknown(group: Any, name: str, field: str) -> UserError:
+    hints = types_of(group) if dataclasses.is_dataclass(group) else {}
+    hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
+    return UserError(f"{field}: no such field.{did_you_mean(name, hints)}{hint}")
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:
@@ -127,7 +134,9 @@ def _checked(value: Any, annotation: Any, path: str) -> Any:
             return float(value)
         if isinstance(option, type) and type(value) is option:
             return value
-    raise UserError(f"{path}={value!r}: expected {describe_type(annotation)}{_suggestion(value, annotation)}")
+    choices = [choice for kind in options(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
+    hint = f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
+    raise UserError(f"{path}={value!r}: expected {describe_type(annotation)}{hint}")
 
 
 def parse(text: str, annotation: Any, field: str) -> Any:
@@ -153,10 +162,7 @@ def parse(text: str, annotation: Any, field: str) -> Any:
 def _parse_list(text: str, annotation: Any, field: str) -> tuple[Any, ...]:
     """Parse a Python or JSON list such as `("a", "b")` or `[0.0, 1.0]`, or comma-separated values."""
     if text.lstrip()[:1] in ("(", "["):
-        try:
-            values = _literal(text)
-        except ValueError as error:
-            raise UserError(f"{field}={text}: not a list in Python or JSON ({error})") from error
+        values = _literal(text, field)
         return tuple(values) if isinstance(values, list | tuple) else (values,)
     if entry := entry_type(annotation):
         fields = ", ".join(f'"{name}": …' for name in types_of(entry))
@@ -165,16 +171,10 @@ def _parse_list(text: str, annotation: Any, field: str) -> tuple[Any, ...]:
     return tuple(parse(part.strip(), item, field) for part in text.split(",") if part.strip())
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str, field: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as not_json:
-        try:
+    except ValueError as error:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise ValueError(str(not_json)) from None
-
-
-def _suggestion(value: Any, annotation: Any) -> str:
-    choices = [choice for kind in options(annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
-    return f".{did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
+        raise UserError(f"{field}={text}: not a list in Python or JSON ({error})") from error

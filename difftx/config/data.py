@@ -48,8 +48,7 @@ class UpsamplingConfig:
     """Share of a source's tokens that come from long documents. A source that has a larger share keeps it."""
 
     def __post_init__(self):
-        if self.longer_than_tokens is not None:
-            require_positive("data.upsampling", "longer_than_tokens", self.longer_than_tokens)
+        require_positive("data.upsampling", self, "longer_than_tokens")
         if not 0 < self.share < 1:
             raise UserError(f"data.upsampling.share={self.share} must lie between 0 and 1")
 
@@ -74,16 +73,15 @@ class SyntheticConfig:
     """Seed of the examples, below 2**32."""
 
     def __post_init__(self):
-        for name in ("pairs", "query_power", "train_examples", "valid_examples"):
-            require_positive("data.synthetic", name, getattr(self, name))
-        require_size("data.synthetic", "vocab_size", self.vocab_size)
-        require_not_negative("data.synthetic", "distractors", self.distractors)
+        require_positive("data.synthetic", self, "pairs", "query_power", "train_examples", "valid_examples")
+        require_size("data.synthetic", self, "vocab_size")
+        require_not_negative("data.synthetic", self, "distractors")
+        require_seed("data.synthetic", self)
         if self.pairs > self.vocab_size // 2 - 1:
             raise UserError(
                 f"data.synthetic.vocab_size={self.vocab_size} has no {self.pairs} different keys in its lower half; "
                 f"use at least {2 * self.pairs + 2}"
             )
-        require_seed("data.synthetic", self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,9 +97,7 @@ class DataConfig:
     stages: tuple[StageConfig, ...] = ()
     """Later weights of the sources: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …)."""
     upsampling: UpsamplingConfig
-    """Up-sampling of long documents."""
     synthetic: SyntheticConfig
-    """Settings of synthetic tasks."""
     tokenizer: str = "cl100k_base"
     """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file."""
     verify: bool = False
@@ -124,11 +120,11 @@ class DataConfig:
     """Folder of packing indices for "best_fit", named by content. Runs share it, and it may be deleted at any time."""
 
     def __post_init__(self):
-        require_size("data", "sequence_length", self.sequence_length)
-        require_positive("data", "prefetch_batches", self.prefetch_batches)
+        require_size("data", self, "sequence_length")
+        require_positive("data", self, "prefetch_batches")
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"data.valid_fraction={self.valid_fraction} must lie between 0 and 1")
-        require_seed("data", self.seed)
+        require_seed("data", self)
         if self.sources and self.path is not None:
             raise UserError(f"data.path={self.path!r} and data.sources are both set; set data.path to None")
         names = [source.name for source in self.sources]

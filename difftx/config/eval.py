@@ -6,7 +6,15 @@ import urllib.parse
 from typing import Literal, get_args
 
 from difftx.config.architectures import Granularity
-from difftx.config.checks import require_distinct_names, require_positive, require_seed
+from difftx.config.checks import (
+    require_distinct,
+    require_distinct_names,
+    require_entries,
+    require_not_negative,
+    require_positive,
+    require_seed,
+    require_within,
+)
 from difftx.config.fields import Extensible
 from difftx.errors import UserError
 
@@ -30,8 +38,7 @@ class NeedleConfig:
     """Suite needle: retrieval of magic numbers of cities that are hidden in a long text (§3.4)."""
 
     cases: tuple[NeedleCaseConfig, ...] = tuple(
-        NeedleCaseConfig(needles=needles, queries=queries)
-        for needles, queries in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
+        NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
     )
     """Numbers of hidden needles and of queries; the defaults are those of Table 2, and 8 and 1 of Figure 5."""
     lengths: tuple[int, ...] = ()
@@ -49,26 +56,16 @@ class NeedleConfig:
     """Seed of cities, numbers, positions and haystacks, below 2**32."""
 
     def __post_init__(self):
-        for name in ("samples", "new_tokens"):
-            require_positive("eval.needle", name, getattr(self, name))
-        for name in ("cases", "depths"):
-            if not getattr(self, name):
-                raise UserError(f"eval.needle.{name} is empty; give at least one")
-        for name in ("cases", "lengths", "depths"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values):
-                raise UserError(f"eval.needle.{name}={values}: they must differ")
+        require_positive("eval.needle", self, "samples", "new_tokens", "lengths")
+        require_entries("eval.needle", self, "cases", "depths")
+        require_distinct("eval.needle", self, "lengths")
+        require_within("eval.needle", self, "depths", 0, 1)
+        require_seed("eval.needle", self)
         for i, case in enumerate(self.cases):
             if not 1 <= case.queries <= case.needles:
                 raise UserError(
                     f"eval.needle.cases[{i}]: queries={case.queries} must lie in 1 … needles={case.needles}"
                 )
-        for length in self.lengths:
-            require_positive("eval.needle", "lengths", length)
-        for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise UserError(f"eval.needle.depths={self.depths}: {depth} must lie in 0 … 1, shares of the haystack")
-        require_seed("eval.needle", self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +107,10 @@ class IclConfig:
     """Seed of demonstrations, questions and permutations, below 2**32."""
 
     def __post_init__(self):
-        for name in ("questions", "permutations"):
-            require_positive("eval.icl", name, getattr(self, name))
-        for count in self.shots:
-            require_positive("eval.icl", "shots", count)
-        if not self.orders or len(set(self.orders)) < len(self.orders):
-            raise UserError(f"eval.icl.orders={self.orders}: give 'random', 'alternating' or both")
+        require_positive("eval.icl", self, "shots", "questions", "permutations")
+        require_entries("eval.icl", self, "orders")
         require_distinct_names("eval.icl.tasks", [task.name for task in self.tasks])
-        require_seed("eval.icl", self.seed)
+        require_seed("eval.icl", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,14 +159,16 @@ class HallucinationConfig:
     """Seed of the samples, below 2**32."""
 
     def __post_init__(self):
-        for name in ("samples", "support_words"):
-            require_positive("eval.hallucination", name, getattr(self, name))
+        require_positive("eval.hallucination", self, "samples", "support_words")
+        require_not_negative("eval.hallucination", self, "judge_temperature")
+        require_within("eval.hallucination", self, "support_threshold", 0, 1)
+        require_seed("eval.hallucination", self)
         require_distinct_names("eval.hallucination.sets", [one.name for one in self.sets])
         for one in self.sets:
             where = f"eval.hallucination.sets, {one.name}"
             if one.name in KINDS:
                 raise UserError(f"{where}: means over the sets of a kind have this name; give the set another")
-            require_positive(where, "new_tokens", one.new_tokens)
+            require_positive(where, one, "new_tokens")
             if (one.question is None) == (one.kind == "question_answering"):
                 raise UserError(
                     f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
@@ -181,11 +176,6 @@ class HallucinationConfig:
                 )
         if self.judge_model == "":
             raise UserError("eval.hallucination.judge_model='': name a model, or write none for the offline judge")
-        if self.judge_temperature is not None and not 0 <= self.judge_temperature < float("inf"):
-            raise UserError(f"eval.hallucination.judge_temperature={self.judge_temperature} must not be negative")
-        if not 0 <= self.support_threshold <= 1:
-            raise UserError(f"eval.hallucination.support_threshold={self.support_threshold} must lie in 0 … 1, a share")
-        require_seed("eval.hallucination", self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,13 +204,9 @@ class JudgeConfig:
     """Price of generated tokens; None: no cost is printed."""
 
     def __post_init__(self):
-        for name in ("concurrency", "timeout_seconds", "attempts", "backoff_seconds", "longest_wait_seconds"):
-            require_positive("eval.judge", name, getattr(self, name))
-        if self.requests_per_minute is not None:
-            require_positive("eval.judge", "requests_per_minute", self.requests_per_minute)
-        for name in ("usd_per_million_tokens_in", "usd_per_million_tokens_out"):
-            if (price := getattr(self, name)) is not None and not 0 <= price < float("inf"):
-                raise UserError(f"eval.judge.{name}={price} must not be negative")
+        positive = ("concurrency", "requests_per_minute", "timeout_seconds", "attempts")
+        require_positive("eval.judge", self, *positive, "backoff_seconds", "longest_wait_seconds")
+        require_not_negative("eval.judge", self, "usd_per_million_tokens_in", "usd_per_million_tokens_out")
         if (self.usd_per_million_tokens_in is None) != (self.usd_per_million_tokens_out is None):
             raise UserError(
                 "eval.judge.usd_per_million_tokens_in and usd_per_million_tokens_out belong together; set both or none"
@@ -261,16 +247,12 @@ class AttentionConfig:
     """Rows of the map that is drawn: the last tokens of one prompt."""
 
     def __post_init__(self):
-        for name in ("samples", "shown_queries"):
-            require_positive("eval.attention", name, getattr(self, name))
-        if self.length is not None:
-            require_positive("eval.attention", "length", self.length)
+        require_positive("eval.attention", self, "length", "samples", "layers", "shown_queries")
+        require_distinct("eval.attention", self, "layers")
         if not 1 <= self.queries <= self.needles:
             raise UserError(f"eval.attention.queries={self.queries} must lie in 1 … needles={self.needles}")
-        if len(set(self.layers)) < len(self.layers) or any(layer < 1 for layer in self.layers):
-            raise UserError(f"eval.attention.layers={self.layers}: different layers, from 1 on; (): all")
         if not 0 <= self.l0_share < 1:
-            raise UserError(f"eval.attention.l0_share={self.l0_share} must lie in 0 … 1, a share of a row's mass")
+            raise UserError(f"eval.attention.l0_share={self.l0_share} must lie in 0 … 1, without 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,11 +265,8 @@ class OutliersConfig:
     """Ranks among all magnitudes that are reported; 1 is the largest."""
 
     def __post_init__(self):
-        require_positive("eval.outliers", "tokens", self.tokens)
-        if not self.ranks or len(set(self.ranks)) < len(self.ranks):
-            raise UserError(f"eval.outliers.ranks={self.ranks}: give one at least, and each once")
-        for rank in self.ranks:
-            require_positive("eval.outliers", "ranks", rank)
+        require_positive("eval.outliers", self, "tokens", "ranks")
+        require_entries("eval.outliers", self, "ranks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,13 +281,8 @@ class QuantizeConfig:
     """Suites to run, with their own settings."""
 
     def __post_init__(self):
-        for name in ("bits", "suites"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise UserError(f"eval.quantize.{name}={values}: give one at least, and each once")
-        for bits in self.bits:
-            if not 2 <= bits <= 16:
-                raise UserError(f"eval.quantize.bits={self.bits}: {bits} must lie in 2 … 16; 16 is not quantised")
+        require_entries("eval.quantize", self, "bits", "suites")
+        require_within("eval.quantize", self, "bits", 2, 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,24 +297,15 @@ class GradientsConfig:
     diff model, and vice versa. All have `model.zero_init_output` = False."""
 
     def __post_init__(self):
-        require_positive("eval.gradients", "tokens", self.tokens)
-        if len(set(self.at_initialization)) < len(self.at_initialization):
-            raise UserError(f"eval.gradients.at_initialization={self.at_initialization}: give each once")
+        require_positive("eval.gradients", self, "tokens")
+        require_distinct("eval.gradients", self, "at_initialization")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HarnessConfig:
     """Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval")."""
 
-    tasks: tuple[str, ...] = (
-        "arc_challenge",
-        "arc_easy",
-        "boolq",
-        "hellaswag",
-        "openbookqa",
-        "piqa",
-        "winogrande",
-    )
+    tasks: tuple[str, ...] = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
     """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them; the defaults are the paper's."""
     num_fewshot: int | None = None
     """Examples in a prompt; None: the task's own number, 0 for the default tasks."""
@@ -349,7 +314,7 @@ class HarnessConfig:
     data_path: str | None = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
-    `difftx/evals/harness_data.py`). None: the Hugging Face hub."""
+    `difftx/evals/harness/data.py`). None: the Hugging Face hub."""
     include_path: str | None = None
     """Folder of lm-eval YAML files that define further tasks."""
     truncate: bool = False
@@ -359,13 +324,10 @@ class HarnessConfig:
     """Seed of the examples in prompts and of samples, below 2**32."""
 
     def __post_init__(self):
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise UserError(f"eval.harness.tasks={self.tasks}: name one at least, and each once")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise UserError(f"eval.harness.num_fewshot={self.num_fewshot} must not be negative")
-        if self.limit is not None:
-            require_positive("eval.harness", "limit", self.limit)
-        require_seed("eval.harness", self.seed)
+        require_entries("eval.harness", self, "tasks")
+        require_not_negative("eval.harness", self, "num_fewshot")
+        require_positive("eval.harness", self, "limit")
+        require_seed("eval.harness", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -375,7 +337,7 @@ class MathTaskConfig:
     name: str
     """Name of the task in the results."""
     format: MathFormat
-    """Format of the test file (`difftx/evals/math_formats.py`)."""
+    """Format of the test file (`difftx/evals/math/formats.py`)."""
     test: str
     """Path of the problems."""
     train: str | None
@@ -405,12 +367,9 @@ class MathConfig:
     """Seed of demonstrations, questions and samples, below 2**32."""
 
     def __post_init__(self):
-        require_positive("eval.math", "new_tokens", self.new_tokens)
-        if self.questions is not None:
-            require_positive("eval.math", "questions", self.questions)
-        for name in ("shots", "temperature"):
-            if getattr(self, name) < 0:
-                raise UserError(f"eval.math.{name}={getattr(self, name)} must not be negative")
+        require_positive("eval.math", self, "questions", "new_tokens")
+        require_not_negative("eval.math", self, "shots", "temperature")
+        require_seed("eval.math", self)
         require_distinct_names("eval.math.tasks", [task.name for task in self.tasks])
         for task in self.tasks:
             if self.shots and task.train is None:
@@ -418,7 +377,6 @@ class MathConfig:
                     f"eval.math.tasks, task {task.name!r}: eval.math.shots={self.shots} demonstrations need a file, "
                     "train; name it, or use eval.math.shots=0"
                 )
-        require_seed("eval.math", self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -448,40 +406,20 @@ class EvalConfig(Extensible):
     sample_temperature: float = 0.8
     """Suite sample: sampling temperature; 0 takes the most likely token."""
     needle: NeedleConfig
-    """Suite needle."""
     icl: IclConfig
-    """Suite icl."""
     attention: AttentionConfig
-    """Suite attention."""
     outliers: OutliersConfig
-    """Suite outliers."""
     quantize: QuantizeConfig
-    """Suite quantize."""
     gradients: GradientsConfig
-    """Suite gradients."""
     hallucination: HallucinationConfig
-    """Suite hallucination."""
     judge: JudgeConfig
-    """Access to the judge of suite hallucination."""
     harness: HarnessConfig
-    """Suite harness."""
     math: MathConfig
-    """Suite math."""
 
     def __post_init__(self):
-        for name in (
-            "every_steps",
-            "loss_tokens",
-            "position_documents",
-            "throughput_rounds",
-            "throughput_steps",
-            "sample_tokens",
-        ):
-            require_positive("eval", name, getattr(self, name))
-        if self.recall_max_bigram_count < 0:
-            raise UserError(f"eval.recall_max_bigram_count={self.recall_max_bigram_count} must not be negative")
-        if self.sample_temperature < 0:
-            raise UserError(f"eval.sample_temperature={self.sample_temperature} must not be negative")
+        require_positive("eval", self, "every_steps", "loss_tokens", "position_documents")
+        require_positive("eval", self, "throughput_rounds", "throughput_steps", "sample_tokens")
+        require_not_negative("eval", self, "recall_max_bigram_count", "sample_temperature")
 
 
 def _is_plain_url(text: str) -> bool:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
@@ -23,10 +23,7 @@ _added: dict[type, dict[str, type]] = {}  # Group → field name → group that 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extensible:
-    """Base class of groups to which extensions can add their own groups, with `add_group`.
-
-    An added group is an attribute of its parent: `config.eval.bleu.samples`.
-    """
+    """Base class of groups to which `add_group` adds groups, which become attributes: `config.eval.bleu.samples`."""
 
     extensions: tuple[tuple[str, Any], ...] = ()
     """Name and value of each added group; not a field of the config itself."""
@@ -42,12 +39,14 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
     """Add the frozen dataclass `group` to the group `parent` of the schema, as a field with the given name.
 
     Raises:
-        UserError: The name is taken, or `group` is not a dataclass whose fields all have defaults.
+        UserError: The name is taken, or `group` is not a frozen dataclass whose fields all have defaults.
     """
     if name in types_of(parent):
         raise UserError(f"{parent.__name__} has a field {name!r} already; choose another name")
-    if not dataclasses.is_dataclass(group) or any(f.default is dataclasses.MISSING for f in dataclasses.fields(group)):
-        raise UserError(f"{group.__name__}: expected a frozen dataclass whose fields all have defaults")
+    if not (dataclasses.is_dataclass(group) and getattr(group, "__dataclass_params__").frozen):  # noqa: B009
+        raise UserError(f"{group.__name__} is not a frozen dataclass; decorate it with @dataclass(frozen=True)")
+    if missing := [field.name for field in dataclasses.fields(group) if field.default is dataclasses.MISSING]:
+        raise UserError(f"{group.__name__}.{missing[0]} has no default; give every field a default")
     _added.setdefault(parent, {})[name] = group
 
 
@@ -75,23 +74,6 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return values_of(value)
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """Description of a field of the schema.
-
-    Attributes:
-        name: Path of the field, such as "optimizer.learning_rate".
-        type: Type annotation.
-        default: Default value, or `dataclasses.MISSING` for a group and for a field without a default.
-        meaning: Meaning and unit, from the string below the field.
-    """
-
-    name: str
-    type: Any
-    default: Any
-    meaning: str
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
@@ -136,31 +118,16 @@ def meanings_of(group: type) -> dict[str, str]:
     return found
 
 
-def fields_of(group: type, prefix: str = "") -> Iterator[Field]:
-    """Yield all fields of a group in source order, with each nested group before its own fields."""
-    for name, annotation in types_of(group).items():
-        default = _default(group, name)
-        yield Field(f"{prefix}{name}", annotation, default, meanings_of(group).get(name, ""))
-        if dataclasses.is_dataclass(annotation):
-            yield from fields_of(annotation, f"{prefix}{name}.")  # pyrefly: ignore[bad-argument-type]
-
-
 def defaults_of(group: type) -> ConfigDict:
     """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
     values = ConfigDict()
+    defaults = {field.name: field.default for field in dataclasses.fields(group)}
     for name, annotation in types_of(group).items():
-        default = _default(group, name)
         if dataclasses.is_dataclass(annotation):
             values[name] = defaults_of(annotation)  # pyrefly: ignore[bad-argument-type]
-        elif default is None:
+        elif defaults[name] is None:
             # A plain None would accept a value of any type.
             values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))
         else:
-            values[name] = _plain(default)
+            values[name] = _plain(defaults[name])
     return values
-
-
-def _default(group: type, name: str) -> Any:
-    """Return the default of a field, or `dataclasses.MISSING` for a group and for a field without a default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(group)}
-    return defaults.get(name, dataclasses.MISSING)

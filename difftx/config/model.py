@@ -92,12 +92,10 @@ class ModelConfig(Extensible):
     groups."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim"):
-            require_size("model", name, getattr(self, name))
-        for name in ("rope_theta", "norm_eps", "head_norm_eps"):
-            require_positive("model", name, getattr(self, name))
-        for name in ("lambda_std", "init_std", "embedding_std"):
-            require_not_negative("model", name, getattr(self, name))
+        require_size("model", self, "vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim")
+        require_size("model", self, "head_dim", "num_kv_heads")
+        require_positive("model", self, "rope_theta", "norm_eps", "head_norm_eps")
+        require_not_negative("model", self, "lambda_std", "init_std", "embedding_std")
         attention = ARCHITECTURES[self.architecture]
         attention.check(self)
         self._check_specific_fields()
@@ -111,12 +109,9 @@ class ModelConfig(Extensible):
                 f"model.num_heads={self.num_heads}: their {sub_heads} sub-heads do not divide d_model={self.d_model}; "
                 f"use {nearest}, or set model.head_dim"
             )
-        if self.head_dim is not None:
-            require_size("model", "head_dim", self.head_dim)
         if self.d_head % 2:
-            raise UserError(f"model.head_dim={self.d_head}: the rotary embedding turns pairs; use an even head_dim")
+            raise UserError(f"model.head_dim={self.d_head} must be even, because the rotary embedding rotates pairs")
         if self.num_kv_heads is not None:
-            require_size("model", "num_kv_heads", self.num_kv_heads)
             heads = attention.kv_heads(self)
             if heads % self.num_kv_heads:
                 raise UserError(
@@ -135,15 +130,12 @@ class ModelConfig(Extensible):
 
     @property
     def groups(self) -> int:
-        """Number of keys per key/value head, which is also the width of a value head in units of d.
-
-        The number is 2 for architectures whose heads have two groups of queries and keys, otherwise 1.
-        """
+        """Keys per key/value head, and the width of a value head in units of d: 2 for heads with two groups, else 1."""
         return ARCHITECTURES[self.architecture].groups
 
     @property
     def query_heads(self) -> int:
-        """Number of queries of width d per token."""
+        """Queries of width d per token."""
         return ARCHITECTURES[self.architecture].query_heads(self)
 
     @property
@@ -153,5 +145,4 @@ class ModelConfig(Extensible):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads."""
         return self.num_kv_heads or ARCHITECTURES[self.architecture].kv_heads(self)

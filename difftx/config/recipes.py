@@ -1,7 +1,6 @@
 """Recipes: Python files with a function `get_config` that returns a `ConfigDict`.
 
-The recipes of difftx are in the folder configs/, which is the package `difftx.configs`. Recipes of users can be in any
-folder.
+The recipes of difftx are in the package `difftx.configs`, the folder configs/. Recipes of users can be in any folder.
 """
 
 import importlib
@@ -52,23 +51,16 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def argument_of(path: str) -> str | None:
-    """Return the form of a recipe's argument, such as "{architecture}-{size}", or None if the recipe takes none.
-
-    Recipes declare this form as `ARG`.
-    """
+    """Return `ARG` of a recipe, the form of its argument, such as "{architecture}-{size}", or None if there is none."""
     return getattr(_import_recipe(path), "ARG", None)
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the recipes of difftx."""
-    package = importlib.import_module("difftx.configs")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
 def _import_recipe(text: str) -> types.ModuleType:
     if not text.endswith(".py") and "/" not in text:
-        if text not in recipe_names():
-            raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, recipe_names())}")
+        package = importlib.import_module("difftx.configs")
+        names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+        if text not in names:
+            raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, names)}")
         return importlib.import_module(f"difftx.configs.{text}")
     path = Path(text)
     if not path.is_file():

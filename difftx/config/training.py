@@ -1,14 +1,9 @@
-"""Config groups `optimizer`, `train`, `guards`, `checkpoint` and `logging`."""
+"""Config groups `optimizer`, `train`, `mesh`, `multihost`, `guards`, `checkpoint` and `logging`."""
 
 import dataclasses
 from typing import Literal
 
-from difftx.config.checks import (
-    require_not_negative,
-    require_positive,
-    require_seed,
-    require_size,
-)
+from difftx.config.checks import require_not_negative, require_positive, require_seed, require_size
 from difftx.config.fields import Extensible
 from difftx.errors import UserError
 
@@ -39,15 +34,11 @@ class OptimizerConfig(Extensible):
     """Largest global norm of the gradient; None: no clipping. The paper does not state a value."""
 
     def __post_init__(self):
-        for name in ("learning_rate", "eps"):
-            require_positive("optimizer", name, getattr(self, name))
-        for name in ("final_learning_rate", "warmup_steps", "weight_decay"):
-            require_not_negative("optimizer", name, getattr(self, name))
+        require_positive("optimizer", self, "learning_rate", "eps", "clip_norm")
+        require_not_negative("optimizer", self, "final_learning_rate", "warmup_steps", "weight_decay")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must lie in [0, 1)")
-        if self.clip_norm is not None:
-            require_positive("optimizer", "clip_norm", self.clip_norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +55,57 @@ class TrainConfig:
     """Seed of the parameters' initial values."""
 
     def __post_init__(self):
-        for name in ("steps", "global_batch_tokens", "accumulation"):
-            require_size("train", name, getattr(self, name))
-        require_seed("train", self.seed)
+        require_size("train", self, "steps", "global_batch_tokens", "accumulation")
+        require_seed("train", self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices.
+
+    `difftx.parallel.mesh` checks the product of the axes against the number of devices.
+    """
+
+    data: int = 1
+    """Copies of the parameters."""
+    fsdp: int = -1
+    """Shards of the parameters, the optimizer's moments and the batch."""
+    context: int = 1
+    """Shards of a row's tokens."""
+    context_method: Literal["heads", "gather", "zigzag"] = "heads"
+    """How attention communicates along `context`. "heads": devices exchange tokens for heads, whose number `context`
+    must divide; "gather": each device gathers the keys and values of whole rows; "zigzag": as "gather", with causal
+    work balanced over the devices."""
+    tensor: int = 1
+    """Shards of heads, MLP width and vocabulary."""
+    slices: int = 1
+    """Slices of a multi-slice TPU pod, joined by the data-centre network; they divide the axis `data`."""
+    preset: Literal["none", "auto"] = "none"
+    """With "auto", mesh, remat and accumulation come from the table in `difftx/parallel/presets.py`, by device and
+    model size."""
+
+    def __post_init__(self):
+        sizes = {axis: getattr(self, axis) for axis in ("data", "fsdp", "context", "tensor")}
+        require_positive("mesh", self, "slices", *(axis for axis, size in sizes.items() if size != -1))
+        if list(sizes.values()).count(-1) > 1:
+            raise UserError(f"mesh={sizes}: only one axis can be -1, which takes all remaining devices")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultihostConfig:
+    """Time limits, in seconds, for training with several processes (docs/operations.md)."""
+
+    initialization_timeout_seconds: int = 1800
+    """Time for all processes to start; cold pods take long."""
+    heartbeat_timeout_seconds: int = 100
+    """Silence after which a process, dead or frozen, counts as gone. JAX's own heartbeat gets four times as long."""
+    barrier_timeout_seconds: int = 600
+    """Time for all processes to reach the same start, checkpoint or evaluation, and for a save to be on disk."""
+    watchdog_seconds: int = 1800
+    """Time without a finished step, compilation included, after which a process prints all stacks and exits."""
+
+    def __post_init__(self):
+        require_positive("multihost", self, *(field.name for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +134,8 @@ class GuardsConfig:
     """Spikes among consecutive bad steps that trigger `on_bad_steps`."""
 
     def __post_init__(self):
-        for name in ("max_skipped", "spike_window_steps", "spike_patience_steps"):
-            require_positive("guards", name, getattr(self, name))
-        for name in ("skip_steps", "max_rewinds"):
-            require_not_negative("guards", name, getattr(self, name))
-        if self.spike_threshold is not None:
-            require_positive("guards", "spike_threshold", self.spike_threshold)
+        require_positive("guards", self, "max_skipped", "spike_window_steps", "spike_patience_steps", "spike_threshold")
+        require_not_negative("guards", self, "skip_steps", "max_rewinds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,10 +162,7 @@ class CheckpointConfig:
     weights."""
 
     def __post_init__(self):
-        for name in ("every_steps", "keep", "max_failed_saves"):
-            require_positive("checkpoint", name, getattr(self, name))
-        if self.keep_every_steps is not None:
-            require_positive("checkpoint", "keep_every_steps", self.keep_every_steps)
+        require_positive("checkpoint", self, "every_steps", "keep", "keep_every_steps", "max_failed_saves")
         if self.keep_best is not None and self.keep_best.count("/") != 1:
             raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
 
@@ -147,4 +179,4 @@ class LoggingConfig:
     """Weights & Biases project that also receives the metrics (extra "wandb"); None: no project."""
 
     def __post_init__(self):
-        require_positive("logging", "every_steps", self.every_steps)
+        require_positive("logging", self, "every_steps")

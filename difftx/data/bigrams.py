@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from difftx.data.progress import Work
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.files import misfit, new_file
+from difftx.files import new_file, schema_error
+from difftx.progress import Work
 
 FORMAT = "difftx bigrams 1"
 SHAPE = {
@@ -45,8 +45,8 @@ class BigramCounts:
         """Return the count of each given bigram, 0 for an absent one."""
         if not len(self.bigrams):
             return np.zeros(len(bigrams), np.uint64)
-        at = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
-        return np.where(self.bigrams[at] == bigrams, self.counts[at], np.uint64(0))
+        indices = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
+        return np.where(self.bigrams[indices] == bigrams, self.counts[indices], np.uint64(0))
 
 
 def as_bigrams(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -71,25 +71,24 @@ def write_bigrams(
     description: dict[str, Any],
     work: Work,
 ) -> dict[str, Any]:
-    """Count the bigrams of stores, write a file of counts atomically, and return its header.
+    """Add up the counts of several stores, write a file of counts atomically, and return its header.
 
     Args:
-        stores: Stores whose counts are added.
         path: File to write. Temporary files next to it take up to 2 × 16 bytes per distinct bigram of each chunk.
         min_count: Bigrams that occur less often are left out.
         memory_bytes: Memory for counting and merging, not including the document offsets of the stores.
         description: Header fields that describe the stores.
-        work: Display of the progress.
     """
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        names = [Path(scratch) / name for name in ("run bigrams", "run counts", "bigrams", "counts")]
-        bounds = _write_runs(stores, names[0], names[1], items, work)
-        run_bigrams, run_counts = (_mapped(name) for name in names[:2])
+        runs = [Path(scratch) / name for name in ("run bigrams", "run counts")]
+        merged = [Path(scratch) / name for name in ("bigrams", "counts")]
+        bounds = _write_runs(stores, runs[0], runs[1], items, work)
+        run_bigrams, run_counts = (_mapped(name) for name in runs)
         distinct = occurrences = 0
         merging = work.task("merging", int(bounds[-1]))
-        with names[2].open("wb") as bigrams_file, names[3].open("wb") as counts_file, merging as advance:
-            for read, bigrams, counts in _merged(run_bigrams, run_counts, bounds, items):
+        with merged[0].open("wb") as bigrams_file, merged[1].open("wb") as counts_file, merging as advance:
+            for read, bigrams, counts in _merge(run_bigrams, run_counts, bounds, items):
                 kept = counts >= min_count
                 bigrams[kept].tofile(bigrams_file)
                 counts[kept].tofile(counts_file)
@@ -105,20 +104,16 @@ def write_bigrams(
             "bigrams": distinct,
         }
         with new_file(path) as file:
-            file.write(_header_line(header))
-            for name in names[2:]:
+            line = json.dumps(header).encode()
+            file.write(line + b" " * (-(len(line) + 1) % ALIGNMENT) + b"\n")
+            for name in merged:
                 with name.open("rb") as part:
                     shutil.copyfileobj(part, file)
     return header
 
 
 def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCounts:
-    """Map a file of counts into memory.
-
-    Args:
-        path: File that `write_bigrams` wrote.
-        vocabulary_sha256: Fingerprint of the tokenizer whose ids will be looked up.
-        field: Flag or config field that names the file, for messages.
+    """Map a file of `write_bigrams`, which the config field or flag `field` names, into memory.
 
     Raises:
         UserError: If the file does not hold bigrams, is incomplete, or was counted with another vocabulary.
@@ -135,8 +130,8 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
-    if why := misfit(header, SHAPE):
-        raise UserError(f"{where}: the header is damaged: {why}; count the bigrams again")
+    if why := schema_error(header, SHAPE):
+        raise UserError(f"{where}: the header is corrupt: {why}; count the bigrams again")
     size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
     if size != expected:
         raise UserError(f"{where}: {size} bytes, its header says {expected}; count the bigrams again")
@@ -182,7 +177,7 @@ def _write_runs(
     return np.cumsum(lengths)
 
 
-def _merged(
+def _merge(
     bigrams: np.ndarray, counts: np.ndarray, bounds: np.ndarray, items: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Merge sorted runs; yield the number of entries read, bigrams, and the sums of their counts.
@@ -190,26 +185,21 @@ def _merged(
     Bigrams ascend over all yields. In each step, every run has an equal share of `items`. The step reads each run up to
     the smallest bigram that ends a share, so that no run still holds a bigram that has been yielded.
     """
-    at, ends = bounds[:-1].copy(), bounds[1:]
+    starts, ends = bounds[:-1].copy(), bounds[1:]
     share = max(1, items // max(1, len(ends)))
-    while len(left := np.flatnonzero(at < ends)):
-        stops = np.minimum(at[left] + share, ends[left])
+    while len(unfinished := np.flatnonzero(starts < ends)):
+        stops = np.minimum(starts[unfinished] + share, ends[unfinished])
         last = bigrams[stops - 1].min()
-        taken = [
+        parts = [
             slice(start, start + int(np.searchsorted(bigrams[start:stop], last, side="right")))
-            for start, stop in zip(at[left].tolist(), stops.tolist(), strict=True)
+            for start, stop in zip(starts[unfinished].tolist(), stops.tolist(), strict=True)
         ]
-        at[left] = [part.stop for part in taken]
-        found = np.concatenate([bigrams[part] for part in taken])
+        starts[unfinished] = [part.stop for part in parts]
+        found = np.concatenate([bigrams[part] for part in parts])
         order = np.argsort(found, kind="stable")
         found = found[order]
         firsts = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]]))
-        yield len(found), found[firsts], np.add.reduceat(np.concatenate([counts[p] for p in taken])[order], firsts)
-
-
-def _header_line(header: dict[str, Any]) -> bytes:
-    text = json.dumps(header).encode()
-    return text.ljust(-(-(len(text) + 1) // ALIGNMENT) * ALIGNMENT - 1) + b"\n"
+        yield len(found), found[firsts], np.add.reduceat(np.concatenate([counts[p] for p in parts])[order], firsts)
 
 
 def _mapped(path: Path, offset: int = 0) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Corpora of training and validation documents: prepared token stores, or text tokenised in memory."""
 
-import dataclasses
 import glob
 import hashlib
 import math
@@ -13,40 +12,22 @@ import numpy as np
 import tiktoken
 
 from difftx.config.data import DataConfig
-from difftx.data.readers import OPENERS
 from difftx.data.store import SPLITS, TokenStore, open_store, store_tokenizer
+from difftx.data.streams import OPENERS
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 
 STDLIB = "stdlib"
 # Folders of the standard library that the corpus excludes: tests, installed packages, character tables, generated text.
-STDLIB_WITHOUT = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "pydoc_data",
-}
-
+STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 # Suffixes that only `difftx prepare` reads. `.json` is not among them, because such a file may be plain text.
 NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet")
-
 # Longer texts are split at line ends, so that even a single file yields both training and validation documents.
 DOCUMENT_BYTES = 65_536
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """A training set, and validation sets by name."""
-
-    train: TokenStore
-    valid: dict[str, TokenStore]
-
-
-def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
-    """Open the store at `config.path`, or read, split and tokenise the text there.
+def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+    """Return training and validation documents: those of the store at `config.path`, or of the text there, tokenised.
 
     Raises:
         UserError: If the path is missing, if the text is too short or not UTF-8, or if the store is unfinished, corrupt
@@ -62,7 +43,7 @@ def load_corpus(config: DataConfig, encoding: tiktoken.Encoding) -> Corpus:
                 f"data.path={config.path!r}: only {len(store)} {name} tokens, less than a row of "
                 f"data.sequence_length={config.sequence_length} and its last target; give more text or shorter rows"
             )
-    return Corpus(train=train, valid={"valid": valid})
+    return train, valid
 
 
 def open_split(
@@ -74,20 +55,18 @@ def open_split(
         UserError: If `path` is not a store, or if the store is corrupt or made with another tokenizer. Without
             `config.verify`, only file sizes are checked for corruption.
     """
-    name, vocabulary = store_tokenizer(Path(path))
+    name, vocabulary = store_tokenizer(path)
     if vocabulary != fingerprint(encoding):
         raise UserError(
             f"data.tokenizer={config.tokenizer!r} (vocabulary {fingerprint(encoding)[:12]}) is not that of the store "
             f"{field}={path!r}: {name!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare again"
         )
-    return open_store(Path(path), split, verify=config.verify)
+    return open_store(path, split, verify=config.verify)
 
 
 def _tokenise_text(config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
-    """Return training and validation documents. The order of the input files does not affect the split."""
-    documents = {}  # Keyed by hash, which removes exact duplicates and defines the order.
-    for text in read_texts(config.path):
-        documents[hashlib.sha256(text.encode()).digest()] = text
+    # Keyed by hash, which removes exact duplicates and makes the split independent of the order of the files.
+    documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(config.path)}
     held_out = math.ceil(config.valid_fraction * len(documents))
     if len(documents) < 2:
         raise UserError(
@@ -133,22 +112,22 @@ def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
             raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-        yield from _cut(text)
+        yield from _split_at_line_ends(text)
 
 
-def _cut(text: str) -> Iterator[str]:
-    """Split a text at line ends into parts of at most `DOCUMENT_BYTES`. A longer line stays whole."""
-    piece: list[str] = []
+def _split_at_line_ends(text: str) -> Iterator[str]:
+    """Split a text into documents of at most `DOCUMENT_BYTES`. A longer line stays whole."""
+    document: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
         length = len(line.encode())
-        if piece and size + length > DOCUMENT_BYTES:
-            yield "".join(piece)
-            piece, size = [], 0
-        piece.append(line)
+        if document and size + length > DOCUMENT_BYTES:
+            yield "".join(document)
+            document, size = [], 0
+        document.append(line)
         size += length
-    if piece:
-        yield "".join(piece)
+    if document:
+        yield "".join(document)
 
 
 def _tokenise(texts: list[str], encoding: tiktoken.Encoding, name: str) -> TokenStore:

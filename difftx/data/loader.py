@@ -1,7 +1,7 @@
 """Global batches from an endless sequence of examples, resumable from one integer.
 
 With batches of B rows, update n reads examples nB … nB + B - 1. Each process reads only the rows that its devices hold.
-The order depends neither on the number of processes nor on the mesh. grain shuffles (`sources.py`) and prefetches.
+The order of the examples depends neither on the number of processes nor on the mesh.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Batch:
     targets_BT: Any  # int32; the next tokens, or the answers of a synthetic task.
     loss_mask_BT: Any  # float32; 1 where the target counts, else 0.
     segment_ids_BT: Any = None  # int32; number of the document in the row, 0 for padding. None: one segment.
-    positions_BT: Any = None  # int32; position in the document's part of the row. None: position in the row.
+    positions_BT: Any = None  # int32; position in the segment. None: position in the row.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HostSlice:
         return example
 
 
-class Loader:
+class Loader(Iterator[Batch]):
     """An endless iterator of sharded batches. Its state is the number of examples consumed."""
 
     def __init__(
@@ -67,10 +67,8 @@ class Loader:
         Args:
             examples: Endless random-access rows, from `Sources.examples`.
             rows: Rows per batch, over all processes.
-            prefetch_batches: Number of batches that a thread prepares ahead.
             sharding: Sharding of a `[rows, T]` array.
             signature: Settings that determine the order and content of examples, as JSON; `restore` compares them.
-            vocab_size: Vocabulary size of the model; the ids of every batch are checked against it.
             where: Function that describes the origin of an example, for messages: `Sources.where`.
         """
         self._rows_here = rows_here(sharding, rows)
@@ -78,9 +76,6 @@ class Loader:
         self._rows, self._sharding, self._signature = rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
         self._examples = 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         rows = next(self._iterator)
@@ -125,10 +120,7 @@ def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
-    """Return an iterator of one process's rows of each batch, stacked and prefetched in a thread.
-
-    The state of the iterator is {"next_index": batch}.
-    """
+    """Return an iterator of one process's rows of each batch, stacked and prefetched in a thread."""
     batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
@@ -144,24 +136,20 @@ def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
 
 
 def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Raise `UserError` for a token or target that is not one of the model's ids.
+    """Raise `UserError` for a token or target of `[rows, T]` arrays that is not in 0 … vocab_size - 1.
 
-    The model itself would not fail: lookups on a device clamp an invalid index, or return zeros.
-
-    Args:
-        rows: Rows of this process, as `[rows, T]` arrays.
-        vocab_size: Vocabulary size of the model, whose ids are 0 … vocab_size - 1.
-        where: Function that describes the origin of a row, given its index in `rows`.
+    The model itself would not fail: lookups on a device clamp an invalid index, or return zeros. `where` describes the
+    origin of a row, given its index.
     """
     for name in ("tokens", "targets"):
         ids = rows[name]
         if ids.min() < 0 or ids.max() >= vocab_size:
-            row, at = (int(index[0]) for index in np.nonzero((ids < 0) | (ids >= vocab_size)))
-            value = int(ids[row, at])
+            row, position = (int(index[0]) for index in np.nonzero((ids < 0) | (ids >= vocab_size)))
+            value = int(ids[row, position])
             unsigned = f" ({value % 2**32} as uint32)" if value < 0 else ""
             raise UserError(
-                f"{where(row)}: {name}[{at}] is id {value}{unsigned}, which model.vocab_size={vocab_size} does not "
-                "have; restore the data, or prepare it again with the tokenizer of data.tokenizer"
+                f"{where(row)}: {name}[{position}] is id {value}{unsigned}, which model.vocab_size={vocab_size} does "
+                "not have; restore the data, or prepare it again with the tokenizer of data.tokenizer"
             )
 
 
@@ -174,38 +162,34 @@ def make_batch(
     """
     here = rows_here(sharding, rows)
 
-    def placed(x_here: np.ndarray) -> jax.Array:
-        def on_device(index: Any) -> np.ndarray:  # Slices along rows and tokens.
+    def global_array(x_here: np.ndarray) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:  # `index` slices the rows and the tokens of the global array.
             return x_here[np.searchsorted(here, np.arange(rows)[index[0]]), index[1]]
 
-        return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, on_device)
+        return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, shard)
 
     if counted is not None:
         rows_of_process = rows_of_process | {"loss_mask": rows_of_process["loss_mask"] * counted[:, None]}
-    return Batch(**{f"{name}_BT": placed(x_here) for name, x_here in rows_of_process.items()})
+    return Batch(**{f"{name}_BT": global_array(x_here) for name, x_here in rows_of_process.items()})
 
 
 def ordered_batches(
-    source: RowSource,
-    *,
-    rows: int,
-    limit_tokens: int,
-    sharding: jax.sharding.NamedSharding,
-    vocab_size: int,
+    source: RowSource, *, rows: int, limit_tokens: int, sharding: jax.sharding.NamedSharding, vocab_size: int
 ) -> Iterator[Batch]:
     """Yield the first rows of a source once, in order; the last batch is padded with masked rows.
 
     Raises:
         UserError: If a row has an id outside of the model's vocabulary.
     """
-    wanted = ordered_rows(source, limit_tokens)
+    total = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
-    for start in range(0, wanted, rows):
-        indices = start + here
-        examples = [source[min(int(i), wanted - 1)] for i in indices]
+    for start in range(0, total, rows):
+        is_row = start + here < total
+        indices = np.minimum(start + here, total - 1)  # The last row also serves as padding.
+        examples = [source[int(index)] for index in indices]
         stacked = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
-        check_ids(stacked, vocab_size, lambda row, at=indices: f"{source.name}: row {min(int(at[row]), wanted - 1)}")
-        yield make_batch(stacked, rows, sharding, (indices < wanted).astype(np.float32))
+        check_ids(stacked, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
+        yield make_batch(stacked, rows, sharding, is_row.astype(np.float32))
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:

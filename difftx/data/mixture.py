@@ -35,7 +35,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Any], stages: Sequence[Stage], seed: int):
         """Compute the table of each stage. `seed` determines the order of positions within a block."""
         self._sources = sources
-        self._order = functools.lru_cache(maxsize=4)(functools.partial(shuffled_places, seed))
+        self._order = functools.lru_cache(maxsize=4)(functools.partial(shuffled_positions, seed))
         self._tables = [StageTable(stage.weights) for stage in stages]
         self._first = [stage.first_block for stage in stages]
         self._used_before = [np.zeros(len(sources), np.int64)]  # Examples of each source before each stage.
@@ -52,11 +52,11 @@ class Mixture:
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of example `index`, and the example's number within that source."""
         block, row = divmod(index, BLOCK_ROWS)
-        place = self._order(block)[row]
+        position = self._order(block)[row]
         stage = self._stage(block)
         bounds = self._tables[stage].bounds[(block - self._first[stage]) % PERIOD_BLOCKS]
-        source = int(bounds.searchsorted(place, side="right")) - 1
-        return source, int(self.used(block)[source] + place - bounds[source])
+        source = int(bounds.searchsorted(position, side="right")) - 1
+        return source, int(self.used(block)[source] + position - bounds[source])
 
     def used(self, block: int) -> np.ndarray:
         """Return the number of examples of each source in all blocks before `block`, int64 [sources]."""
@@ -85,7 +85,7 @@ class StageTable:
         return periods * self._before[-1] + self._before[block]
 
 
-def shuffled_places(seed: int, block: int) -> np.ndarray:
+def shuffled_positions(seed: int, block: int) -> np.ndarray:
     """Return the positions of a block in reading order. Raw Philox bits are used, because numpy never changes them."""
     return np.argsort(np.random.Philox(key=np.array([seed, block], np.uint64)).random_raw(BLOCK_ROWS), kind="stable")
 

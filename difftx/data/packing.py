@@ -1,6 +1,6 @@
 """Rows made from a store's documents, either split every T tokens or packed so that documents stay whole.
 
-The content of a row follows from its number alone, so shuffling, mixing and resuming never read the rows they skip.
+The index of a row determines its content, so shuffling, mixing and resuming never read the rows that they skip.
 """
 #   T = tokens per row
 
@@ -21,9 +21,10 @@ BEST_FIT_VERSION = 1  # Increase this when the result of `best_fit` changes.
 CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a pack index file.
 GROUP_DOCUMENTS = 2**17  # Documents packed together; bounds memory and the distance between documents of a row.
 
-# Arrays of T elements. Every row has "tokens" and "targets" (int32; a target is the next token) and "loss_mask"
-# (float32; 1 where the target counts, else 0). With data.document_mask, a row also has "segment_ids" (int32; 1, 2, …
-# for pieces of documents, 0 for padding) and "positions" (int32; from 0 in each piece).
+# A segment is a document in a row, or the part of a longer document that the row holds. Arrays have T elements. Every
+# row has "tokens" and "targets" (int32; a target is the next token) and "loss_mask" (float32; 1 where a target counts,
+# else 0). With data.document_mask, a row also has "segment_ids" (int32; 1, 2, … for segments, 0 for padding) and
+# "positions" (int32; from 0 in each segment).
 Row = dict[str, np.ndarray]
 
 
@@ -35,22 +36,18 @@ class RowSource(Protocol):
     tokens: int  # Tokens per epoch, without padding.
     fingerprint: str  # Identifies the content of the rows, together with the loader's settings.
 
-    def __len__(self) -> int:
-        """Return the number of rows per epoch."""
-        ...
+    def __len__(self) -> int: ...  # Rows per epoch.
 
-    def __getitem__(self, index: int) -> Row:
-        """Return the row at an index."""
-        ...
+    def __getitem__(self, index: int) -> Row: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """The pieces of documents in each row. Row i has pieces `first[i]` … `first[i + 1] - 1`, in that order."""
+    """The segments of each row. Row i has segments `first[i]` … `first[i + 1] - 1`, in that order."""
 
     first: np.ndarray  # int64 [rows + 1].
-    starts: np.ndarray  # int64 [pieces]; position of each piece's first token in the store.
-    lengths: np.ndarray  # int64 [pieces]; tokens of each piece, at most T.
+    starts: np.ndarray  # int64 [segments]; position of each segment's first token in the store.
+    lengths: np.ndarray  # int64 [segments]; tokens of each segment, at most T.
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -87,15 +84,15 @@ class PackedRows:
             raise IndexError(f"row {index} of {len(self)}")
         if self._index is None:
             return self._concat_row(index * self.sequence_length)
-        pieces = slice(self._index.first[index], self._index.first[index + 1])
-        starts, lengths = self._index.starts[pieces], self._index.lengths[pieces]
+        segments = slice(self._index.first[index], self._index.first[index + 1])
+        starts, lengths = self._index.starts[segments], self._index.lengths[segments]
         stops = starts + lengths
-        goes_on = self._offsets[self._offsets.searchsorted(stops)] != stops
+        continues = self._offsets[self._offsets.searchsorted(stops)] != stops
         row = self._empty_row(lengths)
-        at = 0
-        for start, stop, more in zip(starts.tolist(), stops.tolist(), goes_on.tolist(), strict=True):
-            self._fill(row, at, start, stop, more)
-            at += stop - start
+        filled = 0
+        for start, stop, document_continues in zip(starts.tolist(), stops.tolist(), continues.tolist(), strict=True):
+            self._fill(row, filled, start, stop, document_continues)
+            filled += stop - start
         return row
 
     def _concat_row(self, start: int) -> Row:
@@ -110,19 +107,19 @@ class PackedRows:
         return row
 
     def _empty_row(self, lengths: np.ndarray) -> Row:
-        """Return a row of padding, with segment ids and positions for pieces of the given lengths."""
+        """Return a row of padding, with segment ids and positions for segments of the given lengths."""
         row = {
             "tokens": np.zeros(self.sequence_length, np.int32),
             "targets": np.zeros(self.sequence_length, np.int32),
             "loss_mask": np.zeros(self.sequence_length, np.float32),
         }
         if self._document_mask:
-            row["segment_ids"], row["positions"] = segments(lengths, self.sequence_length)
+            row["segment_ids"], row["positions"] = segment_arrays(lengths, self.sequence_length)
         return row
 
-    def _fill(self, row: Row, at: int, start: int, stop: int, goes_on: bool) -> None:
-        """Copy tokens start … stop - 1 of the store to position `at`. The last target counts only if `goes_on`."""
-        tokens = self.store.slice(start, stop + goes_on)
+    def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:
+        """Copy tokens start … stop - 1 to position `at` of a row. The last has a target if its document continues."""
+        tokens = self.store.slice(start, stop + document_continues)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
         row["loss_mask"][at : at + len(tokens) - 1] = self._counted(start + 1, start + len(tokens))
@@ -131,12 +128,13 @@ class PackedRows:
         """Return a float32 mask of tokens start … stop - 1 of the store: 0 for prompt tokens, 1 for all others."""
         if self._responses is None:
             return np.ones(stop - start, np.float32)
-        places = np.arange(start, stop)
-        return (places >= self._responses[self._offsets.searchsorted(places, side="right") - 1]).astype(np.float32)
+        positions = np.arange(start, stop)
+        documents = self._offsets.searchsorted(positions, side="right") - 1
+        return (positions >= self._responses[documents]).astype(np.float32)
 
 
-def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment ids and positions, int32 [T] each, for pieces of the given lengths followed by padding."""
+def segment_arrays(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return segment ids and positions, int32 [T] each, for segments of the given lengths followed by padding."""
     ids, positions = np.zeros(row_tokens, np.int32), np.zeros(row_tokens, np.int32)
     filled = int(np.sum(lengths))
     ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
@@ -145,10 +143,9 @@ def segments(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarr
 
 
 def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return the result of `best_fit`, cached as a file in `folder`.
+    """Return the result of `best_fit`, cached as a file in `folder`. A file with a wrong checksum is built again.
 
-    A file with a wrong checksum is built again. Several processes may build it at the same time: each writes a file of
-    its own, then renames it.
+    Several processes may build the file at the same time, because each writes its own file and renames it.
 
     Raises:
         UserError: If the file cannot be written or read.
@@ -161,7 +158,7 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
         index = _read(path) if path.exists() else None
         if index is None:
             if path.exists():
-                print(f"{path}: damaged: its content does not match its checksum; packing again", flush=True)
+                print(f"{path}: corrupt: its content does not match its checksum; packing again", flush=True)
             _write(path, best_fit(offsets, row_tokens))
             index = _read(path)
     except OSError as error:
@@ -169,36 +166,32 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
             f"data.cache_path: {path} cannot be written or read ({error.strerror}); name another folder"
         ) from error
     if index is None:
-        raise RunError(f"{path}: damaged again as soon as it was written; check the disk, or set data.cache_path")
+        raise RunError(f"{path}: corrupt immediately after it was written; check the disk, or set data.cache_path")
     return index
 
 
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     """Pack documents into rows by best-fit decreasing, in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
 
-    A document longer than a row is first split into full rows and a remainder. Rows, and the pieces in a row, follow
+    A document longer than a row is first split into full rows and a remainder. Rows, and the segments in a row, follow
     the order of the documents, not of their lengths, so that the first rows are not biased towards long documents.
-
-    Args:
-        offsets: int64 [documents + 1]; start of each document, and the end.
-        row_tokens: T.
+    `offsets`, int64 [documents + 1], are the start of each document, and the end.
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
     for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
-        piece_starts, piece_lengths = _pieces(offsets[group : group + GROUP_DOCUMENTS + 1], row_tokens)
-        _, seen, bin_of_piece = np.unique(
-            _best_fit_decreasing(piece_lengths, row_tokens), return_index=True, return_inverse=True
-        )
-        row_of_piece = np.argsort(np.argsort(seen))[bin_of_piece]  # Number the rows by their first piece.
-        order = np.argsort(row_of_piece, kind="stable")
-        counts.append(np.bincount(row_of_piece))
-        starts.append(piece_starts[order])
-        lengths.append(piece_lengths[order])
+        group_starts, group_lengths = _segments(offsets[group : group + GROUP_DOCUMENTS + 1], row_tokens)
+        bins = _best_fit_decreasing(group_lengths, row_tokens)
+        _, first_of_bin, bins = np.unique(bins, return_index=True, return_inverse=True)
+        rows = np.argsort(np.argsort(first_of_bin))[bins]  # Number the rows by their first segment.
+        order = np.argsort(rows, kind="stable")
+        counts.append(np.bincount(rows))
+        starts.append(group_starts[order])
+        lengths.append(group_lengths[order])
     return PackIndex(np.cumsum(np.concatenate(counts)), np.concatenate(starts), np.concatenate(lengths))
 
 
-def _pieces(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split the documents between the bounds into pieces of at most T tokens; return starts and lengths."""
+def _segments(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split the documents between the bounds into segments of at most T tokens; return starts and lengths."""
     count = -(-np.diff(bounds) // row_tokens)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(bounds[:-1], count) + nth * row_tokens
@@ -208,8 +201,8 @@ def _pieces(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
     """Assign items to bins of capacity `room` by best-fit decreasing; return the bin of each item.
 
-    Items are placed longest first, each into the fullest bin that still has space for it. All items of one length are
-    placed together: the fullest bin takes as many as fit, then the next bin follows. Apart from the sort, the work
+    Items are packed longest first, each into the fullest bin that still has space for it. All items of one length are
+    packed together: the fullest bin takes as many as fit, then the next bin follows. Apart from the sort, the work
     grows with the number of distinct lengths, not of items.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
@@ -229,9 +222,9 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
             else:
                 candidates = np.arange(count, count - (-len(items) // each))
                 count += len(candidates)
-            placed, items = items[: each * len(candidates)], items[each * len(candidates) :]
-            bins[placed] = np.repeat(candidates, each)[: len(placed)]
-            full, some = divmod(len(placed), each)
+            packed, items = items[: each * len(candidates)], items[each * len(candidates) :]
+            bins[packed] = np.repeat(candidates, each)[: len(packed)]
+            full, some = divmod(len(packed), each)
             for taken, those in ((each, slice(full)), (some, slice(full, full + 1)), (0, slice(full + 1, None))):
                 rest = left - taken * length
                 if rest and len(candidates[those]):
@@ -256,5 +249,5 @@ def _read(path: Path) -> PackIndex | None:
         return None
     array = raw[CHECKSUM_BYTES:].view("<i8")
     rows = int(array[0])
-    first, pieces = array[1 : rows + 2], array[rows + 2 :]
-    return PackIndex(first, pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :])
+    starts, lengths = np.split(array[rows + 2 :], 2)
+    return PackIndex(array[1 : rows + 2], starts, lengths)

@@ -1,12 +1,13 @@
 """JSON lines from a plain or compressed file, checked line by line."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from difftx.data.readers import BROKEN_STREAM, LONGEST_DOCUMENT, TOO_LONG, open_stream, why_broken
+from difftx.data.streams import LONGEST_DOCUMENT, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
 from difftx.errors import UserError, did_you_mean
 
 
@@ -18,21 +19,13 @@ class Record:
     values: dict[str, Any]
 
     def field(self, name: str) -> Any:
-        """Return a field's value.
-
-        Raises:
-            UserError: If the record has no such field. The message names the line.
-        """
+        """Return the value of a field, or raise `UserError` if the record has no such field."""
         if name not in self.values:
             raise UserError(f"{self.name} has no field {name!r}.{did_you_mean(name, self.values)}")
         return self.values[name]
 
     def text(self, name: str) -> str:
-        """Return a field that must be non-empty text.
-
-        Raises:
-            UserError: If the field is missing, empty or not text. The message names the line.
-        """
+        """Return the value of a field, or raise `UserError` if it is missing, empty or not text."""
         value = self.field(name)
         if not isinstance(value, str) or not value:
             raise UserError(f"{self.name}: {name}={value!r} must be text, and not empty")
@@ -51,24 +44,21 @@ def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
         UserError: If the file cannot be read or has no objects, or if a line is too long or not a JSON object.
     """
     empty = True
-    for number, line in enumerate(_lines(path, field), start=1):
-        if len(line) > LONGEST_DOCUMENT and not line.endswith(b"\n"):
-            raise UserError(f"{path}: line {number} {TOO_LONG}")
-        if line.strip():
-            empty = False
-            yield _record(f"{path}: line {number}", line)
-    if empty:
-        raise UserError(f"{field}={path}: the file has no {what}")
-
-
-def _lines(path: Path, field: str) -> Iterator[bytes]:
-    """Yield the lines of a file, each read only up to one byte beyond `LONGEST_DOCUMENT`."""
     try:
         with open_stream(path) as stream:
-            while line := stream.readline(LONGEST_DOCUMENT + 1):
-                yield line
-    except BROKEN_STREAM as error:
-        raise UserError(f"{field}={why_broken(path, error)}") from error
+            for number in itertools.count(1):
+                line = stream.readline(LONGEST_DOCUMENT + 1)
+                if not line:
+                    break
+                if len(line) > LONGEST_DOCUMENT and not line.endswith(b"\n"):
+                    raise UserError(f"{path}: line {number} {TOO_LONG}")
+                if line.strip():
+                    empty = False
+                    yield _record(f"{path}: line {number}", line)
+    except READ_ERRORS as error:
+        raise UserError(f"{field}={why_unreadable(path, error)}") from error
+    if empty:
+        raise UserError(f"{field}={path}: the file has no {what}")
 
 
 def _record(name: str, line: bytes) -> Record:

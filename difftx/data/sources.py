@@ -90,21 +90,21 @@ def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> 
     """Return the training rows, the validation rows and the notes for a path."""
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
-    corpus = load_corpus(dataclasses.replace(config, path=path, sources=(), stages=()), encoding)
-    store, notes = corpus.train, []
-    if config.upsampling.longer_than_tokens is not None:
-        store = UpsampledStore(
-            store, longer_than_tokens=config.upsampling.longer_than_tokens, share=config.upsampling.share
+    train_store, valid_store = load_corpus(dataclasses.replace(config, path=path, sources=(), stages=()), encoding)
+    notes = []
+    if (longer_than := config.upsampling.longer_than_tokens) is not None:
+        train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
+        notes.append(train_store.report)
+    train, valid = (
+        PackedRows(
+            store,
+            sequence_length=config.sequence_length,
+            packing=config.packing,
+            document_mask=config.document_mask,
+            cache_path=config.cache_path,
         )
-        notes.append(store.report)
-    pack = functools.partial(
-        PackedRows,
-        sequence_length=config.sequence_length,
-        packing=config.packing,
-        document_mask=config.document_mask,
-        cache_path=config.cache_path,
+        for store in (train_store, valid_store)
     )
-    train, valid = pack(store), pack(corpus.valid[ONLY_SET])
     if config.packing == "best_fit":
         padding = 1 - train.tokens / (len(train) * train.sequence_length)
         notes.append(f"packed into {len(train):,} rows, {padding:.2%} of them padding")

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import json_sha256, misfit, read_json, write_atomically
+from difftx.files import json_sha256, read_json, schema_error, write_atomically
 
 META = "meta.json"
 FORMAT = 1
@@ -39,127 +39,106 @@ SHAPE = {
 class TokenStore:
     """Tokenised documents, concatenated, each followed by the end-of-text token."""
 
+    offsets: np.ndarray  # uint64 [documents + 1]; start of each document among all tokens, and the end.
+    prompts: np.ndarray | None  # uint64 [documents]; number of prompt tokens of each document, which no loss counts.
+
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
     ):
-        """Hold a store in memory.
-
-        Args:
-            tokens: uint16 or uint32.
-            offsets: uint64 `[documents + 1]`; start of each document, and the end.
-            prompts: uint64 `[documents]`; number of prompt tokens of each document, which no loss counts.
-            name: Origin of the tokens, for messages.
-        """
+        """Hold a store in memory: `tokens`, uint16 or uint32. Messages name their origin, `name`."""
         self.name, self.dtype = name, tokens.dtype
         self.fingerprint = hashlib.sha256(tokens).hexdigest()
-        self._starts = [0, len(tokens)]  # Start of each shard (here, one) among all tokens, and the end.
-        self._tokens, self._offsets, self._prompts = tokens, offsets, prompts
+        self._tokens, self.offsets, self.prompts = tokens, offsets, prompts
 
     def __len__(self) -> int:
-        return self._starts[-1]
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """Start of each document among all tokens, and the end: uint64 `[documents + 1]`."""
-        return self._offsets
-
-    @property
-    def prompts(self) -> np.ndarray | None:
-        """Number of prompt tokens of each document: uint64 `[documents]`; None if there are no prompts."""
-        return self._prompts
+        return len(self._tokens)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Return tokens start … stop - 1."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} … {stop} of {len(self)}")
-        first = min(bisect.bisect_right(self._starts, start), len(self._starts) - 1) - 1
-        last = max(first + 1, bisect.bisect_left(self._starts, stop))
-        begins = self._starts
-        parts = [
-            self._read(i, max(start, begins[i]) - begins[i], min(stop, begins[i + 1]) - begins[i])
-            for i in range(first, last)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _read(self, piece: int, start: int, stop: int) -> np.ndarray:
         return self._tokens[start:stop]
 
 
 class ShardedStore(TokenStore):
     """One split of a store on disk, which can be pickled because it holds file names instead of open files.
 
-    Tokens are read, not memory-mapped. If a file is truncated or a disk fails, a read raises an error that names the
-    file, whereas access to mapped memory would end the process by SIGBUS.
+    Offsets and prompts are read and checked at the first access. Tokens are read, not memory-mapped. If a file is
+    truncated or a disk fails, a read raises an error that names the file, whereas access to mapped memory would end the
+    process by SIGBUS.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any], split: str):
         """Hold the shards that `meta` lists, without reading them."""
         shards = meta["splits"][split]["shards"]
-        self.name, self.dtype = str(Path(folder) / split), np.dtype(meta["dtype"])
+        self.name, self.dtype = str(folder / split), np.dtype(meta["dtype"])
         kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
         content = [self.dtype.name, [[shard["sha256"][kind] for kind in kinds] for shard in shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))
+        self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))  # And the end.
         self._files = [shard_file(folder, split, i, "tokens") for i in range(len(shards))]
         self._hashes = [shard["sha256"]["tokens"] for shard in shards]
         self._has_prompts = "prompts" in kinds
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """Start of each document among all tokens, and the end, read and checked at the first access.
+    def __len__(self) -> int:
+        return self._starts[-1]
 
-        Raises:
-            UserError: If the offsets of a shard do not rise from 0 to its number of tokens.
-        """
-        if "_offsets" not in self.__dict__:
-            parts = []
-            for file, (start, stop) in zip(self._files, itertools.pairwise(self._starts), strict=True):
-                part = np.fromfile(file.with_suffix(".offsets"), "<u8")
-                if problem := offsets_problem(part, stop - start):
-                    raise UserError(f"{file.with_suffix('.offsets')}: {problem}; {RESTORE}")
-                parts.append(part[:-1] + np.uint64(start))
-            self._offsets = np.concatenate([*parts, np.array([len(self)], np.uint64)])
-        return self._offsets
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:  # pyrefly: ignore[bad-override]
+        parts = []
+        for file, (start, stop) in zip(self._files, itertools.pairwise(self._starts), strict=True):
+            part = np.fromfile(file.with_suffix(".offsets"), "<u8")
+            if problem := offsets_problem(part, stop - start):
+                raise UserError(f"{file.with_suffix('.offsets')}: {problem}; {RESTORE}")
+            parts.append(part[:-1] + np.uint64(start))
+        return np.concatenate([*parts, np.array([len(self)], np.uint64)])
 
-    @property
-    def prompts(self) -> np.ndarray | None:
-        """Number of prompt tokens of each document, read and checked at the first access.
+    @functools.cached_property
+    def prompts(self) -> np.ndarray | None:  # pyrefly: ignore[bad-override]
+        if not self._has_prompts:
+            return None
+        prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
+        if len(prompts) != len(self.offsets) - 1 or (prompts > np.diff(self.offsets)).any():
+            raise UserError(f"{self.name}: a prompt is longer than its document; {RESTORE}")
+        return prompts
 
-        Raises:
-            UserError: If a prompt is longer than its document, or documents and prompts differ in number.
-        """
-        if self._has_prompts and "_prompts" not in self.__dict__:
-            prompts = np.concatenate([np.fromfile(file.with_suffix(".prompts"), "<u8") for file in self._files])
-            if len(prompts) != len(self.offsets) - 1 or (prompts > np.diff(self.offsets)).any():
-                raise UserError(f"{self.name}: a prompt is longer than its document; {RESTORE}")
-            self._prompts = prompts
-        return self._prompts if self._has_prompts else None
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} … {stop} of {len(self)}")
+        parts = []
+        first = min(bisect.bisect_right(self._starts, start), len(self._files)) - 1
+        for shard in range(first, len(self._files)):
+            begin, end = self._starts[shard], self._starts[shard + 1]
+            parts.append(self._read(shard, max(start, begin) - begin, min(stop, end) - begin))
+            if stop <= end:
+                break
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _read(self, piece: int, start: int, stop: int) -> np.ndarray:
+    def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
         tokens = np.empty(stop - start, self.dtype)
-        raw, at = tokens.view(np.uint8), 0
-        file = _open(self._files[piece], self._hashes[piece])
-        while at < len(raw):
+        buffer, done = tokens.view(np.uint8), 0
+        file = _open(self._files[shard], self._hashes[shard])
+        while done < len(buffer):
             try:
-                count = os.preadv(file.fileno(), [raw[at:]], start * self.dtype.itemsize + at)
+                count = os.preadv(file.fileno(), [buffer[done:]], start * self.dtype.itemsize + done)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, file.name) from error
             if not count:
                 raise UserError(f"{file.name}: truncated while it was in use, before token {stop} of it; {RESTORE}")
-            at += count
+            done += count
         return tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_offsets", "_prompts")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("offsets", "prompts")}
 
 
-def open_store(folder: Path, split: str, *, verify: bool = False) -> TokenStore:
-    """Open a split of a prepared store.
+def open_store(folder: str | Path, split: str, *, verify: bool = False) -> TokenStore:
+    """Open the split "train" or "valid" of a store that `difftx prepare` has written.
 
     Args:
-        folder: Folder that was given to `difftx prepare --out`.
-        split: "train" or "valid".
-        verify: Read every file and compare its SHA-256. File sizes are always compared.
+        folder: Folder of the store.
+        split: Name of the split.
+        verify: Whether to read every file and compare its SHA-256. File sizes are always compared.
 
     Raises:
         UserError: If the folder is not a finished store, the split is empty, or a shard is missing or corrupt.
@@ -169,12 +148,12 @@ def open_store(folder: Path, split: str, *, verify: bool = False) -> TokenStore:
     shards = meta["splits"][split]["shards"]
     if not shards:
         raise UserError(f"{folder}: the store has no {split} documents; prepare it with more text or --valid_input")
-    for problem in damage(folder, meta, split, content=verify):
+    for problem in file_problems(folder, meta, split, content=verify):
         raise UserError(f"{problem}; {RESTORE}")
     return ShardedStore(folder, meta, split)
 
 
-def store_tokenizer(folder: Path) -> tuple[str, str]:
+def store_tokenizer(folder: str | Path) -> tuple[str, str]:
     """Return the name of a store's tokenizer and the SHA-256 of its vocabulary."""
     tokenizer = read_meta(folder)["tokenizer"]
     return tokenizer["name"], tokenizer["vocabulary_sha256"]
@@ -185,7 +164,7 @@ def is_store(path: str | Path) -> bool:
     return (Path(path) / META).is_file()
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: str | Path) -> dict[str, Any]:
     """Return the content of `meta.json`, without its SHA-256.
 
     Raises:
@@ -201,20 +180,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
     if meta.pop("sha256", None) != json_sha256(meta):
-        raise UserError(f"{path}: damaged, its SHA-256 is not that of its text; restore it, or prepare the store again")
-    if why := misfit(meta, SHAPE) or _strange_value(meta):
-        raise UserError(f"{path}: not as `difftx prepare` writes it: {why}; prepare the store again")
+        raise UserError(f"{path}: corrupt, its SHA-256 is not that of its text; {RESTORE}")
+    if why := schema_error(meta, SHAPE) or _invalid_value(meta):
+        raise UserError(f"{path}: invalid: {why}; prepare the store again")
     return meta
 
 
-def _strange_value(meta: dict[str, Any]) -> str | None:
+def _invalid_value(meta: dict[str, Any]) -> str | None:
     if meta["dtype"] not in ("uint16", "uint32"):
         return f"dtype: {meta['dtype']!r}"
     for split in SPLITS:
         for shard in meta["splits"][split]["shards"]:
             # Reject unknown kinds, because a kind becomes part of a file name.
             if not shard["documents"] or not shard["sha256"].keys() <= {"tokens", "offsets", "ids", "prompts"}:
-                return f"splits.{split}: a shard without documents, or with other files than a shard has"
+                return f"splits.{split}: a shard has no documents, or files of an unknown kind"
             if ("prompts" in shard["sha256"]) != ("prompts" in meta["splits"][split]["shards"][0]["sha256"]):
                 return f"splits.{split}: some shards have prompts, and some have none"
     return None
@@ -231,7 +210,7 @@ def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
     return Path(folder) / split / f"{index:05d}.{kind}"
 
 
-def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
+def file_problems(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
     """Check the sizes of a split's files and, with `content`, their SHA-256; yield a message for each problem."""
     itemsize = np.dtype(meta["dtype"]).itemsize
     for index, shard in enumerate(meta["splits"][split]["shards"]):
@@ -244,7 +223,7 @@ def damage(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> 
             elif kind in sizes and file.stat().st_size != sizes[kind]:
                 yield f"{file}: {file.stat().st_size} bytes, {META} says {sizes[kind]}"
             elif content and sha256_of(file) != expected:
-                yield f"{file}: damaged, its SHA-256 is not that of {META}"
+                yield f"{file}: corrupt, its SHA-256 is not that in {META}"
 
 
 def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:

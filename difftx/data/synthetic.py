@@ -11,15 +11,14 @@ from collections.abc import Callable
 import numpy as np
 
 from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
-from difftx.data.packing import Row, segments
+from difftx.data.packing import Row, segment_arrays
 from difftx.errors import UserError
 from difftx.registry import Registry
 
 FILLER = 0  # Pads an example that is shorter than its row, and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
-# The tokens of an example, the positions whose targets are answers, and the answers.
-Example = tuple[np.ndarray, np.ndarray, np.ndarray]
+type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions whose targets are answers, and answers.
 
 
 def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
@@ -45,11 +44,11 @@ def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 
     A distractor may be any token except the example's keys.
     """
-    tokens, places, asked = retrieval_with_places(config, row_tokens, rng)
-    return tokens, np.array([len(tokens) - 1]), tokens[places[[asked]] + 1]
+    tokens, positions, queried = retrieval_with_positions(config, row_tokens, rng)
+    return tokens, np.array([len(tokens) - 1]), tokens[positions[[queried]] + 1]
 
 
-def retrieval_with_places(
+def retrieval_with_positions(
     config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the tokens of `retrieval`, the position of each pair (its key), and the index of the queried pair."""
@@ -58,12 +57,12 @@ def retrieval_with_places(
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
     starts = np.cumsum(1 + is_pair) - 1 - is_pair
     tokens = np.empty(_retrieval_tokens(config, row_tokens), np.int64)
-    places = starts[is_pair]
-    tokens[places], tokens[places + 1] = keys, values
+    positions = starts[is_pair]
+    tokens[positions], tokens[positions + 1] = keys, values
     tokens[starts[~is_pair]] = rng.choice(others, config.distractors)
-    asked = int(rng.integers(config.pairs))
-    tokens[-1] = keys[asked]
-    return tokens, places, asked
+    queried = int(rng.integers(config.pairs))
+    tokens[-1] = keys[queried]
+    return tokens, positions, queried
 
 
 def copy(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
@@ -79,13 +78,10 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task: `make` returns an example, and `tokens` the number of tokens that an example needs.
-
-    Both are called with the config and the tokens of a row, `make` also with a generator of random numbers.
-    """
+    """A task. Both functions get the config and the number of tokens of a row."""
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
-    tokens: Callable[[SyntheticConfig, int], int]
+    tokens: Callable[[SyntheticConfig, int], int]  # Number of tokens that an example needs.
 
 
 MQAR = Task(mqar, lambda config, _: 4 * config.pairs)
@@ -103,14 +99,13 @@ TASKS: Registry[Task] = Registry(
 
 
 class SyntheticRows:
-    """Rows of a synthetic task, one example per row."""
+    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers.
+
+    Raises:
+        UserError: If there is no such task, or an example does not fit into a row.
+    """
 
     def __init__(self, path: str, config: DataConfig, split: str):
-        """Check the parameters. The splits, "train" and "valid", use different streams of random numbers.
-
-        Raises:
-            UserError: If there is no such task, or an example does not fit into a row.
-        """
         name = path.removeprefix(SYNTHETIC)
         self._task, self._config, self.sequence_length = TASKS[name], config.synthetic, config.sequence_length
         self.task, self.name = name, f"{path}, {split}"
@@ -132,14 +127,13 @@ class SyntheticRows:
         return self._length
 
     def random(self, index: int) -> np.random.Generator:
-        """Return the random number generator of an example."""
         if not 0 <= index < self._length:
             raise IndexError(f"example {index} of {self._length}")
         # Philox is counter-based: every example has its own range of counters, and creating a generator is cheap.
         return np.random.Generator(np.random.Philox(key=self._key, counter=np.array([0, 0, 0, index], np.uint64)))
 
     def __getitem__(self, index: int) -> Row:
-        tokens, places, answers = self._task.make(self._config, self.sequence_length, self.random(index))
+        tokens, positions, answers = self._task.make(self._config, self.sequence_length, self.random(index))
         row = {
             "tokens": np.full(self.sequence_length, FILLER, np.int32),
             "targets": np.full(self.sequence_length, FILLER, np.int32),
@@ -147,10 +141,10 @@ class SyntheticRows:
         }
         row["tokens"][: len(tokens)] = tokens
         row["targets"][: len(tokens) - 1] = tokens[1:]
-        row["targets"][places] = answers
-        row["loss_mask"][places] = 1
+        row["targets"][positions] = answers
+        row["loss_mask"][positions] = 1
         if self._document_mask:
-            row["segment_ids"], row["positions"] = segments(np.array([len(tokens)]), self.sequence_length)
+            row["segment_ids"], row["positions"] = segment_arrays(np.array([len(tokens)]), self.sequence_length)
         return row
 
 

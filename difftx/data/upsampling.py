@@ -35,8 +35,9 @@ class UpsampledStore(TokenStore):
             uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
         documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
         self.name, self.dtype, self._store, self._sources = store.name, store.dtype, store, offsets[documents]
-        self._prompts = None if store.prompts is None else store.prompts[documents]
+        self.prompts = None if store.prompts is None else store.prompts[documents]
         self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
+        self.offsets = self._ends.view(np.uint64)
         content = json.dumps([store.fingerprint, longer_than_tokens, share])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         after = int((lengths * uses)[is_long].sum())
@@ -49,18 +50,7 @@ class UpsampledStore(TokenStore):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @property
-    def offsets(self) -> np.ndarray:
-        """Start of each document among all tokens, and the end: uint64 `[documents + 1]`."""
-        return self._ends.view(np.uint64)
-
-    @property
-    def prompts(self) -> np.ndarray | None:
-        """Number of prompt tokens of each document: uint64 `[documents]`; None if there are no prompts."""
-        return self._prompts
-
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens start … stop - 1."""
         first = min(int(self._ends.searchsorted(start, side="right")), len(self._sources)) - 1
         if stop <= self._ends[first + 1]:
             at = int(self._sources[first] + start - self._ends[first])

@@ -1,134 +1,27 @@
-"""Evaluation suites by name. The training loop and eval.py run them through `evaluate`."""
+"""Evaluation suites. The training loop and eval.py run them by `evaluate`."""
 
-import dataclasses
-import hashlib
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import jax
-
-from difftx.config import Config
-from difftx.config.fields import values_of
-from difftx.data.progress import Work
+from difftx.evals.driver import (
+    check_run,
+    check_suites,
+    evaluate,
+    fields_of,
+    result_path,
+    settings,
+    stored_result,
+    with_inner,
+)
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.journal import Journal
-from difftx.evals.result import Result
 from difftx.evals.suite import SUITES
-from difftx.files import json_sha256, read_json, write_atomically
-from difftx.parallel.multihost import is_lead
-from difftx.training.reading import Checkpoint
-from difftx.training.run import Run
 
-
-def check_suites(names: Sequence[str]) -> None:
-    """Raise `UserError` for a name that is no suite."""
-    for name in names:
-        SUITES[name]
-
-
-def check_run(run: Run, suites: Sequence[str]) -> None:
-    """Raise `UserError` where a run has not what a suite needs: sooner than at the first evaluation."""
-    for suite in suites:
-        for name in with_inner(run.config, suite):
-            SUITES[name].check(run)
-
-
-def evaluate(
-    run: Run,
-    params: Any,
-    step: int,
-    suites: Sequence[str],
-    work: Work | None = None,
-    weights: str | None = None,
-    checkpoint: Checkpoint | None = None,
-) -> dict[str, Result]:
-    """Run suites on parameters of a step and write `<workdir>/evals/<suite>/<step>.json` for each.
-
-    Args:
-        run: whose validation data and mesh are used.
-        params: of the model.
-        step: that they are of.
-        suites: names.
-        work: shows how far a suite is; None: nothing does.
-        weights: identity of `params`, as in a checkpoint's manifest; None: they are of no run.
-        checkpoint: that holds `params`; None: there is none yet, since training evaluates before it saves.
-
-    Raises:
-        RunError: `checkpoint` was deleted or replaced during the evaluation; that suite's result is not written.
-    """
-    check_suites(suites)
-    evaluation = Evaluation(run, params, work or Work(enabled=False))
-    results = {}
-    with jax.set_mesh(run.mesh):
-        for name in suites:
-            path, depends_on = result_path(run.workdir, name, step), settings(run, name)
-            journal = Journal(path.with_suffix(".items.jsonl"), depends_on, weights)
-            results[name] = result = SUITES[name].evaluate(evaluation.with_journal(journal))
-            if checkpoint is not None:
-                checkpoint.require_unchanged()
-            if not is_lead():
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
-            content = {"suite": name, "step": step, "settings": depends_on} | source | dataclasses.asdict(result)
-            write_atomically(path, json.dumps(content, indent=2) + "\n")
-            journal.remove()
-    return results
-
-
-def result_path(workdir: Path, suite: str, step: int) -> Path:
-    """Return where a suite's result goes."""
-    return workdir / "evals" / suite / f"{step}.json"
-
-
-def stored_result(run: Run, suite: str, step: int) -> dict[str, Any] | None:
-    """Return the JSON of a result that was made with the settings of `run`; None if there is none."""
-    path = result_path(run.workdir, suite, step)
-    if not path.exists():
-        return None
-    content = read_json(path)
-    return content if isinstance(content, dict) and content.get("settings") == settings(run, suite) else None
-
-
-def settings(run: Run, suite: str) -> str:
-    """Return a SHA-256 of what a suite's result depends on beside the parameters."""
-    config = run.config
-    depends: dict[str, Any] = {
-        "suite": suite,
-        "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
-        "model": values_of(config.model),
-        "data": run.data.signature,
-        "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
-        "seed": config.train.seed,
-    }
-    suites = with_inner(config, suite)
-    files = [path for name in suites for path in SUITES[name].files(config)]
-    if files:
-        depends["files"] = [_sha256(path) for path in files]
-    if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
-        depends["extensions"] = extensions
-    if SUITES[suite].measures_device:
-        device = run.mesh.devices.flat[0].device_kind
-        depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
-    return json_sha256(depends)
-
-
-def fields_of(config: Config, suite: str) -> tuple[str, ...]:
-    """Return the fields of `eval` that a suite reads under a config."""
-    return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
-
-
-def with_inner(config: Config, suite: str) -> tuple[str, ...]:
-    """Return a suite and those that it runs itself."""
-    return (suite, *SUITES[suite].inner(config))
-
-
-def _sha256(path: Path) -> str | None:
-    """Return the hash of a file's content; None if it cannot be read, which the suite itself will say."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
+__all__ = [
+    "SUITES",
+    "Evaluation",
+    "check_run",
+    "check_suites",
+    "evaluate",
+    "fields_of",
+    "result_path",
+    "settings",
+    "stored_result",
+    "with_inner",
+]

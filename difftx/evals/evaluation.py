@@ -11,25 +11,26 @@ import numpy as np
 from flax import nnx
 
 from difftx.data.loader import Batch, ordered_batches, ordered_rows
-from difftx.data.packing import Row, RowSource
-from difftx.data.progress import Work
-from difftx.evals.journal import Journal
+from difftx.data.packing import PackedRows, Row, RowSource
+from difftx.errors import UserError
+from difftx.evals.resume import ItemJournal
 from difftx.inference.decode import LanguageModel
+from difftx.progress import Work
 from difftx.training.loss import token_nll
 from difftx.training.run import Run
 from difftx.training.state import graph
 
 
 class Evaluation:
-    """A run, the parameters of one of its steps, a display for suites that take long, and a suite's journal."""
+    """A run, the parameters of one of its steps, a progress display, and the journal of the current suite."""
 
-    def __init__(self, run: Run, params: Any, work: Work, journal: Journal | None = None):
+    def __init__(self, run: Run, params: Any, work: Work, journal: ItemJournal | None = None):
         """Without a journal, an interrupted suite starts again from its first item."""
         self.run, self.params, self.work, self.journal = run, params, work, journal
         self._lm = functools.cache(lambda: LanguageModel(run.config, run.mesh, params, run.tokenizer))
         self._valid_nll: dict[str, np.ndarray] = {}
 
-    def with_journal(self, journal: Journal) -> "Evaluation":
+    def with_journal(self, journal: ItemJournal) -> "Evaluation":
         """Return the evaluation for another suite; both share the language model and the `nll` of validation sets."""
         other = copy.copy(self)
         other.journal = journal
@@ -39,6 +40,18 @@ class Evaluation:
     def lm(self) -> LanguageModel:
         """The model, to generate with and to score continuations."""
         return self._lm()
+
+    def batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Batch]:
+        """Yield the first rows of a source in microbatches, the last one padded; the arguments are those of `nll`."""
+        rows = self.run.microbatch_rows
+        batches = ordered_batches(
+            source,
+            rows=rows,
+            limit_tokens=limit_tokens,
+            sharding=self.run.batch_sharding,
+            vocab_size=self.run.config.model.vocab_size,
+        )
+        return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
         """Return -log p of each target of a source's first rows, in nats, float32 `[rows, T]`.
@@ -51,21 +64,13 @@ class Evaluation:
             limit_tokens: largest number of tokens, rounded down to whole rows, but at least one row.
             what: name of the rows in the progress display.
         """
-        graphdef, rows, wanted = graph(self.run.config), self.run.microbatch_rows, ordered_rows(source, limit_tokens)
-        batches = ordered_batches(
-            source,
-            rows=rows,
-            limit_tokens=limit_tokens,
-            sharding=self.run.batch_sharding,
-            vocab_size=self.run.config.model.vocab_size,
-        )
-        found, pending = [], None
-        for batch in self.work.track(batches, what, -(-wanted // rows)):
+        graphdef, found, pending = graph(self.run.config), [], None
+        for batch in self.batches(source, limit_tokens, what):
             scored = _score(graphdef, self.params, batch)
             if pending is not None:  # Fetch the previous batch while the device computes the current one.
                 found.append(np.asarray(pending))
             pending = scored
-        return np.concatenate([*found, np.asarray(pending)])[:wanted]
+        return np.concatenate([*found, np.asarray(pending)])[: ordered_rows(source, limit_tokens)]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
         """Yield the rows of a validation set, at most `eval.loss_tokens` tokens, each with its `nll`.
@@ -74,10 +79,21 @@ class Evaluation:
         """
         source = self.run.data.valid[name]
         if name not in self._valid_nll:
-            limit = self.run.config.eval.loss_tokens
-            self._valid_nll[name] = self.nll(source, limit, f"rows of {name}")
+            self._valid_nll[name] = self.nll(source, self.run.config.eval.loss_tokens, f"rows of {name}")
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T
+
+
+def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
+    """Return the validation sets of text by name, for a suite that needs at least one.
+
+    Raises:
+        UserError: no validation set is text.
+    """
+    text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
+    if not text:
+        raise UserError(f"suite {suite!r}: no validation set is text; for synthetic tasks, use the suite 'exact_match'")
+    return text
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from difftx.config import Config
-from difftx.data.loader import Batch, ordered_batches, ordered_rows
+from difftx.data.loader import Batch
 from difftx.data.synthetic import SyntheticRows
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
@@ -27,16 +26,13 @@ def evaluate(evaluation: Evaluation) -> Result:
     `accuracy` is the share of right answers, as in Zoology. `exact_match` is the share of examples whose answers are
     all right.
     """
-    run, params = evaluation.run, evaluation.params
-    sets = {name: _score_set(run, params, rows) for name, rows in tasks_of(run).items()}
-    return Result(
-        numbers={name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")},
-        details={"sets": sets},
-    )
+    sets = {name: _score_set(evaluation, name, rows) for name, rows in synthetic_sets(evaluation.run).items()}
+    numbers = {name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")}
+    return Result(numbers=numbers, details={"sets": sets})
 
 
-def tasks_of(run: Run) -> dict[str, SyntheticRows]:
-    """Return the validation sets that are synthetic tasks.
+def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:
+    """Return the validation sets that are synthetic tasks, by name.
 
     Raises:
         UserError: no validation set is a synthetic task.
@@ -47,41 +43,28 @@ def tasks_of(run: Run) -> dict[str, SyntheticRows]:
     return tasks
 
 
-def _score_set(run: Run, params: Any, source: SyntheticRows) -> dict[str, float]:
-    score = _scorer(run.config)
-    batches = ordered_batches(
-        source,
-        rows=run.microbatch_rows,
-        limit_tokens=source.tokens,
-        sharding=run.batch_sharding,
-        vocab_size=run.config.model.vocab_size,
-    )
-    counts = sum(np.array(jax.device_get(score(params, batch)), np.int64) for batch in batches)
-    right, answers, right_examples = (int(n) for n in np.asarray(counts))
-    examples = ordered_rows(source, source.tokens)
+def _score_set(evaluation: Evaluation, name: str, source: SyntheticRows) -> dict[str, float]:
+    graphdef, counts = graph(evaluation.run.config), np.zeros(3, np.int64)
+    for batch in evaluation.batches(source, source.tokens, f"examples of {name}"):
+        counts += np.array(jax.device_get(_count(graphdef, evaluation.params, batch)))
+    right, answers, right_examples = counts.tolist()
     return {
         "accuracy": right / answers,
-        "exact_match": right_examples / examples,
+        "exact_match": right_examples / len(source),
         "answers": answers,
-        "examples": examples,
+        "examples": len(source),
     }
 
 
-@functools.cache
-def _scorer(config: Config):
-    graphdef = graph(config)
-
-    @jax.jit
-    def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the number of right answers, the number of answers, and the number of rows with only right answers."""
-        model = nnx.merge(graphdef, params)
-        x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-        counts_BT = batch.loss_mask_BT > 0
-        right_BT = is_most_likely(x_BTD, model.unembedding(), batch.targets_BT) & counts_BT
-        right_B, answers_B = jnp.sum(right_BT, axis=1), jnp.sum(counts_BT, axis=1)
-        return jnp.sum(right_B), jnp.sum(answers_B), jnp.sum((right_B == answers_B) & (answers_B > 0))
-
-    return score
+@functools.partial(jax.jit, static_argnums=0)
+def _count(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the number of right answers, the number of answers, and the number of rows with only right answers."""
+    model = nnx.merge(graphdef, params)
+    x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+    counts_BT = batch.loss_mask_BT > 0
+    right_BT = is_most_likely(x_BTD, model.unembedding(), batch.targets_BT) & counts_BT
+    right_B, answers_B = jnp.sum(right_BT, axis=1), jnp.sum(counts_BT, axis=1)
+    return jnp.sum(right_B), jnp.sum(answers_B), jnp.sum((right_B == answers_B) & (answers_B > 0))
 
 
-SUITE = Suite(evaluate=evaluate, check=tasks_of)
+SUITE = Suite(evaluate=evaluate, check=synthetic_sets)

@@ -1,5 +1,5 @@
 """Suite `gradients`: norms of the loss gradient by matrix and layer (arXiv 2410.05258, Appendix F)."""
-#   L = layers, D = model width, H = heads, G = 2 groups (A1 and A2), d = width of a query/key (sub-)head
+#   L = layers, for arrays with one value per layer
 
 import dataclasses
 import functools
@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import P
 
 from difftx.config import Config, ModelConfig
 from difftx.config.architectures import ARCHITECTURES
-from difftx.data.loader import Batch, ordered_batches, ordered_rows
+from difftx.data.loader import Batch
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
@@ -23,7 +22,7 @@ from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
 CHECKPOINT = "checkpoint"
-PAIRS = ("query", "key")  # Weights with a matrix for each of the two groups: W_Q1 and W_Q2, W_K1 and W_K2.
+PAIRS = ("query", "key")  # Weights with one matrix per group: W_Q1 and W_Q2, W_K1 and W_K2.
 TITLES = {
     CHECKPOINT: "of the checkpoint",
     "as_configured": "at initialisation",
@@ -39,8 +38,8 @@ class Gradient:
     """Measurements of one gradient."""
 
     loss: float  # Nats per token.
-    norms: dict[str, np.ndarray]  # Frobenius norm for each matrix, `[L]`.
-    cosines: dict[str, np.ndarray]  # Cosine by entry of PAIRS, `[L]`; 0 where either gradient is zero.
+    norms: dict[str, np.ndarray]  # Matrix → Frobenius norm by layer, `[L]`.
+    cosines: dict[str, np.ndarray]  # Entry of PAIRS → cosine by layer, `[L]`; 0 where either gradient is zero.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -51,7 +50,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     respect to A1 and A2 would not be informative: it is always -1, since dL/dA2 = -λ dL/dA1.
     """
     gradients = {CHECKPOINT: _gradient(evaluation, CHECKPOINT, evaluation.run.config, evaluation.params)}
-    for name, config in starts(evaluation.run.config).items():
+    for name, config in initial_configs(evaluation.run.config).items():
         params = jax.jit(lambda config=config: init_state(config).params)()
         gradients[name] = _gradient(evaluation, name, config, params)
     numbers, details = {}, {}
@@ -60,9 +59,14 @@ def evaluate(evaluation: Evaluation) -> Result:
         numbers[f"{prefix}_loss"] = found.loss
         numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in found.norms.items()}
         numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in found.cosines.items()}
-        by_layer = {"norms": found.norms, "cosines": found.cosines}
-        details[name] = {kind: {key: x_L.tolist() for key, x_L in of.items()} for kind, of in by_layer.items()}
-    charts: list[LineChart | Heatmap] = [_norm_chart(name, found) for name, found in gradients.items()]
+        details[name] = {
+            "norms": {matrix: norm_L.tolist() for matrix, norm_L in found.norms.items()},
+            "cosines": {pair: cosine_L.tolist() for pair, cosine_L in found.cosines.items()},
+        }
+    charts: list[LineChart | Heatmap] = [
+        _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", found.norms, log_y=True)
+        for name, found in gradients.items()
+    ]
     cosines = {
         f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L
         for name, found in gradients.items()
@@ -75,35 +79,34 @@ def evaluate(evaluation: Evaluation) -> Result:
     return Result(numbers=numbers, details={"by_layer": details}, charts=charts)
 
 
-def starts(config: Config) -> dict[str, Config]:
-    """Return the entries of `eval.gradients.at_initialization` that apply to the model, as configs by name.
+def initial_configs(config: Config) -> dict[str, Config]:
+    """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model.
 
-    All have `model.zero_init_output=False`. If W_O were zero, all gradients that flow through it would be zero too.
+    All configs have `model.zero_init_output=False`: if W_O were zero, gradients that flow through it would be zero.
 
     Raises:
         UserError: the counterpart is requested, and the model is a Transformer with an odd number of heads.
     """
     model = dataclasses.replace(config.model, zero_init_output=False)
-    has_scale, has_norm = model.groups == 2, model.head_norm != "none"
     changes: dict[str, dict[str, Any]] = {"as_configured": {}}
-    if has_scale:
+    if model.groups == 2:
         changes["no_scale"] = {"post_scale": 1.0}
-    if has_norm:
+    if model.head_norm != "none":
         changes["no_norm"] = {"head_norm": "none"}
-    if has_scale and has_norm:
-        changes["no_scale_no_norm"] = {"post_scale": 1.0, "head_norm": "none"}
+    if "no_scale" in changes and "no_norm" in changes:
+        changes["no_scale_no_norm"] = changes["no_scale"] | changes["no_norm"]
     found = {
         name: dataclasses.replace(config, model=dataclasses.replace(model, **change))
         for name, change in changes.items()
     }
-    asked = config.eval.gradients.at_initialization
-    if "counterpart" in asked and model.architecture in COMPARED:
+    requested = config.eval.gradients.at_initialization
+    if "counterpart" in requested and model.architecture in COMPARED:
         found["counterpart"] = counterpart(found["as_configured"])
-    return {name: found[name] for name in asked if name in found}
+    return {name: found[name] for name in requested if name in found}
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices in a tree of the blocks' parameters, `[L, …]` each; a weight with two groups gives two."""
+    """Return the matrices in a tree of the blocks' parameters, `[L, …]` each; a weight of two groups gives two."""
     found = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
@@ -118,19 +121,9 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
 
 
 def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) -> Gradient:
-    run, graphdef = evaluation.run, graph(config)
-    limit, total = config.eval.gradients.tokens, None
-    for valid, source in run.data.valid.items():
-        rows = ordered_rows(source, limit)
-        batches = ordered_batches(
-            source,
-            rows=run.microbatch_rows,
-            limit_tokens=limit,
-            sharding=run.batch_sharding,
-            vocab_size=run.config.model.vocab_size,
-        )
-        what = f"gradient {TITLES[name]}, rows of {valid}"
-        for batch in evaluation.work.track(batches, what, -(-rows // run.microbatch_rows)):
+    graphdef, limit, total = graph(config), config.eval.gradients.tokens, None
+    for valid, source in evaluation.run.data.valid.items():
+        for batch in evaluation.batches(source, limit, f"gradient {TITLES[name]}, rows of {valid}"):
             new = _sum_and_gradient(graphdef, params, batch)
             total = new if total is None else _add(total, new)
     nll, tokens, squares, dots = jax.device_get(_measure(config.model, total))
@@ -144,10 +137,7 @@ def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) ->
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return a batch's summed nll and number of tokens within the loss mask, and the gradient of the sum.
-
-    The gradient is with respect to the blocks' parameters.
-    """
+    """Return a batch's summed nll, its number of tokens in the loss mask, and the sum's gradient by `blocks`."""
 
     def nll(blocks: Any) -> jax.Array:
         return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -163,29 +153,22 @@ def _add(total: Any, new: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
-    """Return the summed nll, the number of tokens, each matrix's sum of squares, and each pair's dot product.
-
-    Sums of squares and dot products are those of the gradient, `[L]` each.
-    """
+    """Return summed nll, number of tokens, squared norm of the gradient by matrix `[L]`, dot product by pair `[L]`."""
     nll, tokens, gradient = total
     found = matrices(model, gradient)
 
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.sharding.reshard(jnp.sum(a * b, axis=tuple(range(1, a.ndim))), P())
+        return jax.sharding.reshard(jnp.sum(a * b, axis=tuple(range(1, a.ndim))), jax.P())
 
     squares = {name: dot(matrix, matrix) for name, matrix in found.items()}
     pairs = {pair: (found[f"{pair}_1"], found[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in found}
-    # With several signal heads per noise head the shapes of a pair differ, and the dot product is undefined.
+    # With several signal heads per noise head, the two shapes of a pair differ, and the dot product is undefined.
     dots = {pair: dot(a, b) for pair, (a, b) in pairs.items() if a.shape == b.shape}
     return nll, tokens, squares, dots
 
 
-def _norm_chart(name: str, found: Gradient) -> LineChart:
-    return _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", found.norms, log_y=True)
-
-
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:
-    """Return a chart by layer; with `log_y`, leave out lines that contain a zero."""
+    """Return a chart over layers; with `log_y`, it omits lines that contain a zero."""
     series = [
         Series(name=line, x=[float(layer) for layer in range(1, len(y_L) + 1)], y=[float(y) for y in y_L])
         for line, y_L in lines.items()
@@ -194,4 +177,4 @@ def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *,
     return LineChart(name=name, title=title, x_label="layer", y_label=y_label, series=series, log_y=log_y)
 
 
-SUITE = Suite(evaluate=evaluate, reads=("gradients",), check=lambda run: starts(run.config), quantizable=False)
+SUITE = Suite(evaluate=evaluate, reads=("gradients",), check=lambda run: initial_configs(run.config), quantizable=False)

@@ -1,14 +1,15 @@
-"""Suite `position`: cumulative average loss against the position in a long document (arXiv 2410.05258, Figure 4)."""
+"""Suite `position`: cumulative average loss by position in long documents (arXiv 2410.05258, Figure 4)."""
 #   N = documents, T = tokens of a row
 
+import dataclasses
 import statistics
 
 import numpy as np
 
-from difftx.data.packing import PackedRows, Row
+from difftx.data.packing import Row
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
-from difftx.evals.evaluation import Evaluation
+from difftx.evals.evaluation import Evaluation, text_sets
 from difftx.evals.result import LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
@@ -45,13 +46,13 @@ class DocumentStarts:
 def evaluate(evaluation: Evaluation) -> Result:
     """Average the nll of the first 1, 2, … T targets of long documents; `loss` is the average of all T."""
     sources, length = long_documents(evaluation.run), evaluation.run.config.data.sequence_length
-    at = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
+    positions = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
     sets, series = {}, []
     for name, source in sources.items():
         sets[name] = {"documents": len(source), "documents_that_are_longer": source.longer, "tokens": source.tokens}
         if len(source):
             nll_NT = evaluation.nll(source, source.tokens, f"long documents of {name}")
-            curve = _curve(name, nll_NT, at)
+            curve = _curve(name, nll_NT, positions)
             sets[name]["loss"] = curve.y[-1]
             series.append(curve)
     chart = LineChart(
@@ -75,31 +76,25 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
         UserError: no validation set is text, or no document is longer than a row.
     """
     length, limit = run.config.data.sequence_length, run.config.eval.position_documents
-    text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
-    if not text:
-        raise UserError("suite 'position': no validation set is text; synthetic tasks have the suite 'exact_match'")
-    sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text.items()}
+    sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text_sets(run, "position").items()}
     if not any(len(source) for source in sources.values()):
         longest = max(source.longest for source in sources.values())
         raise UserError(
             f"suite 'position': no validation document is longer than data.sequence_length={length} tokens, the "
-            f"longest has {longest}; leave the suite out, or validate on longer documents"
+            f"longest has {longest}; remove the suite from eval.suites, or validate on longer documents"
         )
     return sources
 
 
-def _curve(name: str, nll_NT: np.ndarray, at: np.ndarray) -> Series:
-    """Return the mean over documents of the cumulative average at positions `at`, which start at 1.
-
-    Two or more documents also give a 95 % band.
-    """
-    averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, at - 1] / at
+def _curve(name: str, nll_NT: np.ndarray, positions: np.ndarray) -> Series:
+    """Return the cumulative average at `positions` (from 1), as the mean over documents, with a 95 % band if N > 1."""
+    averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, positions - 1] / positions
     mean = averages.mean(axis=0)
-    curve = {"name": name, "x": at.astype(float).tolist(), "y": mean.tolist()}
+    curve = Series(name=name, x=positions.astype(float).tolist(), y=mean.tolist())
     if len(averages) < 2:
-        return Series(**curve)
+        return curve
     half = ERRORS * averages.std(axis=0, ddof=1) / np.sqrt(len(averages))
-    return Series(**curve, low=(mean - half).tolist(), high=(mean + half).tolist())
+    return dataclasses.replace(curve, low=(mean - half).tolist(), high=(mean + half).tolist())
 
 
 SUITE = Suite(evaluate=evaluate, reads=("position_documents",), check=long_documents)

@@ -1,4 +1,4 @@
-"""Suite `quantize`: results of other suites with attention logits rounded to few bits (arXiv 2410.05258, Figure 8)."""
+"""Suite `quantize`: other suites with attention logits rounded to few bits (arXiv 2410.05258, Figure 8)."""
 
 import dataclasses
 import functools
@@ -24,21 +24,19 @@ class Item:
 
     @property
     def id(self) -> str:
-        """The item's name in the journal."""
         return f"{self.suite} {self.bits}"
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run other suites under quantised attention logits: number by bits.
+    """Run each of `eval.quantize.suites` with attention logits of each of `eval.quantize.bits`; 16 is not quantised.
 
-    Each of `eval.quantize.suites` is evaluated under each of `eval.quantize.bits`; 16: as the suite does by itself. Its
-    numbers have their names, behind the suite's and before the bits.
+    The numbers are named `<suite>_<name>_<bits>_bits`.
 
     Raises:
-        UserError: a suite cannot be quantised, or raises the error itself.
+        UserError: a suite cannot be quantised, or cannot evaluate the run.
     """
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
-    # By bits: suites that share a pass over the model share it.
+    # Items with the same bits are adjacent, so that suites share a forward pass over the validation data.
     items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config)]
 
     @functools.lru_cache(maxsize=1)
@@ -68,31 +66,32 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def inner_suites(config: Config) -> tuple[str, ...]:
-    """Return which suites are to run.
+    """Return `eval.quantize.suites`.
 
     Raises:
         UserError: a suite is unknown or cannot be quantised.
     """
+    quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in config.eval.quantize.suites:
-        if name not in SUITES or not SUITES[name].quantizable:
-            fit = [other for other, suite in SUITES.items() if suite.quantizable]
-            raise UserError(f"eval.quantize.suites: {name!r} is no suite to quantise.{did_you_mean(name, fit)}")
+        if name not in quantizable:
+            hint = did_you_mean(name, quantizable)
+            raise UserError(f"eval.quantize.suites: {name!r} is not a suite to quantise.{hint}")
     return config.eval.quantize.suites
 
 
 def quantized(config: Config, bits: int) -> Config:
-    """Return the config with attention logits of `bits` bits; 16 bits means no quantisation.
+    """Return the config with attention logits of `bits` bits, where 16 bits means no quantisation.
 
     The attention implementation becomes "auto" if the configured one does not support the quantisation.
     """
     model = config.model
     backends = ARCHITECTURES[model.architecture].backends(quantized=bits != UNQUANTIZED)
-    serves = model.attention_implementation in backends
+    is_supported = model.attention_implementation in backends
     changed = dataclasses.replace(
         model,
         attention_logit_bits=None if bits == UNQUANTIZED else bits,
         attention_logit_granularity=config.eval.quantize.granularity,
-        attention_implementation=model.attention_implementation if serves else "auto",
+        attention_implementation=model.attention_implementation if is_supported else "auto",
     )
     return dataclasses.replace(config, model=changed)
 

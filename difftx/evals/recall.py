@@ -14,7 +14,7 @@ from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import TokenStore, is_store
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
-from difftx.evals.evaluation import Evaluation
+from difftx.evals.evaluation import Evaluation, text_sets
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
@@ -32,8 +32,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     """
     run = evaluation.run
     counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
-    names = [name for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)]
-    sets = {name: _score_set(evaluation, name, counts, limit) for name in names}
+    sets = {name: _score_set(evaluation, name, counts, limit) for name in text_sets(run, "recall")}
     numbers = {}
     for part in SLICES:
         losses = [scores[f"{part}_loss"] for scores in sets.values() if f"{part}_loss" in scores]
@@ -46,8 +45,8 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
-    """Return which targets of a row are AR-Hits, bool [T]."""
-    # Outside the loss mask, a target is not necessarily the next token, so it forms no bigram.
+    """Return whether each target of a row is an AR-Hit, bool `[T]`."""
+    # Outside the loss mask, a target may not be the next token, so the two are not a bigram.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])
     documents = row.get("segment_ids", np.zeros(len(row["tokens"]), np.int32))[counted]
@@ -61,7 +60,7 @@ def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.n
 
 
 def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: int) -> dict[str, float]:
-    """Return the number of tokens and the loss of each slice; an empty slice has no loss."""
+    """Return the number of tokens and the mean loss of each slice; an empty slice has no loss."""
     nats, tokens, end = dict.fromkeys(SLICES, 0.0), dict.fromkeys(SLICES, 0), evaluation.run.tokenizer.eot_token
     for row, nll_T in evaluation.valid_rows(name):
         hit_T, counts_T = is_hit(row, counts, limit, end), row["loss_mask"] > 0
@@ -79,8 +78,7 @@ def training_counts(run: Run) -> BigramCounts:
         UserError: no validation set is text, the training data is a store and `eval.bigrams_path` is not set, or the
             file omits bigrams that `eval.recall_max_bigram_count` needs.
     """
-    if not any(isinstance(rows, PackedRows) for rows in run.data.valid.values()):
-        raise UserError("suite 'recall': no validation set is text; synthetic tasks have the suite 'exact_match'")
+    text_sets(run, "recall")
     settings, names = run.config.eval, _trained_on(run.config.data)
     if settings.bigrams_path is None:
         on_disk = [name for name in names.values() if name is not None and is_store(name)]
@@ -102,7 +100,7 @@ def training_counts(run: Run) -> BigramCounts:
 
 
 def _trained_on(config: DataConfig) -> dict[str, str | None]:
-    """Return the paths, by name, of the sources with a weight at the start or in any stage."""
+    """Return the name and path of each source that has a weight at the start or in any stage."""
     if not config.sources:
         return {ONLY_SOURCE: config.path}
     return {
@@ -112,9 +110,8 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
     }
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)  # Evaluations of the same run count only once.
 def _counted(stores: tuple[TokenStore, ...]) -> BigramCounts:
-    """Return the counts of bigrams; the cache avoids counting again at every evaluation of a run."""
     return count_bigrams(stores)
 
 

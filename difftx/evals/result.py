@@ -1,6 +1,7 @@
 """The result of a suite: numbers, details and charts."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 
@@ -9,10 +10,10 @@ class Series:
     """A line of a chart, with a band around it if `low` and `high` are given; all lists have the same length."""
 
     name: str
-    x: list[float]
-    y: list[float]
-    low: list[float] | None = None
-    high: list[float] | None = None
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class LineChart:
     title: str
     x_label: str  # Labels include the unit.
     y_label: str
-    series: list[Series]
+    series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
     over_steps: bool = False  # Whether the report also draws y over training steps, a line for each x.
@@ -32,15 +33,15 @@ class LineChart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """A table of values as colours, with rows `y`, from the top, and columns `x`."""
+    """A table of values, drawn as colours; rows `y` start at the top."""
 
     name: str
     title: str
     x_label: str
     y_label: str
-    x: list[float | str]
-    y: list[float | str]
-    values: list[list[float | None]]  # One list per row; None: no value.
+    x: Sequence[float | str]
+    y: Sequence[float | str]
+    values: Sequence[Sequence[float | None]]  # One list per row; None: no value.
     value_label: str
     low: float | None = None  # Lower end of the colour scale; None: the smallest value.
     high: float | None = None  # Upper end of the colour scale; None: the largest value.
@@ -53,4 +54,4 @@ class Result:
 
     numbers: dict[str, float]  # Numbers that are compared between runs and plotted over steps.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Any further JSON.
-    charts: list[LineChart | Heatmap] = dataclasses.field(default_factory=list)
+    charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)

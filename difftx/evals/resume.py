@@ -1,15 +1,67 @@
-"""Resumption of long suites: items that a killed evaluation has finished are not computed again."""
+"""Resumption of long suites: items that an interrupted evaluation has finished are not computed again."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from difftx.evals.evaluation import Evaluation
-from difftx.evals.journal import Identified
+from difftx.files import JsonLines, schema_error
+from difftx.parallel.multihost import decide_on_primary, is_primary
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
+
+if TYPE_CHECKING:
+    from difftx.evals.evaluation import Evaluation
+
+DECISION_ITEMS = 64  # Items per message from the primary process to the other processes; answers may be long texts.
+
+
+class Identified(Protocol):
+    """An item with a name that is unique within its suite, and the same in every process and evaluation."""
+
+    @property
+    def id(self) -> str: ...
+
+
+class ItemJournal:
+    """A file of JSON lines: the settings and weights, then one answer per line. Only the primary process uses it.
+
+    The file is `<workdir>/evals/<suite>/<step>.items.jsonl`.
+    """
+
+    def __init__(self, path: Path, settings: str, weights: str | None):
+        self._file, self._head = JsonLines(path), {"settings": settings, "weights": weights}
+
+    def start(self, items: Sequence[Identified]) -> dict[str, Any]:
+        """Return the stored answers by item id in every process, and rewrite the file with only valid lines."""
+        stored = self._read() if is_primary() else {}
+        answers = {}
+        for group in itertools.batched(items, DECISION_ITEMS):
+            found = {item.id: stored[item.id] for item in group if item.id in stored}
+            answers |= decide_on_primary(lambda found=found: found, DECISION_SECONDS)
+        if is_primary():  # Removes incomplete lines, and answers for other settings or weights.
+            self._file.rewrite([self._head, *_rows(stored)])
+        return answers
+
+    def add(self, answers: dict[str, Any]) -> None:
+        """Append answers by item id; they are on disk when the function returns."""
+        if is_primary():
+            self._file.append(_rows(answers))
+
+    def remove(self) -> None:
+        """Delete the file, if it exists."""
+        self._file.path.unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, Any]:
+        """Return the answers of a file with the same settings and weights."""
+        rows = self._file.read()
+        if rows[:1] != [self._head]:
+            return {}
+        shape = {"id": str, "answer": object}
+        return {row["id"]: row["answer"] for row in rows if schema_error(row, shape) is None}
 
 
 def resumable[Item: Identified](
-    evaluation: Evaluation,
+    evaluation: "Evaluation",
     items: Sequence[Item],
     answer_batch: Callable[[Sequence[Item]], Sequence[Any]],
     *,
@@ -39,3 +91,7 @@ def resumable[Item: Identified](
                     journal.add(found)
                 advance(len(batch))
             yield item, answers[item.id]
+
+
+def _rows(answers: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    return ({"id": name, "answer": answer} for name, answer in answers.items())

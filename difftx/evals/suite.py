@@ -1,4 +1,4 @@
-"""A suite as one object, and the registry of suites; docs/extend.md shows how to add one."""
+"""The class of suites, and the registry of suites; docs/extend.md shows how to add a suite."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """How to evaluate a model, and what the result depends on in addition to the model and the validation data.
+    """A function that evaluates a model, and what its result depends on besides the model and the validation data.
 
     Attributes:
         evaluate: function that runs the suite; `eval.py --list` prints the first line of its docstring.
@@ -40,7 +40,6 @@ class Suite:
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring of `evaluate`."""
         return (self.evaluate.__doc__ or "").partition("\n")[0]
 
 
@@ -51,15 +50,15 @@ SUITES: Registry[Suite] = Registry(
         "recall": "difftx.evals.recall:SUITE",
         "position": "difftx.evals.position:SUITE",
         "exact_match": "difftx.evals.exact_match:SUITE",
-        "needle": "difftx.evals.needle:SUITE",
-        "icl": "difftx.evals.icl:SUITE",
-        "attention": "difftx.evals.attention:SUITE",
-        "hallucination": "difftx.evals.hallucination:SUITE",
-        "harness": "difftx.evals.harness:SUITE",
-        "math": "difftx.evals.mathematics:SUITE",
+        "needle": "difftx.evals.needle.suite:SUITE",
+        "icl": "difftx.evals.icl.suite:SUITE",
+        "attention": "difftx.evals.attention.suite:SUITE",
+        "hallucination": "difftx.evals.hallucination.suite:SUITE",
+        "harness": "difftx.evals.harness.suite:SUITE",
+        "math": "difftx.evals.math.suite:SUITE",
         "sample": "difftx.evals.sample:SUITE",
         "throughput": "difftx.evals.throughput:SUITE",
-        "outliers": "difftx.evals.outliers:SUITE",
+        "outliers": "difftx.evals.outliers.suite:SUITE",
         "quantize": "difftx.evals.quantize:SUITE",
         "gradients": "difftx.evals.gradients:SUITE",
     },
@@ -69,11 +68,8 @@ SUITES: Registry[Suite] = Registry(
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
     """Add a suite.
 
-    Args:
-        name: of the suite.
-        suite: to add.
-        config: frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
-            depends on all of its values.
+    `config` is a frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
+    depends on all of its values.
 
     Raises:
         UserError: the name is taken, `suite.reads` names a field that does not exist, or `config` is not a frozen

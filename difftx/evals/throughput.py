@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 
 from difftx.config import Config
 from difftx.config.model import default_specific_fields
-from difftx.data.loader import Batch, ordered_batches
+from difftx.data.loader import Batch
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
@@ -38,27 +38,30 @@ def evaluate(evaluation: Evaluation) -> Result:
     1/r - 1, the number that Table 7 prints.
     """
     run, settings = evaluation.run, evaluation.run.config.eval
-    configs = pair(run.config)
-    batch = _random_batch(evaluation)
+    random = random_rows(run.config, run.microbatch_rows)
+    (batch,) = evaluation.batches(random, random.tokens, "random tokens")
     calls = {}
-    for name, config in configs.items():
+    for name, config in pair(run.config).items():
         check_divisible(config, run.mesh)
         params = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
         for kind in PASSES:
             calls[kind, name] = _compiled(config, kind, params, batch)
-    rows, length = run.microbatch_rows, run.config.data.sequence_length
     numbers, details = {}, {}
     for kind in PASSES:
-        here = {name: calls[kind, name] for name in COMPARED}
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
-        rates = rates_in_turn(here, rounds, settings.throughput_steps, rows * length)
+        of_kind = {name: calls[kind, name] for name in COMPARED}
+        rates = rates_in_turn(of_kind, rounds, settings.throughput_steps, random.tokens)
         ratio = median_ratio(rates["diff"], rates["transformer"])
         numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in COMPARED}
         numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
         numbers[f"{kind}_time_rise_percent"] = 100 * (1 / ratio - 1)
         details[kind] = rates
-    device = run.mesh.devices.flat[0].device_kind
-    measured = {"device": device, "devices": run.mesh.size, "rows": rows, "sequence_length": length}
+    measured = {
+        "device": run.mesh.devices.flat[0].device_kind,
+        "devices": run.mesh.size,
+        "rows": run.microbatch_rows,
+        "sequence_length": run.config.data.sequence_length,
+    }
     return Result(numbers=numbers, details={"tokens_per_second": details, **measured})
 
 
@@ -71,7 +74,7 @@ def pair(config: Config) -> dict[str, Config]:
     if config.model.architecture not in COMPARED:
         raise UserError(
             f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
-            "leave the suite throughput out"
+            "do not run the suite 'throughput' on this run"
         )
     both = {c.model.architecture: c for c in (config, counterpart(config))}
     return {name: both[name] for name in COMPARED}
@@ -88,8 +91,9 @@ def counterpart(config: Config) -> Config:
     for field in ("num_heads", "num_kv_heads"):
         if other == "diff" and (getattr(model, field) or 0) % 2:
             raise UserError(
-                f"model.{field}={getattr(model, field)}: a differential model has half the heads, which takes an even "
-                "number; leave out the suite throughput, and of eval.gradients.at_initialization the counterpart"
+                f"model.{field}={getattr(model, field)}: the differential counterpart has half as many heads, so the "
+                "number must be even; remove 'throughput' from the suites, and 'counterpart' from "
+                "eval.gradients.at_initialization"
             )
 
     def heads(count: int) -> int:
@@ -109,7 +113,7 @@ def counterpart(config: Config) -> Config:
 
 
 def random_rows(config: Config, rows: int) -> PackedRows:
-    """Return rows of random tokens, which depend only on the vocabulary size and the length of rows."""
+    """Return rows of random tokens; they depend only on their number and length and on the vocabulary size."""
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
@@ -117,15 +121,16 @@ def random_rows(config: Config, rows: int) -> PackedRows:
 
 
 def rates_in_turn(
-    calls: Mapping[str, Callable[[], Any]], rounds: Any, steps: int, tokens: int
+    calls: Mapping[str, Callable[[], Any]], rounds: Iterable[Any], steps: int, tokens: int
 ) -> dict[str, list[float]]:
     """Time functions in turn, `steps` calls of each per round, so that a temporary slowdown affects all of them.
 
+    As in the training loop, a call is dispatched before the previous call's result is awaited.
+
     Args:
         calls: functions to time, by name; each returns arrays to wait for.
-        rounds: an iterable with one element per round.
-        steps: calls per function and round. As in the training loop, a call is dispatched before the previous call's
-            result is awaited.
+        rounds: one element per round.
+        steps: calls per function and round.
         tokens: number of tokens that a call processes.
 
     Returns:
@@ -148,21 +153,8 @@ def median_ratio(rates: Sequence[float], baseline: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(rates, baseline, strict=True))
 
 
-def _random_batch(evaluation: Evaluation) -> Batch:
-    run = evaluation.run
-    rows = random_rows(run.config, run.microbatch_rows)
-    batches = ordered_batches(
-        rows,
-        rows=len(rows),
-        limit_tokens=rows.tokens,
-        sharding=run.batch_sharding,
-        vocab_size=run.config.model.vocab_size,
-    )
-    return next(batches)
-
-
 def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[[], Any]:
-    """Compile a pass, run it `WARM_UP_STEPS` times, and return a function that runs it."""
+    """Compile a pass and run it `WARM_UP_STEPS` times; return a function that runs it."""
     graphdef = graph(config)
 
     def nll(params: Any, batch: Batch) -> jax.Array:

@@ -1,8 +1,8 @@
 """The cache of keys and values, with one slot per token of a row.
 
-All layers are written in one update, and a full cache is doubled. `Decoder.extend` defines the arrays that are cached
-per token, so this cache serves every architecture: a differential head caches two keys and one value of twice the
-width; a softmax head caches one key and one value.
+`SelfAttention.project` defines the arrays that are cached per token, so this cache serves every architecture: a
+differential head caches two keys and one value of twice the width, a softmax head one key and one value. One update
+writes all layers in place.
 """
 #   L = layers, B = rows, S = slots, T = new tokens, K = key/value heads
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import P
 from jax.sharding import reshard
 
-from difftx.kernels.cached import EMPTY, Ids, Past
+from difftx.kernels.cached import EMPTY, KVCache, SegmentMask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH
 
@@ -27,12 +27,9 @@ type Entries = tuple[jax.Array, ...]  # Keys and values of new tokens, [L, B, T,
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Cached keys and values. Slot s of a row holds the row's token number s.
+    """Cached keys and values. Slot s of a row holds the row's token s. A token sees the slots of its own segment."""
 
-    A token sees the slots of its own segment.
-    """
-
-    layers: Past  # Arrays [L, B, K, …, S, width], in the compute dtype.
+    layers: KVCache  # Arrays [L, B, K, …, S, width], in the compute dtype.
     segment_BS: jax.Array  # int32; EMPTY for a slot without a token.
 
 
@@ -65,14 +62,14 @@ def extend(
 ) -> tuple[jax.Array, Entries]:
     """Return the normalised output `[B, T, D]` of the last layer for new tokens, and their entries for the cache."""
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
-    ids = Ids(segment_BT, branch_BT, cache.segment_BS)
-    return model.extend(tokens_BT, positions_BT=positions_BT, past=cache.layers, ids=ids)
+    segments = SegmentMask(segment_BT, branch_BT, cache.segment_BS)
+    return model.extend(tokens_BT, positions_BT=positions_BT, cache=cache.layers, segments=segments)
 
 
 def write_chunk(cache: Cache, entries: Entries, segment_BT: jax.Array, start: jax.Array) -> Cache:
     """Return the cache with T tokens of each row in slots `start` … `start + T - 1`. These slots must exist."""
 
-    def put(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    def put(old, new, start):
         return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=-2)
 
     return _write(put, cache, entries, segment_BT, start)
@@ -81,7 +78,7 @@ def write_chunk(cache: Cache, entries: Entries, segment_BT: jax.Array, start: ja
 def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: jax.Array) -> Cache:
     """Return the cache with one token of each row in slot `slot_B`. A token whose slot does not exist is dropped."""
 
-    def put(old: jax.Array, new: jax.Array, slot_B: jax.Array) -> jax.Array:
+    def put(old, new, slot_B):
         # Index all axes except the last. With a window over more axes, XLA on CPUs would copy the whole cache.
         before = jnp.indices(old.shape[:-2], sparse=True)
         slot_B = jnp.expand_dims(slot_B, tuple(i for i in range(old.ndim - 2) if i != 1))
@@ -91,21 +88,23 @@ def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: j
 
 
 def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array, where: jax.Array) -> Cache:
-    def on_one_device(layers: Past, segment_BS: jax.Array, entries: Entries, segment_BT: jax.Array, where: jax.Array):
+    """Apply `put(old, new, where)` to all layers and to the segment ids, on each device's shard."""
+
+    def on_one_device(layers, segment_BS, entries, segment_BT, where):
         written = [put(old, jnp.moveaxis(new, 2, -2), where) for old, new in zip(layers, entries, strict=True)]
-        ids = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)  # With axes for layers and width.
-        return tuple(written), ids[0, ..., 0]
+        # `put` expects axes for layers and width.
+        segments = put(segment_BS[None, ..., None], segment_BT[None, ..., None], where)
+        return tuple(written), segments[0, ..., 0]
 
     over_heads = jax.typeof(cache.layers[0]).sharding.spec[2]
     heads, by_token = P(None, BATCH, over_heads), P(None, BATCH, None, over_heads)
     in_specs = (heads, ROWS, by_token, ROWS, P(BATCH) if where.ndim else P())
-    # Each device writes its own shard: rows and heads are sharded, slots are not.
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=(heads, ROWS), check_vma=False)
     return Cache(*call(cache.layers, cache.segment_BS, reshard(entries, by_token), segment_BT, where))
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
-    """Return the cache with `capacity` slots per row. The additional slots are empty."""
+    """Return the cache with `capacity` slots per row, of which the additional ones are empty."""
     more = capacity - cache.segment_BS.shape[1]
 
     def pad(x: jax.Array, axis: int, value: int) -> jax.Array:

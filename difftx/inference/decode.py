@@ -1,14 +1,17 @@
 """Compiled programs for generation: prefill of a chunk of the prompts, and decoding of a block of new tokens.
 
 The prompts of a batch may differ in length. Token i of a row is in slot i of the row's cache. A short prompt is padded
-with tokens of segment EMPTY, which no token sees, and each new token overwrites the first padding token.
+with tokens of segment EMPTY, which no token sees, and each new token overwrites the first padding token. Numbers of
+chunk tokens, rows and slots are powers of two, so that few programs are compiled.
+
+Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation: weights that
+are sharded over `fsdp` are gathered for every token.
 """
 #   B = rows, T = tokens of a chunk, N = new tokens of a block, D = model width, V = vocabulary
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,7 @@ from difftx.parallel.mesh import batch_shards
 from difftx.training.state import graph
 
 PREFILL_TOKENS = 256  # Largest prefill chunk; short prompts use smaller chunks.
-CHUNK_MAP_ELEMENTS = 2**22  # Limits the chunks of long prompts: 16 MiB of float32 attention weights per head.
+CHUNK_WEIGHTS = 2**22  # Limits the chunks of long prompts: 16 MiB of float32 attention weights per head.
 SMALLEST_CHUNK = 32
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
 NO_TOKEN = -1  # Entry of a block for a row that has already ended.
@@ -47,15 +50,14 @@ class LanguageModel:
 
     @property
     def window(self) -> int:
-        """The length of a row in training, in tokens: the largest context."""
+        """Largest context: the length of a row in training, in tokens."""
         return self.config.data.sequence_length
 
     @functools.cached_property
     def weights(self) -> Any:
-        """The parameters in the compute dtype.
+        """Parameters in the compute dtype, except for vectors, which the model uses in float32.
 
-        The model would otherwise cast the parameters at each use, and each token would read twice as many bytes.
-        Vectors stay float32, because the model uses them in float32.
+        If the model cast the parameters at each use, each token would read twice as many bytes.
         """
         dtype = self.config.model.compute_dtype
         mask = vector_mask(self.config.model)
@@ -63,12 +65,12 @@ class LanguageModel:
 
     @functools.cached_property
     def bytes_of(self) -> list[bytes | None]:
-        """The bytes of each token; None for ids that the tokenizer does not have."""
+        """Bytes of each token; None for ids that the tokenizer does not have."""
         return token_bytes(self.tokenizer)
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """The mask of the token ids that may be generated, bool `[V]`: True for the ids that the tokenizer has."""
+        """Mask of the token ids that may be generated, those that the tokenizer has, bool `[V]`."""
         allowed_V = np.zeros(self.config.model.vocab_size, bool)
         allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
         return allowed_V
@@ -112,38 +114,38 @@ class Rows:
 
 
 def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the number of rows of a batch: a power of two per shard, so that few programs are compiled."""
+    """Return the number of rows of a batch: a power of two per shard."""
     per_shard = -(-requests // batch_shards(mesh))
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
 
 def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
     """Return the number of tokens in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
-    fitting = CHUNK_MAP_ELEMENTS // (rows // batch_shards(mesh) * capacity_for(longest))
+    fitting = CHUNK_WEIGHTS // (rows // batch_shards(mesh) * capacity_for(longest))
     largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
     return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
 
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
-    """Return an array `[B, …]` of the host with its rows sharded over the mesh."""
+    """Return a host array `[B, …]` as a device array with its rows sharded over the mesh."""
     return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, P(BATCH)))
 
 
 def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarray, limit_B: np.ndarray) -> Rows:
     """Return rows with their prompts in the cache. A row with a limit of 0 has already ended."""
-    mesh, (rows, length) = lm.mesh, prompts.tokens_BT.shape
+    rows, length = prompts.tokens_BT.shape
     real_BT = prompts.segment_BT != EMPTY
     length_B = np.sum(real_BT, axis=1, dtype=np.int32)
     last_B = np.maximum(length_B - 1, 0)
     at = np.arange(rows), last_B
     seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
     seen_BV[np.nonzero(real_BT)[0], prompts.tokens_BT[real_BT]] = True
-    programs = programs_of(lm.config)
-    cache, x_BD = programs.empty(lm.weights, rows, capacity_for(length))
+    cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length))
+    x_BD = put(lm.mesh, np.zeros((rows, lm.config.model.d_model), lm.config.model.compute_dtype))
     for start in range(0, length, chunk):
-        part = slice(start, start + chunk)
-        host = (prompts.tokens_BT[:, part], prompts.positions_BT[:, part], prompts.segment_BT[:, part], last_B - start)
-        cache, x_BD = programs.prefill(lm.weights, cache, x_BD, np.int32(start), *(put(mesh, x) for x in host))
+        arrays = (x[:, start : start + chunk] for x in (prompts.tokens_BT, prompts.positions_BT, prompts.segment_BT))
+        host = (put(lm.mesh, x) for x in (*arrays, last_B - start))
+        cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *host, config=lm.config)
     host = {
         "length_B": length_B,
         "position_B": prompts.positions_BT[at] + np.int32(1),
@@ -154,17 +156,17 @@ def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarra
         "limit_B": limit_B.astype(np.int32),
         "done_B": limit_B <= 0,
     }
-    return Rows(cache, x_BD, **{name: put(mesh, x) for name, x in host.items()})
+    return Rows(cache, x_BD, **{name: put(lm.mesh, x) for name, x in host.items()})
 
 
 def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
     """Return the rows after a block of new tokens, and the new tokens, int32 `[B, N]`.
 
-    A row ends with the end-of-text token or at its limit. Later entries of the row are NO_TOKEN. Each row's cache must
-    have room for the block, or for the tokens up to the row's limit.
+    A row ends with the end-of-text token or at its limit. Later entries of the row are NO_TOKEN. The cache must have
+    room for the block, or for the tokens up to the row's limit: see `with_room`.
     """
     end = np.int32(lm.tokenizer.eot_token)
-    rows, token_BN = programs_of(lm.config).decode(lm.weights, rows, lm.allowed, end, sampling)
+    rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, config=lm.config, sampling=sampling)
     return rows, np.asarray(token_BN)
 
 
@@ -173,60 +175,56 @@ def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     capacity = capacity_for(tokens)
     if capacity <= rows.cache.segment_BS.shape[1]:
         return rows
-    return dataclasses.replace(rows, cache=programs_of(lm.config).grow(rows.cache, capacity))
-
-
-class Programs(NamedTuple):
-    """Jitted functions, compiled once per shape."""
-
-    empty: Callable[[Any, int, int], tuple[Cache, jax.Array]]
-    prefill: Callable[..., tuple[Cache, jax.Array]]
-    decode: Callable[..., tuple[Rows, jax.Array]]
-    grow: Callable[[Cache, int], Cache]
+    return dataclasses.replace(rows, cache=_grow(rows.cache, capacity))
 
 
 @functools.cache
-def programs_of(config: Config) -> Programs:
-    """Return the programs for a config's model. They use the mesh that is current when they are called."""
-    graphdef = graph(config, Layout.of(config.mesh.context_method).for_inference())
+def _graph(config: Config) -> nnx.GraphDef:
+    return graph(config, Layout.of(config.mesh.context_method).for_inference())
 
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def empty(params: Any, rows: int, capacity: int) -> tuple[Cache, jax.Array]:
-        model = nnx.merge(graphdef, params)
-        x_BD = jnp.zeros((rows, config.model.d_model), config.model.compute_dtype, out_sharding=ROWS)
-        return empty_cache(model, rows, capacity), x_BD
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def prefill(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B):
-        """Add a chunk to the cache, and update the outputs of the rows' last tokens.
+def model_of(config: Config, params: Any) -> Decoder:
+    """Return the model with the layout for inference. Call this function under jit."""
+    return nnx.merge(_graph(config), params)
 
-        `x_BD` changes only for rows whose last token, at index `last_B` of the chunk, is in this chunk.
-        """
-        new_BTD, entries = extend(nnx.merge(graphdef, params), cache, tokens_BT, positions_BT, segment_BT)
-        new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
-        is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
-        return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
 
-    @functools.partial(jax.jit, donate_argnums=1, static_argnums=4)
-    def decode(params, rows, allowed_V, end, sampling):
-        model = nnx.merge(graphdef, params)
-        out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
+# Each jitted function uses the mesh that is current when it is called, and compiles once per config and shape.
+@functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
+def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> Cache:
+    """Return a cache without tokens."""
+    return empty_cache(model_of(config, params), rows, capacity)
 
-        def goes_on(carry: tuple[jax.Array, Rows, jax.Array]) -> jax.Array:
-            return (carry[0] < BLOCK_TOKENS) & ~jnp.all(carry[1].done_B)
 
-        def step(carry: tuple[jax.Array, Rows, jax.Array]) -> tuple[jax.Array, Rows, jax.Array]:
-            i, rows, out_BN = carry
-            token_B = _choose_token(model, rows, allowed_V, sampling)
-            out_BN = jnp.where(
-                jnp.arange(BLOCK_TOKENS)[None] == i, jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None], out_BN
-            )
-            return i + 1, _append(model, rows, token_B, end, sampling), out_BN
+@functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
+def _prefill_chunk(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B, *, config):
+    """Add a chunk to the cache, and store the output of each row whose last token, `last_B`, is in the chunk."""
+    new_BTD, entries = extend(model_of(config, params), cache, tokens_BT, positions_BT, segment_BT)
+    new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
+    is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
+    return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
 
-        _, rows, out_BN = jax.lax.while_loop(goes_on, step, (jnp.int32(0), rows, out_BN))
-        return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
 
-    return Programs(empty, prefill, decode, jax.jit(grow, static_argnums=1))
+@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="rows")
+def _decode_block(params, rows, allowed_V, end, *, config, sampling):
+    model = model_of(config, params)
+    out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
+
+    def is_unfinished(carry):
+        i, rows, _ = carry
+        return (i < BLOCK_TOKENS) & ~jnp.all(rows.done_B)
+
+    def step(carry):
+        i, rows, out_BN = carry
+        token_B = _choose_token(model, rows, allowed_V, sampling)
+        new_B1 = jnp.where(rows.done_B, NO_TOKEN, token_B)[:, None]
+        out_BN = jnp.where(jnp.arange(BLOCK_TOKENS)[None] == i, new_B1, out_BN)
+        return i + 1, _append(model, rows, token_B, end, sampling), out_BN
+
+    _, rows, out_BN = jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), rows, out_BN))
+    return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
+
+
+_grow = jax.jit(grow, static_argnums=1)
 
 
 def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sampling) -> jax.Array:
@@ -242,10 +240,7 @@ def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sa
 
 
 def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:
-    """Append a new token to each row.
-
-    A row that has ended keeps its length, and the token in its next slot has no effect.
-    """
+    """Append a token to each row. A row that has ended keeps its length, so that the token has no effect."""
     count_B = rows.count_B + ~rows.done_B
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
     segment_B1 = rows.segment_B[:, None]

@@ -43,20 +43,34 @@ def generate(
 ) -> list[Completion]:
     """Complete all requests in one batch.
 
-    Args:
-        lm: Model to generate with.
-        requests: Prompts to complete.
-        sampling: Settings for the choice of tokens.
-        stop: Stop strings. A text ends before the first stop string that occurs.
-        on_text: Called with the index of a request and each new piece of its text.
+    A text ends before the first of the strings `stop` that occurs. After each block of tokens, `on_text` is called with
+    the index of each request that has new text, and this text.
 
     Raises:
         UserError: a prompt is empty, or the prompt and its new tokens do not fit the model's context.
     """
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
+    count = decode.rows_for(len(requests), lm.mesh)
+    chunk = decode.chunk_for(max(len(request.prompt) for request in requests), count, lm.mesh)
+    seed_B, limit_B = np.zeros(count, np.uint32), np.zeros(count, np.int32)
+    seed_B[: len(requests)] = [request.seed for request in requests]
+    limit_B[: len(requests)] = [request.new_tokens for request in requests]
+    prompts = Tokens.of([list(request.prompt) for request in requests], count, chunk)
+    texts = [_RowText(lm, request, stop) for request in requests]
     with jax.set_mesh(lm.mesh):
-        return _generate(lm, requests, sampling, stop, on_text)
+        rows = decode.prefill(lm, prompts, chunk=chunk, seed_B=seed_B, limit_B=limit_B)
+        while not all(text.ended_by for text in texts):
+            rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
+            rows, token_BN = decode.next_tokens(lm, rows, sampling)
+            for index, text in enumerate(texts):
+                if not text.ended_by and (new := text.add(token_BN[index].tolist())):
+                    on_text(index, new)
+            if any(text.ended_by == "stop string" for text in texts):
+                # The device detects the end-of-text token and the limit, but not stop strings.
+                done_B = np.array([*(bool(text.ended_by) for text in texts), *[True] * (count - len(texts))])
+                rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
+    return [text.completion() for text in texts]
 
 
 def check(lm: LanguageModel, request: Request, name: str) -> None:
@@ -75,29 +89,7 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
         )
 
 
-def _generate(lm, requests, sampling, stop, on_text) -> list[Completion]:
-    count = decode.rows_for(len(requests), lm.mesh)
-    chunk = decode.chunk_for(max(len(request.prompt) for request in requests), count, lm.mesh)
-    seed_B, limit_B = np.zeros(count, np.uint32), np.zeros(count, np.int32)
-    seed_B[: len(requests)] = [request.seed for request in requests]
-    limit_B[: len(requests)] = [request.new_tokens for request in requests]
-    prompts = Tokens.of([list(request.prompt) for request in requests], count, chunk)
-    rows = decode.prefill(lm, prompts, chunk=chunk, seed_B=seed_B, limit_B=limit_B)
-    texts = [RowText(lm, request, stop) for request in requests]
-    while not all(text.ended_by for text in texts):
-        rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
-        rows, token_BN = decode.next_tokens(lm, rows, sampling)
-        for index, text in enumerate(texts):
-            if not text.ended_by and (piece := text.add(token_BN[index].tolist())):
-                on_text(index, piece)
-        if any(text.ended_by == "stop string" for text in texts):
-            # Tell the device, which detects only the other two ends itself.
-            done_B = np.array([*(bool(text.ended_by) for text in texts), *[True] * (count - len(texts))])
-            rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
-    return [text.completion() for text in texts]
-
-
-class RowText:
+class _RowText:
     """The new tokens and the text of one request."""
 
     def __init__(self, lm: LanguageModel, request: Request, stop: Sequence[str]):
@@ -112,25 +104,22 @@ class RowText:
         return len(self._request.prompt) + len(self._tokens) + min(left, decode.BLOCK_TOKENS)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Take a block of tokens and return the text that it releases."""
-        pieces = []
+        """Take a block of tokens, and return the text that can be printed now."""
+        text = ""
         for token in tokens:
             if token == self._end:
                 self.ended_by = "end of text"
                 break
             self._tokens.append(token)
-            pieces.append(self._stream.add(token))
+            text += self._stream.add(token)
             if self._stream.stopped:
                 self.ended_by = "stop string"
                 break
             if len(self._tokens) == self._request.new_tokens:
                 self.ended_by = "limit"
                 break
-        if self.ended_by:
-            pieces.append(self._stream.finish())
-        return "".join(pieces)
+        return text + self._stream.finish() if self.ended_by else text
 
     def completion(self) -> Completion:
-        """Return the completion; the row must have ended."""
         assert self.ended_by
         return Completion(tokens=self._tokens, text=self._stream.text, ended_by=self.ended_by)

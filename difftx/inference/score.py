@@ -8,24 +8,21 @@ context and itself.
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax import P
 from jax.sharding import reshard
 
-from difftx.config import Config
 from difftx.errors import UserError
 from difftx.inference import decode
-from difftx.inference.cache import Cache, capacity_for, extend, write_chunk
+from difftx.inference.cache import Entries, capacity_for, extend, write_chunk
 from difftx.inference.decode import LanguageModel, Tokens
 from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
-from difftx.training.state import graph
 
 BRANCH_TOKENS = 256  # Largest number of tokens, over all branches of a row, per pass; a longer branch gets its own row.
 
@@ -43,6 +40,11 @@ class Item(NamedTuple):
         return self.between + self.continuation
 
 
+# An item by the index of its context, the tokens between and the continuation, without hashing a long context again.
+type _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+type _Entry = tuple[_Key, Item]
+
+
 class Score(NamedTuple):
     """The likelihood of a continuation."""
 
@@ -53,37 +55,36 @@ class Score(NamedTuple):
 def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int) -> list[Score]:
     """Return the score of each continuation after its context, in the order of `items`.
 
-    Args:
-        lm: Model to score with.
-        items: Items in any order and of any length. Items that share a context share its computation.
-        batch_rows: Number of rows per batch.
+    Items may have different lengths. Items that share a context share its computation.
 
     Raises:
         UserError: a context or continuation is empty, or both do not fit the model's context.
     """
     for number, item in enumerate(items):
         _check(lm, item, number)
-    firsts = _first_equals(items)
-    by_context = collections.defaultdict(list)
-    for number in dict.fromkeys(first for first, _ in firsts):
-        by_context[firsts[number][1]].append(_Numbered(number, items[number]))
-    alone: list[_Numbered] = []
-    shared: list[list[_Numbered]] = []
+    keys = [(context, item.between, item.continuation) for context, item in zip(_contexts(items), items, strict=True)]
+    by_context: dict[int, dict[_Key, Item]] = collections.defaultdict(dict)
+    for key, item in zip(keys, items, strict=True):
+        by_context[key[0]][key] = item  # Equal items are scored once.
+    alone: list[_Entry] = []
+    shared: list[list[_Entry]] = []
     for group in by_context.values():
-        short = [entry for entry in group if len(entry.item.branch) <= BRANCH_TOKENS]
-        long = [entry for entry in group if len(entry.item.branch) > BRANCH_TOKENS]
-        shared += [short] if len(short) > 1 else []
-        alone += long if len(short) > 1 else group
+        short = [(key, item) for key, item in group.items() if len(item.branch) <= BRANCH_TOKENS]
+        if len(short) > 1:
+            shared.append(short)
+            alone += [(key, item) for key, item in group.items() if len(item.branch) > BRANCH_TOKENS]
+        else:
+            alone += group.items()
     # Batch rows of similar lengths.
-    alone.sort(key=lambda entry: len(entry.item.context) + len(entry.item.branch))
-    shared.sort(key=lambda group: len(group[0].item.context))
-    scores: dict[int, Score] = {}
+    alone.sort(key=lambda entry: len(entry[1].context) + len(entry[1].branch))
+    shared.sort(key=lambda group: len(group[0][1].context))
+    scores: dict[_Key, Score] = {}
     with jax.set_mesh(lm.mesh):
-        for batch in _batches(alone, batch_rows):
-            scores |= _score_rows(lm, batch)
-        for groups in _batches(shared, batch_rows):
+        for entries in itertools.batched(alone, batch_rows):
+            scores |= _score_rows(lm, entries)
+        for groups in itertools.batched(shared, batch_rows):
             scores |= _score_branches(lm, groups)
-    return [scores[first] for first, _ in firsts]
+    return [scores[key] for key in keys]
 
 
 class Prompt(NamedTuple):
@@ -107,42 +108,27 @@ def most_likely(
     return np.argmax(by_prompt, axis=1).tolist()
 
 
-class _Numbered(NamedTuple):
-    """An item and its index among all items, which identifies the item without hashing its context."""
-
-    number: int
-    item: Item
-
-
-def _first_equals(items: Sequence[Item]) -> list[tuple[int, int]]:
-    """Return, for each item, the index of the first equal item, and the index of its context among all contexts."""
-    contexts: dict[tuple[int, ...], int] = {}
-    by_identity: dict[int, int] = {}  # Hashes a tuple once that thousands of items may share.
-    firsts: dict[Any, int] = {}
-    found = []
-    for number, (context, *rest) in enumerate(items):
-        if id(context) not in by_identity:
-            by_identity[id(context)] = contexts.setdefault(context, len(contexts))
-        place = by_identity[id(context)]
-        found.append((firsts.setdefault((place, *rest), number), place))
-    return found
+def _contexts(items: Sequence[Item]) -> list[int]:
+    """Return the index of each item's context among the distinct contexts."""
+    indices: dict[tuple[int, ...], int] = {}
+    by_identity: dict[int, int] = {}  # Thousands of items may share a long tuple, which should be hashed once.
+    for item in items:
+        if id(item.context) not in by_identity:
+            by_identity[id(item.context)] = indices.setdefault(item.context, len(indices))
+    return [by_identity[id(item.context)] for item in items]
 
 
 def _check(lm: LanguageModel, item: Item, number: int) -> None:
     if not item.context or not item.continuation:
-        raise UserError(f"item {number}: context and continuation need a token at least each")
+        raise UserError(f"item {number}: context and continuation must have at least one token each")
     tokens = len(item.context) + len(item.branch) - 1  # The last token is only a target.
     if tokens > lm.window:
         raise UserError(
-            f"item {number} has {tokens} tokens, more than the model's context data.sequence_length={lm.window}; cut it"
+            f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.window}; shorten it"
         )
 
 
-def _batches[T](values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    return (values[start : start + size] for start in range(0, len(values), size))
-
-
-def _score_rows(lm: LanguageModel, entries: Sequence[_Numbered]) -> dict[int, Score]:
+def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Score]:
     """Score items by prefill, with one row per item."""
     inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
     rows = decode.rows_for(len(inputs), lm.mesh)
@@ -150,97 +136,92 @@ def _score_rows(lm: LanguageModel, entries: Sequence[_Numbered]) -> dict[int, Sc
     host = Tokens.of(inputs, rows, chunk)
     length = host.tokens_BT.shape[1]
     targets_BT = np.roll(host.tokens_BT, -1, axis=1)
-    places = {}
-    for row, (number, item) in enumerate(entries):
+    scored = {}
+    for row, (key, item) in enumerate(entries):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
-        places[number] = row, slice(len(item.context) + len(item.between) - 1, len(inputs[row]))
-    cache, _ = decode.programs_of(lm.config).empty(lm.weights, rows, capacity_for(length))
-    parts = []
+        scored[key] = row, slice(len(item.context) + len(item.between) - 1, len(inputs[row]))
+    cache = decode.new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length))
+    chunks = []
     for start in range(0, length, chunk):
         arrays = (host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT)
         put = (decode.put(lm.mesh, x[:, start : start + chunk]) for x in arrays)
-        cache, part = _programs(lm.config).chunk(lm.weights, cache, np.int32(start), *put)
-        parts.append(part)
-    nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in both], axis=1) for both in zip(*parts, strict=True))
-    return {number: _score(nll_BT[place], is_best_BT[place]) for number, place in places.items()}
+        cache, of_chunk = _score_chunk(lm.weights, cache, np.int32(start), *put, config=lm.config)
+        chunks.append(of_chunk)
+    nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in xs], axis=1) for xs in zip(*chunks, strict=True))
+    return _scores(nll_BT, is_best_BT, scored)
 
 
-def _score_branches(lm: LanguageModel, groups: Sequence[list[_Numbered]]) -> dict[int, Score]:
+def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_Key, Score]:
     """Score groups of items, with one context and one row per group.
 
     The cache holds the context without its last token, which begins each branch.
     """
     rows = decode.rows_for(len(groups), lm.mesh)
-    prefixes = [list(group[0].item.context[:-1]) for group in groups]
+    prefixes = [list(group[0][1].context[:-1]) for group in groups]
     chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
     none_B = np.zeros(rows, np.int32)
     cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
     scores = {}
-    for now in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
-        width = max(sum(len(item.branch) for _, item in branches) for branches in now)
+    for branches_by_row in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
+        width = max(sum(len(item.branch) for _, item in branches) for branches in branches_by_row)
         shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
-        places = {}
-        for row, branches in enumerate(now):
-            at = 0
-            for branch, (number, item) in enumerate(branches):
-                tokens = len(item.branch)
-                place = row, slice(at, at + tokens)
-                places[number] = row, slice(at + len(item.between), at + tokens)
-                tokens_BT[place] = (item.context[-1], *item.branch[:-1])
-                targets_BT[place] = item.branch
-                positions_BT[place] = len(item.context) - 1 + np.arange(tokens)
-                segment_BT[place], branch_BT[place] = 0, branch
-                at += tokens
+        scored = {}
+        for row, branches in enumerate(branches_by_row):
+            start = 0
+            for branch, (key, item) in enumerate(branches):
+                end = start + len(item.branch)
+                span = row, slice(start, end)
+                scored[key] = row, slice(start + len(item.between), end)
+                tokens_BT[span] = (item.context[-1], *item.branch[:-1])
+                targets_BT[span] = item.branch
+                positions_BT[span] = len(item.context) - 1 + np.arange(len(item.branch))
+                segment_BT[span], branch_BT[span] = 0, branch
+                start = end
         host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
         arrays = (decode.put(lm.mesh, x) for x in host)
-        nll_BT, is_best_BT = map(np.asarray, _programs(lm.config).branches(lm.weights, cache, *arrays))
-        scores |= {number: _score(nll_BT[place], is_best_BT[place]) for number, place in places.items()}
+        nll_BT, is_best_BT = map(np.asarray, _score_pass(lm.weights, cache, *arrays, config=lm.config))
+        scores |= _scores(nll_BT, is_best_BT, scored)
     return scores
 
 
-def _passes(group: Sequence[_Numbered]) -> Iterator[list[_Numbered]]:
+def _passes(group: Sequence[_Entry]) -> Iterator[list[_Entry]]:
     """Split a group into lists whose branches have at most `BRANCH_TOKENS` tokens in all."""
-    members: list[_Numbered] = []
+    branches: list[_Entry] = []
     tokens = 0
-    for entry in group:
-        if tokens + len(entry.item.branch) > BRANCH_TOKENS:
-            yield members
-            members, tokens = [], 0
-        members.append(entry)
-        tokens += len(entry.item.branch)
-    yield members
+    for key, item in group:
+        if tokens + len(item.branch) > BRANCH_TOKENS:
+            yield branches
+            branches, tokens = [], 0
+        branches.append((key, item))
+        tokens += len(item.branch)
+    yield branches
 
 
-def _score(nll_T: np.ndarray, is_best_T: np.ndarray) -> Score:
-    return Score(-float(np.sum(nll_T, dtype=np.float64)), bool(np.all(is_best_T)))
+def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tuple[int, slice]]) -> dict[_Key, Score]:
+    return {
+        key: Score(-float(np.sum(nll_BT[span], dtype=np.float64)), bool(np.all(is_best_BT[span])))
+        for key, span in scored.items()
+    }
 
 
-class _Programs(NamedTuple):
-    chunk: Callable[..., tuple[Cache, tuple[jax.Array, jax.Array]]]
-    branches: Callable[..., tuple[jax.Array, jax.Array]]
+def _token_scores(
+    params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT, *, config
+) -> tuple[Entries, tuple[jax.Array, jax.Array]]:
+    """Return the cache entries of new tokens, and the `token_scores` of their targets, replicated on all devices."""
+    model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
+    x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
+    x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
+    return entries, reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
 
 
-@functools.cache
-def _programs(config: Config) -> _Programs:
-    layout = Layout.of(config.mesh.context_method)
-    graphdef = graph(config, layout.for_inference())
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _score_chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT, *, config):
+    entries, scores = _token_scores(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, None, config=config)
+    return write_chunk(cache, entries, segment_BT, start), scores
 
-    def score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT):
-        model = nnx.merge(graphdef, params)
-        x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
-        x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
-        scores = token_scores(x_BTD, model.unembedding(), targets_BT)
-        return entries, reshard(scores, P())  # Replicate the scores, because every process reads them.
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT):
-        entries, scores = score(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, None)
-        return write_chunk(cache, entries, segment_BT, start), scores
-
-    @jax.jit
-    def branches(params, cache, *arrays_BT):
-        return score(params, cache, *arrays_BT)[1]
-
-    return _Programs(chunk, branches)
+@functools.partial(jax.jit, static_argnames="config")
+def _score_pass(params, cache, *arrays_BT, config):
+    return _token_scores(params, cache, *arrays_BT, config=config)[1]

@@ -1,12 +1,12 @@
-"""Fields of another format's config.json, and the `model` fields that have one value in all other formats."""
+"""Access to the fields of another format's config.json, and the `model` fields that no other format can vary."""
 
 from pathlib import Path
 from typing import Any
 
 from difftx.errors import UserError
-from difftx.files import read_json
+from difftx.files import NAMES, read_json
 
-# Values of `model` fields that are the same for every model of another format.
+# Values of `model` fields for every model of another format.
 FIXED = {
     "signal_heads": None,
     "top_k": None,
@@ -15,18 +15,11 @@ FIXED = {
     "post_scale": None,
     "attention_logit_bits": None,
 }
-EXPECTED: dict[type, str] = {
-    int: "a count",
-    float: "a positive number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
+EXPECTED: dict[type, str] = NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 
 
 class Fields:
-    """A config.json whose fields are checked when they are read."""
+    """A config.json that checks a field when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -35,11 +28,10 @@ class Fields:
             raise UserError(f"{path}: not an object")
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field of the given type, or `default` if the field is absent or null.
+        """Return a field, or `default` if the field is absent or null.
 
         Raises:
-            UserError: If the field is missing and has no default, has another type, or is a number that is not
-                positive.
+            UserError: there is no value and no default, or the value is not a `kind` or not a positive number.
         """
         value = self._raw.get(name)
         if value is None and default is not None:
@@ -50,18 +42,16 @@ class Fields:
             raise UserError(f"{self.path}: {name}={value!r}: expected {EXPECTED[kind]}")
         return value
 
-    def require(self, name: str, *values: Any) -> None:
-        """Raise `UserError` unless a field has one of `values`. An absent field counts as the first of them."""
-        value = self._raw.get(name, values[0])
-        if value not in values:
-            raise UserError(f"{self.path}: {name}={value!r} does not convert; only {values[0]!r} does")
+    def require(self, name: str, value: Any) -> None:
+        """Raise `UserError` unless a field is absent or has the given value."""
+        if (found := self._raw.get(name, value)) != value:
+            raise UserError(f"{self.path}: {name}={found!r} cannot be converted; only {value!r} can")
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
-    """Return the head fields of `model`. As in a config file, a field that follows from others is None."""
-    usual = d_model % (groups * heads) == 0 and head_dim == d_model // (groups * heads)
+    """Return the fields of `model` for heads. As in a config file, a field that follows from others is None."""
     return {
         "num_heads": heads,
         "num_kv_heads": None if kv_heads == heads else kv_heads,
-        "head_dim": None if usual else head_dim,
+        "head_dim": None if groups * heads * head_dim == d_model else head_dim,
     }

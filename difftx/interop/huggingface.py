@@ -8,13 +8,13 @@ from difftx.errors import UserError, did_you_mean
 from difftx.interop.fields import FIXED, Fields, heads_from
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer"}
-# Supported values of fields. Other values change the computation in ways that difftx does not implement.
-ONLY = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "quantization_config": (None,),
-    "sliding_window": (None,),
+# Fields of which difftx implements only one value.
+REQUIRED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+    "sliding_window": None,
 }
 
 
@@ -22,14 +22,14 @@ def model_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines.
 
     Raises:
-        UserError: If the model is of another class, or has a feature that difftx lacks.
+        UserError: the model is of another class, or has a feature that difftx lacks.
     """
     fields = Fields(path)
     (name, *_) = fields.get("architectures", list) or ["none"]
     if name not in CLASSES:
-        raise UserError(f"{path}: architectures={name!r} does not convert.{did_you_mean(str(name), CLASSES)}")
-    for field, values in ONLY.items():
-        fields.require(field, *values)
+        raise UserError(f"{path}: architectures={name!r} cannot be converted.{did_you_mean(str(name), CLASSES)}")
+    for field, value in REQUIRED.items():
+        fields.require(field, value)
     architecture = CLASSES[name]
     groups = 2 if architecture == "diff" else 1
     d_model = fields.get("hidden_size", int)
@@ -37,7 +37,7 @@ def model_fields(path: Path) -> dict[str, Any]:
     kv_heads = fields.get("num_key_value_heads", int, heads)
     for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % groups:
-            raise UserError(f"{path}: {field}={count} must be even: its halves are the two groups of DiffLlama's heads")
+            raise UserError(f"{path}: {field}={count} must be even, since each half of the heads is one group")
     head_dim = fields.get("head_dim", int, d_model // heads)
     eps = fields.get("rms_norm_eps", float)
     model = FIXED | {
@@ -56,15 +56,15 @@ def model_fields(path: Path) -> dict[str, Any]:
 
 
 def _rope_theta(fields: Fields) -> float:
-    """Return the base of the rotary embedding, which transformers 4 and 5 store in different fields."""
+    """Return the base of the rotary embedding; transformers 4 and 5 store it in different fields."""
     scaling: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
-        raise UserError(f"{fields.path}: rope scaling of type {kind!r} does not convert; only plain rotary embedding")
+        raise UserError(f"{fields.path}: rope scaling of type {kind!r} cannot be converted; only type 'default' can")
     fields.require("partial_rotary_factor", 1.0)
     theta = scaling.get("rope_theta", fields.get("rope_theta", float, 10_000.0))
     if scaling.get("partial_rotary_factor", 1.0) != 1.0 or type(theta) not in (int, float) or not theta > 0:
-        raise UserError(f"{fields.path}: rope_parameters={scaling} does not convert; only plain rotary embedding")
+        raise UserError(f"{fields.path}: rope_parameters={scaling} cannot be converted; only rope_theta > 0 alone can")
     return float(theta)
 
 
@@ -72,32 +72,30 @@ def check_model(model: ModelConfig) -> None:
     """Raise `UserError` for a model that DiffLlama and Llama cannot represent."""
     if model.architecture == "transformer":
         if model.head_norm != "none":
-            raise UserError(f"model.head_norm={model.head_norm!r}: Llama has no norm behind its heads")
+            raise UserError(f"model.head_norm={model.head_norm!r}: Llama has no head norm; only 'none' converts")
         if model.d_model % model.num_heads:
             raise UserError(
                 f"model.d_model={model.d_model}, model.num_heads={model.num_heads}: transformers refuses a Llama whose "
-                "hidden size is not a multiple of its heads, whatever head_dim is; train a model with a multiple"
+                "hidden size is not a multiple of its number of heads, for every head_dim"
             )
         return
     if model.head_norm_eps != model.norm_eps:
         raise UserError(
-            f"model.head_norm_eps={model.head_norm_eps}, model.norm_eps={model.norm_eps}: DiffLlama has one for both"
+            f"model.head_norm_eps={model.head_norm_eps}, model.norm_eps={model.norm_eps}: DiffLlama has only one"
         )
     if model.head_norm == "rms_affine" and model.kv_heads != model.num_heads:
         raise UserError(
-            "model.head_norm='rms_affine': DiffLlama's head norm has no gain, and difftx folds one into W_O only where "
-            f"num_kv_heads={model.kv_heads} is num_heads={model.num_heads}; --to=official keeps it"
+            "model.head_norm='rms_affine': DiffLlama's head norm has no gain, and difftx can fold it into W_O only if "
+            f"num_kv_heads={model.kv_heads} equals num_heads={model.num_heads}; --to=official keeps the gain"
         )
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     """Return the config.json of a model that `check_model` accepts."""
-    model = config.model
-    groups = model.groups
-    name = next(name for name, architecture in CLASSES.items() if architecture == model.architecture)
+    model, groups = config.model, config.model.groups
     special = {"lambda_std_dev": model.lambda_std} if groups == 2 else {"mlp_bias": False}
     return {
-        "architectures": [name],
+        "architectures": [next(name for name in CLASSES if CLASSES[name] == model.architecture)],
         "model_type": "diffllama" if groups == 2 else "llama",
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,

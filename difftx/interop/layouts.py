@@ -1,4 +1,4 @@
-"""Correspondence between the tensors of other formats and difftx's parameters, with the order of their axes."""
+"""Names and axes of the tensors of other formats, and the parameters of difftx that hold their values."""
 #   D = model width, V = vocabulary, F = hidden width of the MLP, H = heads, K = key/value heads, G = 2 groups (A1 and
 #   A2), d = width of a query/key (sub-)head, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs
 
@@ -16,85 +16,79 @@ Format = Literal["hf", "official"]
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter in another format and in difftx.
+    """A parameter of difftx, and the tensors of another format with the same values.
 
-    Several tensors of the other format form a stack in difftx. In strings of axes, letters without a space between them
-    form one axis of an array.
+    Axes are written as one word of letters per axis. An axis of several letters combines them, the last one fastest:
+    "HGd D" describes a matrix with H·G·d rows and D columns.
     """
 
-    names: tuple[str, ...]  # Names in the other format, where {layer} stands for the layer's number.
-    axes: str  # Axes in the other format.
-    ours: str  # Path in difftx. Arrays below "blocks/" have a leading axis of layers.
-    our_axes: str  # Axes in difftx, without those of layers and of the stack.
+    names: tuple[str, ...]  # Tensors of the other format; difftx stacks several. {layer} stands for the layer's number.
+    axes: str  # Axes of each tensor.
+    path: str  # Path of the parameter. A parameter below "blocks/" has a leading axis of layers.
+    our_axes: str  # Axes of the parameter, without the axes of layers and of stacked tensors.
 
     @property
-    def is_stacked(self) -> bool:
-        """Return whether difftx's parameter holds all layers."""
-        return self.ours.startswith("blocks/")
+    def has_layers(self) -> bool:
+        return self.path.startswith("blocks/")
 
 
 OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-_LAYER = "model.layers.{layer}."
 
 
-def _attention(*rows: tuple[str, str, str, str]) -> list[Weight]:
-    return [Weight((f"{_LAYER}self_attn.{a}",), b, f"blocks/attention/{c}", d) for a, b, c, d in rows]
+def _layer(name: str | tuple[str, ...], axes: str, path: str, our_axes: str) -> Weight:
+    names = (name,) if isinstance(name, str) else name
+    return Weight(tuple(f"model.layers.{{layer}}.{name}" for name in names), axes, f"blocks/{path}", our_axes)
 
 
 _LAMBDAS = [
-    Weight(
-        tuple(f"{_LAYER}self_attn.lambda_{letter}{group}" for group in (1, 2)),
-        "d",
-        f"blocks/attention/lambda_{word}_Gd",
-        "d",
-    )
-    for letter, word in (("q", "query"), ("k", "key"))
+    _layer(("self_attn.lambda_q1", "self_attn.lambda_q2"), "d", "attention/lambda_query_Gd", "d"),
+    _layer(("self_attn.lambda_k1", "self_attn.lambda_k2"), "d", "attention/lambda_key_Gd", "d"),
 ]
-# Hugging Face stores the groups as two halves of the heads. The official code stores them next to each other in each
-# head, and its rotary embedding rotates neighbouring channels, which are d / 2 apart in difftx.
+# In Hugging Face's format, each group is one half of the heads. In the official code, each head contains both groups,
+# and the rotary embedding rotates neighbouring channels, which are d / 2 apart in difftx.
 _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
-    ("hf", "diff"): _attention(
-        ("q_proj.weight", "GHd D", "query_DHGd", "D H G d"),
-        ("k_proj.weight", "GKd D", "key_DKGd", "D K G d"),
-        ("v_proj.weight", "GKd D", "value_DKE", "D K Gd"),
-        ("o_proj.weight", "D HGd", "output_HED", "H Gd D"),
-    )
-    + _LAMBDAS,
-    ("official", "diff"): _attention(
-        ("q_proj.weight", "HGjp D", "query_DHGd", "D H G pj"),
-        ("k_proj.weight", "KGjp D", "key_DKGd", "D K G pj"),
-        ("v_proj.weight", "KGd D", "value_DKE", "D K Gd"),
-        ("out_proj.weight", "D HGd", "output_HED", "H Gd D"),
-        ("subln.weight", "Gd", "head_norm/scale", "Gd"),
-    )
-    + _LAMBDAS,
-    ("hf", "transformer"): _attention(
-        ("q_proj.weight", "Hd D", "query_DHd", "D H d"),
-        ("k_proj.weight", "Kd D", "key_DKd", "D K d"),
-        ("v_proj.weight", "Kd D", "value_DKd", "D K d"),
-        ("o_proj.weight", "D Hd", "output_HdD", "H d D"),
-    ),
-    ("official", "transformer"): _attention(
-        ("q_proj.weight", "Hjp D", "query_DHd", "D H pj"),
-        ("k_proj.weight", "Kjp D", "key_DKd", "D K pj"),
-        ("v_proj.weight", "Kd D", "value_DKd", "D K d"),
-        ("out_proj.weight", "D Hd", "output_HdD", "H d D"),
-    ),
+    ("hf", "diff"): [
+        _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
+        _layer("self_attn.k_proj.weight", "GKd D", "attention/key_DKGd", "D K G d"),
+        _layer("self_attn.v_proj.weight", "GKd D", "attention/value_DKE", "D K Gd"),
+        _layer("self_attn.o_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
+        *_LAMBDAS,
+    ],
+    ("official", "diff"): [
+        _layer("self_attn.q_proj.weight", "HGjp D", "attention/query_DHGd", "D H G pj"),
+        _layer("self_attn.k_proj.weight", "KGjp D", "attention/key_DKGd", "D K G pj"),
+        _layer("self_attn.v_proj.weight", "KGd D", "attention/value_DKE", "D K Gd"),
+        _layer("self_attn.out_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
+        _layer("self_attn.subln.weight", "Gd", "attention/head_norm/scale", "Gd"),
+        *_LAMBDAS,
+    ],
+    ("hf", "transformer"): [
+        _layer("self_attn.q_proj.weight", "Hd D", "attention/query_DHd", "D H d"),
+        _layer("self_attn.k_proj.weight", "Kd D", "attention/key_DKd", "D K d"),
+        _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
+        _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
+    ],
+    ("official", "transformer"): [
+        _layer("self_attn.q_proj.weight", "Hjp D", "attention/query_DHd", "D H pj"),
+        _layer("self_attn.k_proj.weight", "Kjp D", "attention/key_DKd", "D K pj"),
+        _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
+        _layer("self_attn.out_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
+    ],
 }
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
-    """Return every parameter of a model in a format. Outside of attention, both formats use Llama's names."""
+    """Return the weights of a model. Except in attention layers, both formats use Llama's names."""
     weights = [
         Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
         *_ATTENTION[format_, model.architecture],
-        Weight((f"{_LAYER}mlp.gate_proj.weight",), "F D", "blocks/mlp/gate_DF", "D F"),
-        Weight((f"{_LAYER}mlp.up_proj.weight",), "F D", "blocks/mlp/up_DF", "D F"),
-        Weight((f"{_LAYER}mlp.down_proj.weight",), "D F", "blocks/mlp/down_FD", "F D"),
-        Weight((f"{_LAYER}input_layernorm.weight",), "D", "blocks/attention_norm/scale", "D"),
-        Weight((f"{_LAYER}post_attention_layernorm.weight",), "D", "blocks/mlp_norm/scale", "D"),
+        _layer("mlp.gate_proj.weight", "F D", "mlp/gate_DF", "D F"),
+        _layer("mlp.up_proj.weight", "F D", "mlp/up_DF", "D F"),
+        _layer("mlp.down_proj.weight", "D F", "mlp/down_FD", "F D"),
+        _layer("input_layernorm.weight", "D", "attention_norm/scale", "D"),
+        _layer("post_attention_layernorm.weight", "D", "mlp_norm/scale", "D"),
         Weight(("model.norm.weight",), "D", "final_norm/scale", "D"),
     ]
     if not model.tie_embeddings:
@@ -103,7 +97,7 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
 
 
 def sizes_of(model: ModelConfig) -> dict[str, int]:
-    """Return the length of each axis."""
+    """Return the size of each letter."""
     d = model.d_head
     sizes = {"D": model.d_model, "V": model.vocab_size, "F": model.mlp_dim, "H": model.num_heads, "K": model.kv_heads}
     return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2}
@@ -115,7 +109,7 @@ def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """Return the array with its axes split into letters, put in the new order and merged."""
+    """Return an array with axes `axes` as an array with axes `new_axes`, which consist of the same letters."""
     letters, new_letters = axes.replace(" ", ""), new_axes.replace(" ", "")
-    apart = array.reshape([sizes[letter] for letter in letters])
-    return apart.transpose([letters.index(letter) for letter in new_letters]).reshape(shape_of(new_axes, sizes))
+    split = array.reshape([sizes[letter] for letter in letters])
+    return split.transpose([letters.index(letter) for letter in new_letters]).reshape(shape_of(new_axes, sizes))

@@ -1,8 +1,7 @@
 """Conversion of the config.json of microsoft/unilm's Diff-Transformer, in both directions.
 
-That repository publishes attention layers but no model. A folder in this layout holds a decoder, with the parameters of
-these layers under `self_attn` and Llama's names for all other tensors. Its config.json holds the arguments of the
-attention classes.
+That repository publishes attention layers but no model. difftx defines this format as a decoder with the parameters of
+these layers under `self_attn` and Llama's names for all other tensors; its config.json has the layers' arguments.
 """
 
 from pathlib import Path
@@ -13,19 +12,19 @@ from difftx.errors import UserError, did_you_mean
 from difftx.interop.fields import FIXED, Fields, heads_from
 
 CLASSES = {"MultiheadFlashDiff1": "diff", "MultiheadAttention": "transformer"}
-SUBLN_EPS = 1e-5  # Hard-coded in the official code.
+HEAD_NORM_EPS = 1e-5  # Hard-coded in the official code.
 
 
 def model_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines.
 
     Raises:
-        UserError: If the model is of another class, or a field is missing.
+        UserError: the model is of another class, or a field is missing.
     """
     fields = Fields(path)
     name = fields.get("attention", str)
     if name not in CLASSES:
-        raise UserError(f"{path}: attention={name!r} does not convert.{did_you_mean(name, CLASSES)}")
+        raise UserError(f"{path}: attention={name!r} cannot be converted.{did_you_mean(name, CLASSES)}")
     groups = 2 if CLASSES[name] == "diff" else 1
     d_model, heads = fields.get("embed_dim", int), fields.get("num_heads", int)
     model = FIXED | {
@@ -40,24 +39,24 @@ def model_fields(path: Path) -> dict[str, Any]:
         "head_norm": "rms_affine" if groups == 2 else "none",
         "tie_embeddings": fields.get("tie_word_embeddings", bool),
     }
-    return model | {"head_norm_eps": SUBLN_EPS} if groups == 2 else model
+    return model | {"head_norm_eps": HEAD_NORM_EPS} if groups == 2 else model
 
 
 def check_model(model: ModelConfig) -> None:
     """Raise `UserError` for a model that the official code cannot represent."""
     if model.d_head * model.groups * model.num_heads != model.d_model:
-        raise UserError(f"model.head_dim={model.head_dim}: the official code takes it from d_model and num_heads")
+        raise UserError(f"model.head_dim={model.head_dim}: the official code derives it from d_model and num_heads")
     if model.architecture == "transformer" and model.head_norm != "none":
-        raise UserError(f"model.head_norm={model.head_norm!r}: MultiheadAttention has no norm behind its heads")
-    if model.architecture == "diff" and model.head_norm_eps != SUBLN_EPS:
-        raise UserError(f"model.head_norm_eps={model.head_norm_eps}: the official code has {SUBLN_EPS}")
+        raise UserError(f"model.head_norm={model.head_norm!r}: the official MultiheadAttention has no head norm")
+    if model.architecture == "diff" and model.head_norm_eps != HEAD_NORM_EPS:
+        raise UserError(f"model.head_norm_eps={model.head_norm_eps}: the official code requires {HEAD_NORM_EPS}")
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     """Return the config.json of a model that `check_model` accepts."""
     model = config.model
     return {
-        "attention": next(name for name, architecture in CLASSES.items() if architecture == model.architecture),
+        "attention": next(name for name in CLASSES if CLASSES[name] == model.architecture),
         "vocab_size": model.vocab_size,
         "embed_dim": model.d_model,
         "num_layers": model.num_layers,

@@ -1,4 +1,4 @@
-"""Conversion of parameters from and to other formats, one layer at a time.
+"""Conversion of parameters between difftx and other formats, one layer at a time.
 
 Values stay bit-identical, except where the gain of a head norm is folded into W_O.
 """
@@ -24,20 +24,20 @@ from difftx.interop.layouts import (
     sizes_of,
     weights_of,
 )
-from difftx.interop.safetensors import Tensor, Written
-from difftx.training.weights import ParamsReader, Streamed
+from difftx.interop.safetensors import Tensor
+from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
 BLOCK_BYTES = 2**26  # Size of a block of embedding rows.
-DERIVED = ".rotary_emb.inv_freq"  # Present in old Llama files; follows from the config.
+DERIVED = ".rotary_emb.inv_freq"  # Tensors of old Llama files that follow from the config.
 
 
-def from_theirs(
+def import_params(
     source: Path, tensors: Mapping[str, Tensor], format_: Format, model: ModelConfig
 ) -> dict[str, Streamed]:
-    """Return difftx's parameters, which are read from `tensors` while they are written.
+    """Return difftx's parameters by path. Their values are read from `tensors` while they are written.
 
     Raises:
-        UserError: If a tensor is missing, has another shape or does not belong to the model.
+        UserError: a tensor is missing, has another shape or does not belong to the model.
     """
     sizes, weights = sizes_of(model), weights_of(format_, model)
     expected = {name: shape_of(weight.axes, sizes) for weight in weights for name in _names(weight, model.num_layers)}
@@ -46,48 +46,49 @@ def from_theirs(
             raise UserError(f"{source}: no tensor {name}.{did_you_mean(name, tensors)}")
         if tensors[name].shape != shape:
             raise UserError(
-                f"{tensors[name].file}: {name} has shape {tensors[name].shape}; config.json makes it {shape}"
+                f"{tensors[name].file}: {name} has shape {tensors[name].shape}, but config.json implies {shape}"
             )
     for name in tensors.keys() - expected.keys():
         if name == UNEMBEDDING:
             _check_tied(tensors[UNEMBEDDING], tensors[EMBEDDING])
         elif not name.endswith(DERIVED):
-            raise UserError(f"{tensors[name].file}: {name} has no place in the model of config.json")
-    return {weight.ours: _streamed(weight, tensors, model.num_layers, sizes) for weight in weights}
+            raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
+    return {weight.path: _import(weight, tensors, model.num_layers, sizes) for weight in weights}
 
 
-def to_theirs(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Written]:
-    """Return the tensors of another format, which are read from a checkpoint while they are written.
+def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Streamed]:
+    """Return the tensors of another format by name. Their values are read from a checkpoint while they are written.
 
-    Tensors of one name are adjacent over all layers, because runs on few devices store all layers in one chunk.
+    All layers of a parameter are adjacent, because runs on few devices store all layers in one chunk.
     """
-    sizes, written = sizes_of(model), {}
+    sizes, tensors = sizes_of(model), {}
     # The gain, a few kilobytes, is read once, because the reader caches the chunks of one parameter only. Reading the
     # gain between layers would evict the chunks of W_O.
-    folds = format_ == "hf" and model.head_norm == "rms_affine"
-    gain_LE = reader.read(GAIN, slice(None)) if folds else None
+    is_folded = format_ == "hf" and model.head_norm == "rms_affine"
+    gain_LE = reader.read(GAIN, slice(None)) if is_folded else None
     for weight in weights_of(format_, model):
         shape = shape_of(weight.axes, sizes)
-        if not weight.is_stacked:
-            written[weight.names[0]] = Written(shape, partial(_rows_of, reader, weight, shape))
+        if not weight.has_layers:
+            rows = partial(map, partial(reader.read, weight.path), _row_blocks(shape))
+            tensors[weight.names[0]] = Streamed(shape, _block_rows(shape), rows)
             continue
         for layer in range(model.num_layers):
-            for place, name in enumerate(weight.names):
-                make = partial(_layer_of, reader, model, weight, gain_LE, layer, place)
-                written[name.format(layer=layer)] = Written(shape, make)
-    return written
+            for index, name in enumerate(weight.names):
+                blocks = partial(_export_layer, reader, model, weight, gain_LE, layer, index)
+                tensors[name.format(layer=layer)] = Streamed(shape, shape[0], blocks)
+    return tensors
 
 
 def _names(weight: Weight, layers: int) -> list[str]:
-    return [name.format(layer=layer) for name in weight.names for layer in range(layers if weight.is_stacked else 1)]
+    return [name.format(layer=layer) for name in weight.names for layer in range(layers if weight.has_layers else 1)]
 
 
 def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
     """Raise `UserError` unless an unexpected output embedding equals the input embedding."""
-    same = unembedding.shape == embedding.shape and all(
+    is_equal = unembedding.shape == embedding.shape and all(
         np.array_equal(unembedding.read(rows), embedding.read(rows)) for rows in _row_blocks(embedding.shape)
     )
-    if not same:
+    if not is_equal:
         raise UserError(
             f"{unembedding.file}: {UNEMBEDDING} differs from {EMBEDDING}, though config.json has "
             "tie_word_embeddings=true; set it to false to keep both"
@@ -95,20 +96,20 @@ def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
 
 
 def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
-    rows = _rows_at_once(shape)
+    rows = _block_rows(shape)
     return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
 
 
-def _rows_at_once(shape: tuple[int, ...]) -> int:
+def _block_rows(shape: tuple[int, ...]) -> int:
     row_bytes = 4 * int(np.prod(shape[1:]))
     return min(shape[0], max(1, BLOCK_BYTES // row_bytes))
 
 
-def _streamed(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> Streamed:
+def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> Streamed:
     shape = shape_of(weight.our_axes, sizes)
-    if not weight.is_stacked:
+    if not weight.has_layers:
         tensor = tensors[weight.names[0]]
-        return Streamed(shape, _rows_at_once(shape), lambda: map(tensor.read, _row_blocks(shape)))
+        return Streamed(shape, _block_rows(shape), lambda: map(tensor.read, _row_blocks(shape)))
 
     def blocks() -> Iterator[np.ndarray]:
         for layer in range(layers):
@@ -116,24 +117,22 @@ def _streamed(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes:
                 rearrange(tensors[name.format(layer=layer)].read(), weight.axes, weight.our_axes, sizes)
                 for name in weight.names
             ]
-            yield np.stack(parts)[None] if len(parts) > 1 else parts[0][None]
+            yield (np.stack(parts) if stack else parts[0])[None]
 
     stack = (len(weight.names),) if len(weight.names) > 1 else ()
     return Streamed((layers, *stack, *shape), 1, blocks)
 
 
-def _rows_of(reader: ParamsReader, weight: Weight, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    return (reader.read(weight.ours, rows) for rows in _row_blocks(shape))
-
-
-def _layer_of(
-    reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, place: int
+def _export_layer(
+    reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, index: int
 ) -> list[np.ndarray]:
+    """Return the tensor `weight.names[index]` of a layer, as a single block."""
     sizes = sizes_of(model)
-    if weight.ours == GAIN and model.head_norm != "rms_affine":  # The official code always has a gain.
+    if weight.path == GAIN and model.head_norm != "rms_affine":  # The official code always has a gain.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]
-    array = reader.read(weight.ours, layer)
-    if weight.ours == OUTPUT and gain_LE is not None:
+    array = reader.read(weight.path, layer)
+    if weight.path == OUTPUT and gain_LE is not None:
         array = array * gain_LE[layer, :, None]  # Fold the gain into W_O, because Hugging Face's norm has none.
-    part = array[place] if len(weight.names) > 1 else array
-    return [rearrange(part, weight.our_axes, weight.axes, sizes)]
+    if len(weight.names) > 1:
+        array = array[index]
+    return [rearrange(array, weight.our_axes, weight.axes, sizes)]

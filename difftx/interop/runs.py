@@ -10,14 +10,16 @@ from difftx.config import Config, ModelConfig
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 from difftx.files import new_folder, write_atomically
+from difftx.inference.load import read_checkpoint
 from difftx.interop import huggingface, official, tokenizers
+from difftx.interop.fields import FIXED
 from difftx.interop.layouts import Format
-from difftx.interop.parameters import from_theirs, to_theirs
+from difftx.interop.parameters import export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.reading import open_checkpoint, open_tokenizer, read_newest
-from difftx.training.run import check_vocabulary, read_config
-from difftx.training.weights import STEP, ParamsReader, save_params
+from difftx.interop.verify import compare_logits
+from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer
+from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
+from difftx.training.run import check_vocabulary, read_config, write_description
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
 CONFIG = "config.json"
@@ -37,20 +39,21 @@ def import_run(
         verify: Compare logits with transformers.
 
     Raises:
-        UserError: If the model has a feature that difftx lacks, or a file is corrupt.
+        UserError: the model has a feature that difftx lacks, or a file is corrupt.
     """
     fields = FORMATS[format_].model_fields(source / CONFIG)
     if clash := sorted(fields.keys() & overridden):
-        raise UserError(f"--config.model.{clash[0]}: {source / CONFIG} decides it; leave it out")
+        raise UserError(f"--config.model.{clash[0]}: {source / CONFIG} determines this field; remove the flag")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **fields))
-    arrays = from_theirs(source, read_folder(source), format_, config.model)
+    arrays = import_params(source, read_folder(source), format_, config.model)
     with new_folder(out) as folder:
-        config, note = tokenizers.import_tokenizer(source, folder, out, config)
+        name, note = tokenizers.import_tokenizer(source, folder, out, config.data.tokenizer)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
-        write_atomically(folder / CONFIG, config.to_json())
+        write_description(folder, config)
         save_params(folder, arrays, config, {"tokenizer": fingerprint(tokenizer)})
-        lines = [_verified(source, folder / "checkpoints" / str(STEP), config)] if verify else []
+        lines = [compare_logits(source, folder / "checkpoints" / str(STEP), config)] if verify else []
     return [f"{out}: a run of step {STEP}, {_describe(config.model)}", note, *lines]
 
 
@@ -68,44 +71,36 @@ def export_run(
         verify: Compare logits with transformers.
 
     Raises:
-        UserError: If the format cannot represent the model, or there is no such checkpoint.
+        UserError: the format cannot represent the model, or there is no such checkpoint.
     """
-    now = read_config(workdir)
-    checkpointer = Checkpointer(workdir)
 
-    def export(step: int) -> list[str]:
-        checkpoint = open_checkpoint(checkpointer.folder / str(step), now)
+    def export(checkpoint: Checkpoint) -> list[str]:
         check_representable(checkpoint.config.model, format_)
         config, tokenizer = open_tokenizer(checkpoint)
         with new_folder(out) as folder:
             reader = ParamsReader(checkpoint.folder)
-            files = write_folder(folder, to_theirs(reader, format_, config.model), shard_bytes)
+            files = write_folder(folder, export_params(reader, format_, config.model), shard_bytes)
             text = json.dumps(FORMATS[format_].config_json(config, tokenizer.eot_token), indent=2)
             write_atomically(folder / CONFIG, text + "\n")
             note = tokenizers.export_tokenizer(config, tokenizer, folder)
-            lines = [_verified(folder, checkpoint.folder, config)] if verify else []
+            lines = [compare_logits(folder, checkpoint.folder, config)] if verify else []
             checkpoint.require_unchanged()
         shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
-        return [f"{out}: {shards} of step {step}, {_describe(config.model)}", note, *lines]
+        return [f"{out}: {shards} of step {checkpoint.folder.name}, {_describe(config.model)}", note, *lines]
 
-    if step is not None:
-        return export(checkpointer.verified(step))
-    lines = read_newest(checkpointer, export)
-    if lines is None:
-        raise UserError(f"--input={workdir}: no checkpoint there yet")
-    return lines
+    return read_checkpoint(workdir, step, read_config(workdir), export, flag="--input")
 
 
 def check_representable(model: ModelConfig, format_: Format) -> None:
     """Raise `UserError` for a model that a format cannot represent."""
     if model.architecture not in ("diff", "transformer"):
-        raise UserError(f"model.architecture={model.architecture!r} has no other format; 'diff' and 'transformer' have")
-    for name, usual in (("lambda_learned", True), ("lambda_init", None), ("post_scale", None)):
+        raise UserError(f"model.architecture={model.architecture!r} cannot be converted; 'diff' and 'transformer' can")
+    for name in ("lambda_learned", "lambda_init", "post_scale"):
         value = getattr(model, name)
-        if model.architecture == "diff" and value != usual:
-            raise UserError(f"model.{name}={value}: other formats learn λ, with λ_init and 1 - λ_init of the paper")
+        if model.architecture == "diff" and value != FIXED[name]:
+            raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and 1 - λ_init of the paper")
     if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
-        raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise every differential head")
+        raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
     if model.attention_logit_bits is not None:
         raise UserError(
             f"model.attention_logit_bits={model.attention_logit_bits}: other formats do not quantise logits"
@@ -117,9 +112,3 @@ def _describe(model: ModelConfig) -> str:
     kv = "" if model.kv_heads == model.num_heads else f" ({model.kv_heads} key/value)"
     heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {model.d_head}"
     return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
-
-
-def _verified(folder: Path, checkpoint: Path, config: Config) -> str:
-    from difftx.interop.verify import compare_logits  # torch takes seconds to import.
-
-    return compare_logits(folder, checkpoint, config)

@@ -1,13 +1,12 @@
 """safetensors files, read by rows and written one tensor at a time (https://huggingface.co/docs/safetensors).
 
-The `safetensors` library writes a file from memory only, and its error for a truncated file does not name the missing
-tensor.
+The `safetensors` library can write only tensors in memory, and its error for a truncated file names no tensor.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ import ml_dtypes
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import misfit, read_json, write_atomically
+from difftx.files import read_json, schema_error, write_atomically
+from difftx.training.checkpoint.weights import Streamed
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}  # Dtypes whose values float32 represents exactly.
+# Dtypes whose values float32 represents exactly.
+DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 LONGEST_HEADER = 100_000_000  # Bytes; the limit of the `safetensors` library.
 SHAPE = {"dtype": str, "shape": [int], "data_offsets": [int]}
 
@@ -39,24 +36,23 @@ class Tensor:
     offset: int  # Position of the first byte in the file.
 
     @property
-    def bytes(self) -> int:
-        """Size in the file, in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: slice = slice(None)) -> np.ndarray:
         """Return the tensor, or the given rows of its first axis, as float32.
 
         Raises:
-            UserError: If a value is not finite, or the file was truncated after its header was read.
+            UserError: a value is not finite, or the file was truncated after its header was read.
         """
         start, stop, _ = rows.indices(self.shape[0])
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         raw = np.fromfile(self.file, np.uint8, (stop - start) * width, offset=self.offset + start * width)
         if len(raw) < (stop - start) * width:
-            raise UserError(f"{self.file}: truncated while it was read: {self.name} is not whole")
+            raise UserError(f"{self.file} was truncated while it was read: {self.name} is incomplete")
         values = raw.view(self.dtype).reshape(stop - start, *self.shape[1:]).astype(np.float32, copy=False)
         if not np.isfinite(values).all():
-            raise UserError(f"{self.file}: {self.name} has values that are not finite; the model is of no use")
+            raise UserError(f"{self.file}: {self.name} has values that are not finite; use another checkpoint")
         return values
 
 
@@ -64,29 +60,29 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of `model.safetensors`, or of the files that its index lists, by name.
 
     Raises:
-        UserError: If a file is missing or corrupt, or lacks a tensor that the index assigns to it.
+        UserError: a file is missing or corrupt, or lacks a tensor that the index assigns to it.
     """
     if not (folder / INDEX).is_file():
         if (folder / FILE).is_file():
             return read_header(folder / FILE)
         others = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".bin", ".pt", ".pth")]
-        hint = f"; {others[0]} must be saved as safetensors first" if others else ""
-        raise UserError(f"{folder}: neither {FILE} nor {INDEX} there{hint}")
+        hint = f"; convert {others[0]} to safetensors first" if others else ""
+        raise UserError(f"{folder} has neither {FILE} nor {INDEX}{hint}")
     index = read_json(folder / INDEX)
-    if why := misfit(index, {"weight_map": {str: str}}):
+    if why := schema_error(index, {"weight_map": {str: str}}):
         raise UserError(f"{folder / INDEX}: {why}")
     tensors: dict[str, Tensor] = {}
-    places: dict[str, str] = index["weight_map"]
-    for file in sorted(set(places.values())):
-        first = next(name for name, place in places.items() if place == file)
+    files: dict[str, str] = index["weight_map"]
+    for name, file in sorted(files.items(), key=lambda entry: entry[1]):
         if Path(file).name != file:
-            raise UserError(f"{folder / INDEX}: {first} is in {file!r}, which is not a file of this folder")
+            raise UserError(f"{folder / INDEX}: {name} is in {file!r}, which is not a file of this folder")
         if not (folder / file).is_file():
-            raise UserError(f"{folder / file}: missing; {INDEX} says that {first} is in it")
+            raise UserError(f"{folder / file} is missing; {INDEX} says that it contains {name}")
+    for file in sorted(set(files.values())):
         tensors |= read_header(folder / file)
-    for name, file in places.items():
+    for name, file in files.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise UserError(f"{folder / file}: {name} is not in it, though {INDEX} says so")
+            raise UserError(f"{folder / file} does not contain {name}, though {INDEX} says that it does")
     return tensors
 
 
@@ -94,22 +90,19 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """Return a file's tensors by name.
 
     Raises:
-        UserError: If the file is corrupt, or its tensors do not fill it without gaps and overlaps.
+        UserError: the file is corrupt, or its tensors do not fill it without gaps and overlaps.
     """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            text = stream.read(length) if 8 + length <= size and length <= LONGEST_HEADER else b""
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(length) if 8 + length <= size and length <= LONGEST_HEADER else b""
     try:
         header: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not a safetensors file, or its header is truncated") from error
     if isinstance(header, dict):
         header.pop("__metadata__", None)
-    if why := misfit(header, {str: SHAPE}):
+    if why := schema_error(header, {str: SHAPE}):
         raise UserError(f"{file}: header: {why}")
     tensors = {name: _tensor(file, size, 8 + length, name, entry) for name, entry in header.items()}
     _check_tiling(file, size, 8 + length, tensors.values())
@@ -119,40 +112,27 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def _check_tiling(file: Path, size: int, data: int, tensors: Iterable[Tensor]) -> None:
     """Raise `UserError` unless the tensors follow each other without overlap or gap, up to the end of the file."""
     end, before = data, "the header"
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.bytes)):
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.end)):
         if tensor.offset != end:
-            what = "overlaps" if tensor.offset < end else "leaves a gap behind"
+            what = "overlaps" if tensor.offset < end else "leaves a gap after"
             raise UserError(f"{file}: {tensor.name} {what} {before}: it begins at byte {tensor.offset}, not {end}")
-        end, before = tensor.offset + tensor.bytes, tensor.name
+        end, before = tensor.end, tensor.name
     if end != size:
-        raise UserError(f"{file}: {size - end} bytes behind {before}, the last tensor, belong to no tensor")
+        raise UserError(f"{file}: {size - end} bytes after {before}, the last tensor, belong to no tensor")
 
 
 def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any]) -> Tensor:
     if entry["dtype"] not in DTYPES:
-        raise UserError(f"{file}: {name} has dtype {entry['dtype']}; only {', '.join(DTYPES)} convert without loss")
+        raise UserError(f"{file}: {name} has dtype {entry['dtype']}; only {', '.join(DTYPES)} can be converted")
     dtype, shape, offsets = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
-        raise UserError(f"{file}: {name}: {entry['dtype']} {shape} does not take the bytes {offsets}")
+        raise UserError(f"{file}: {name}: the size of {entry['dtype']} {shape} is not that of the bytes {offsets}")
     if data + offsets[1] > size:
-        raise UserError(f"{file}: truncated: {name} ends at byte {data + offsets[1]}, and the file has {size}")
+        raise UserError(f"{file} is truncated: {name} ends at byte {data + offsets[1]}, but the file has {size}")
     return Tensor(name, file, dtype, shape, data + offsets[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A float32 tensor to write, as blocks of rows."""
-
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterable[np.ndarray]]
-
-    @property
-    def bytes(self) -> int:
-        """Size in the file, in bytes."""
-        return math.prod(self.shape) * DTYPES["F32"].itemsize
-
-
-def write_folder(folder: Path, tensors: Mapping[str, Written], shard_bytes: int) -> list[str]:
+def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
     """Write tensors to one file, or to several with an index; return the names of the files.
 
     A file has at most `shard_bytes` of tensors, or a single larger tensor.
@@ -160,29 +140,29 @@ def write_folder(folder: Path, tensors: Mapping[str, Written], shard_bytes: int)
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name, tensor in tensors.items():
-        if shards[-1] and tensor.bytes > room:
+        if shards[-1] and 4 * tensor.size > room:
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
-        room -= tensor.bytes
+        room -= 4 * tensor.size
     count = len(shards)
     files = [FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     for file, names in zip(files, shards, strict=True):
         _write_file(folder / file, {name: tensors[name] for name in names})
     if count > 1:
-        total = sum(tensor.bytes for tensor in tensors.values())
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+        total = sum(4 * tensor.size for tensor in tensors.values())
+        file_of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
         write_atomically(folder / INDEX, text + "\n")
     return files
 
 
-def _write_file(path: Path, tensors: Mapping[str, Written]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, Streamed]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry.
     end = 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (end, end + tensor.bytes)}
-        end += tensor.bytes
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": (end, end + 4 * tensor.size)}
+        end += 4 * tensor.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # Aligns the tensors to 8 bytes.
     with path.open("wb") as file:
@@ -190,5 +170,4 @@ def _write_file(path: Path, tensors: Mapping[str, Written]) -> None:
         for name, tensor in tensors.items():
             for block in tensor.blocks():
                 file.write(np.ascontiguousarray(block, DTYPES["F32"]).data)
-            if file.tell() != 8 + len(text) + header[name]["data_offsets"][1]:
-                raise AssertionError(f"{name} was not written whole")
+            assert file.tell() == 8 + len(text) + header[name]["data_offsets"][1], name

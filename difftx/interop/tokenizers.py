@@ -1,12 +1,12 @@
 """Conversion between tiktoken encodings and Hugging Face's tokenizer.json, for tokenizers that both can represent.
 
 Both merge bytes by rank. tiktoken merges any two neighbours that form a token. A tokenizer.json lists the pairs to
-merge, so it must list every split of each token into two tokens. Before the merges, text is split by cl100k_base's
-pattern, or not at all.
+merge, so it must list every split of each token into two tokens. Before the merges, cl100k_base's pattern splits the
+text, or nothing does.
 """
 
 import base64
-import dataclasses
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import tiktoken
 from difftx.config import Config
 from difftx.data.tokenizer import BYTES, END_OF_TEXT, load_tokenizer, token_bytes
 from difftx.errors import UserError
-from difftx.files import misfit, read_json, write_atomically
+from difftx.files import read_json, schema_error, write_atomically
 
 FILE = "tokenizer.json"
 CL100K = "cl100k_base"
-# cl100k_base's pattern without possessive quantifiers, which the regex engine of `tokenizers` interprets differently.
+# cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +39,7 @@ def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) 
     """Write tokenizer.json and tokenizer_config.json if the tokenizer converts; return a message for the user."""
     name = config.data.tokenizer
     if not _is_convertible(name):
-        return f"tokenizer: not converted, only {BYTES}, {CL100K} and .tiktoken files are; use tiktoken's {name!r}"
+        return f"tokenizer: not converted; only {BYTES}, {CL100K} and .tiktoken files can be. Use tiktoken's {name!r}"
     write_atomically(folder / FILE, json.dumps(tokenizer_json(encoding, name), ensure_ascii=False) + "\n")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -51,42 +51,34 @@ def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) 
     return f"tokenizer: {FILE} is data.tokenizer={name!r}"
 
 
-def import_tokenizer(source: Path, folder: Path, out: Path, config: Config) -> tuple[Config, str]:
-    """Return the config with the tokenizer of a model's folder, and a message for the user.
+def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[str, str]:
+    """Return the value of `data.tokenizer` for the tokenizer of a model's folder, and a message for the user.
 
     Args:
         source: Folder of the model.
         folder: Temporary folder of the new run, for a .tiktoken file.
         out: Final path of `folder`.
-        config: Config of the run. Its tokenizer stays if it equals the model's, or if the model's cannot be converted.
+        name: Configured value of `data.tokenizer`, which is returned if the model's tokenizer is not converted.
     """
-    name, path = config.data.tokenizer, source / FILE
+    path = source / FILE
     if not path.is_file():
-        return (
-            config,
-            f"tokenizer: {source} has no {FILE}; data.tokenizer={name!r} stays, and must be the model's",
-        )
+        return name, f"tokenizer: {source} has no {FILE}; data.tokenizer={name!r} stays, and must be the model's"
     theirs = read_json(path)
-    why = "it is not of byte-level BPE with cl100k_base's pattern"
-    if misfit(theirs, SHAPE) is None and theirs.get("normalizer") is None:
+    if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
         for known in (BYTES, name):
             if _is_same(known, theirs):
-                return _with_tokenizer(config, known), f"tokenizer: that of the model, data.tokenizer={known!r}"
+                return known, f"tokenizer: that of the model, data.tokenizer={known!r}"
         file = folder / "tokenizer.tiktoken"
-        try:
+        with contextlib.suppress(KeyError):  # A character that does not represent a byte.
             _write_ranks(file, theirs["model"]["vocab"])
-            encoding = load_tokenizer(str(file))
-        except (KeyError, UserError):
-            file.unlink(missing_ok=True)
-        else:
-            if _parts(tokenizer_json(encoding, file.name)) == _parts(theirs):
-                kept = str(out.absolute() / file.name)
-                return _with_tokenizer(config, kept), f"tokenizer: converted, data.tokenizer={kept!r}"
-            file.unlink()
-            why = f"its merges, pattern or special tokens are not what a .tiktoken file can say ({END_OF_TEXT!r} last)"
-    return config, (
-        f"tokenizer: not converted: {path}: {why}. data.tokenizer={name!r} stays, and means other text: "
-        "generate and evaluate by token ids only, or set data.tokenizer to the model's"
+        if file.is_file() and _is_same(str(file), theirs):
+            kept = str(out.absolute() / file.name)
+            return kept, f"tokenizer: converted, data.tokenizer={kept!r}"
+        file.unlink(missing_ok=True)
+    return name, (
+        f"tokenizer: not converted: {path} is not byte-level BPE with cl100k_base's pattern, merges by rank and "
+        f"{END_OF_TEXT!r} last. data.tokenizer={name!r} stays, but its ids mean other text: generate and evaluate by "
+        "token ids only, or set data.tokenizer to the model's tokenizer"
     )
 
 
@@ -94,7 +86,7 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
     """Return the content of a tokenizer.json for `encoding`. `name` is its value of `data.tokenizer`."""
     ranks = {value: rank for rank, value in enumerate(token_bytes(encoding)) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    cut = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
+    split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -104,7 +96,7 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
             {"id": rank, "content": token, **flags} for token, rank in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
-        "pre_tokenizer": cut,
+        "pre_tokenizer": split,
         "post_processor": None,
         "decoder": BYTE_LEVEL,
         "model": {
@@ -115,7 +107,7 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # tiktoken, too, first looks up the whole piece.
+            "ignore_merges": True,  # Like tiktoken, look up a whole piece of the split text first.
             "vocab": {_text(value): rank for value, rank in ranks.items()},
             "merges": [[_text(left), _text(right)] for left, right in _merges(ranks)],
         },
@@ -127,7 +119,7 @@ def _is_convertible(name: str) -> bool:
 
 
 def _is_same(name: str, raw: dict[str, Any]) -> bool:
-    """Return whether the tokenizer `name` (a value of `data.tokenizer`) can be loaded and equals a tokenizer.json."""
+    """Return whether the tokenizer `name` can be loaded and equals a tokenizer.json."""
     if not _is_convertible(name):
         return False
     try:
@@ -137,17 +129,13 @@ def _is_same(name: str, raw: dict[str, Any]) -> bool:
     return _parts(tokenizer_json(encoding, name)) == _parts(raw)
 
 
-def _with_tokenizer(config: Config, name: str) -> Config:
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
-
-
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Return every split of each token into two tokens, in the order of the tokens' ranks."""
     merges = []
     for value in sorted(ranks, key=ranks.__getitem__):
-        cuts = [(value[:i], value[i:]) for i in range(1, len(value))]
-        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
-        merges += sorted(known, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
+        splits = [(value[:i], value[i:]) for i in range(1, len(value))]
+        known = [(left, right) for left, right in splits if left in ranks and right in ranks]
+        merges += sorted(known, key=lambda split: (ranks[split[0]], ranks[split[1]]))
     return merges
 
 

@@ -1,8 +1,7 @@
-"""Comparison of a checkpoint's logits with those that transformers computes from a model's folder."""
+"""Comparison of the logits of a checkpoint with the logits that transformers computes from a model's folder."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from flax import nnx
 from difftx.config import Config
 from difftx.errors import RunError
 from difftx.parallel.mesh import batch_shards, make_mesh
-from difftx.training.checkpoint import restore_params
+from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.state import graph, init_state
 
 TOKENS = 64  # Largest number of tokens per row.
@@ -22,17 +21,17 @@ def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
     """Compare the logits of random tokens, both models in float32; return a message with the largest difference.
 
     Raises:
-        RunError: If the difference exceeds `TOLERANCE`.
+        RunError: the difference exceeds `TOLERANCE`.
     """
     mesh = make_mesh(config.mesh)
-    pieces = 2 * mesh.shape["context"]  # Zig-zag order splits a row into this many pieces.
-    length = min(TOKENS, config.data.sequence_length) // pieces * pieces
+    chunks = 2 * mesh.shape["context"]  # Zig-zag order splits a row into this many chunks.
+    length = min(TOKENS, config.data.sequence_length) // chunks * chunks
     tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
     theirs_BTV = transformers_logits(folder, tokens_BT)
     ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT)
-    apart, largest = float(np.abs(ours_BTV - theirs_BTV).max()), float(np.abs(theirs_BTV).max())
-    line = f"logits of {tokens_BT.size} random tokens differ from transformers' by at most {apart:.1e} of {largest:.1f}"
-    if not apart <= TOLERANCE * largest:
+    error, largest = float(np.abs(ours_BTV - theirs_BTV).max()), float(np.abs(theirs_BTV).max())
+    line = f"logits of {tokens_BT.size} random tokens differ from transformers' by at most {error:.1e} of {largest:.1f}"
+    if not error <= TOLERANCE * largest:
         raise RunError(f"{line}: more than rounding; nothing was written")
     return f"verified: {line}"
 
@@ -43,12 +42,8 @@ def our_logits(checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens
     config = dataclasses.replace(config, model=model)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh)
-        definition = graph(config)
-
-        @jax.jit
-        def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
-            return nnx.merge(definition, params)(tokens_BT)[0]
-
+        graphdef = graph(config)
+        logits = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0])
         return np.asarray(logits(params, tokens_BT.astype(np.int32)))
 
 

@@ -1,13 +1,13 @@
-"""Softmax attention for the baseline Transformer, from the best maintained library kernel of each platform.
+"""Softmax attention of the baseline Transformer by library kernels: `jax.nn` (XLA, cuDNN), and splash on TPUs.
 
-The masks are those of differential attention.
+Splash attention is JAX's flash attention for TPUs with sparse masks: it skips tiles that the mask hides. The masks are
+those of differential attention.
 """
-#   B = batch, T = query tokens, S = key tokens (= T, or the tokens of the whole row where rows are sharded),
+#   B = batch, T = query tokens, S = key tokens (= T; of the whole row where rows are sharded along their tokens),
 #   X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads, K = key/value heads,
 #   R = H / K = query heads per key/value head, D = width of a head
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,51 +15,33 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from difftx.kernels import mapped, maps, target
-from difftx.kernels.context import Cut
+from difftx.kernels import maps, target, xla
+from difftx.kernels.backend import AttentionCall
+from difftx.kernels.context import SequenceSharding
 
-SPLASH_TILE = 512
+SPLASH_TILE = 512  # Largest side of a tile in tokens.
 SPLASH_FUSED_TOKENS = 4096  # Splash's fused backward pass stores one dQ per key tile, T² / 512 rows in all.
 XLA_MAP_TOKENS = 1024  # `jax.nn` on XLA stores T × T attention weights, so longer rows are split into query chunks.
-DENSE_MASK_TOKENS = 16_384  # cuDNN takes segments only as a T × T bias: 0.5 GiB per row at this length.
+DENSE_MASK_TOKENS = 16_384  # `jax.nn` gives cuDNN segments as a T × T bias: 0.5 GiB per row at this length.
 
 
-def xla_attention(
-    q_BTHD: jax.Array,
-    k_BTKD: jax.Array,
-    v_BTKD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    cut: Cut | None = None,
-) -> jax.Array:
-    """Compute softmax attention by XLA operations, in query chunks if rows are long or sharded.
-
-    The arguments are those of `difftx.kernels.attention`.
-    """
-    if cut is None and q_BTHD.shape[1] <= XLA_MAP_TOKENS:
-        return _library_attention(q_BTHD, k_BTKD, v_BTKD, segment_ids_BT, window=window, implementation="xla")
-    options = {"window": window, "cut": cut}
-    groups = (q_BTHD[:, :, :, None], k_BTKD[:, :, :, None])
-    return mapped.attention(maps.softmax, *groups, v_BTKD, None, segment_ids_BT, **options)
+def xla_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+    """Compute softmax attention by XLA operations, in chunks of queries if rows are long or sharded."""
+    if sharding is None and q_BTHD.shape[1] <= XLA_MAP_TOKENS:
+        return _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, implementation="xla")
+    q_BTHGD, k_BSKGD = q_BTHD[:, :, :, None], k_BSKD[:, :, :, None]
+    options = {"window": window, "sharding": sharding}
+    return xla.mapped_attention(maps.softmax, q_BTHGD, k_BSKGD, v_BSKD, None, segment_ids_BT, **options)
 
 
-def _library_attention(
-    q_BTHD: jax.Array,
-    k_BTKD: jax.Array,
-    v_BTKD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    implementation: Literal["xla", "cudnn"],
-) -> jax.Array:
+def _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, implementation) -> jax.Array:
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q_BTHD,
-        k_BTKD,
-        v_BTKD,
+        k_BSKD,
+        v_BSKD,
         mask=mask_B1TS,
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
@@ -70,50 +52,64 @@ def _library_attention(
 cudnn_attention = functools.partial(_library_attention, implementation="cudnn")
 
 
-def cudnn_unsupported(q_BTHD: jax.Array, segment_ids_BT: jax.Array | None) -> str | None:
-    """Return the reason why cuDNN cannot serve a call, or None."""
-    _, T, _, D = q_BTHD.shape
+def cudnn_unsupported(call: AttentionCall) -> str | None:
+    """Return the reason why cuDNN cannot serve a call of softmax attention, or None."""
+    _, T, _, D = call.q.shape
     if target.platform() != "gpu":
-        return f"cuDNN runs on NVIDIA GPUs; this is {target.platform()}"
-    if q_BTHD.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN attends in bfloat16 or float16, not {q_BTHD.dtype}"
+        return f"cuDNN requires an NVIDIA GPU, and JAX runs on {target.platform()}"
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention supports bfloat16 and float16, not {call.q.dtype}"
     if D % 8 or D > 256:
-        return f"cuDNN wants a head width that is a multiple of 8 up to 256; got {D}"
-    if segment_ids_BT is not None and (T % 2 or T > DENSE_MASK_TOKENS):
-        return f"cuDNN takes segments as a dense bias: an even row of up to {DENSE_MASK_TOKENS} tokens; got {T}"
+        return f"cuDNN requires a head width that is a multiple of 8 up to 256; got {D}"
+    if call.segment_ids_BT is not None and (T % 2 or T > DENSE_MASK_TOKENS):
+        return f"cuDNN with segment ids requires rows of an even number of up to {DENSE_MASK_TOKENS} tokens; got {T}"
     return None
 
 
-def splash_attention(
-    q_BTHD: jax.Array,
-    k_BTKD: jax.Array,
-    v_BTKD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    cut: Cut | None = None,
-) -> jax.Array:
-    """Compute softmax attention by JAX's splash attention kernel for TPU.
+def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+    """Compute softmax attention by splash attention, in the Pallas interpreter on other platforms than TPU.
 
-    The arguments are those of `difftx.kernels.attention`. On other platforms the Pallas interpreter runs the kernel.
+    Splash attends one key/value head to its R query heads (multi-query attention), without a batch axis and without
+    the factor 1/√D. The function therefore scales the queries, and maps the kernel over key/value heads and rows.
     """
     B, T, H, D = q_BTHD.shape
-    S, K = k_BTKD.shape[1:3]
-    tile = _splash_tile(S, cut)
+    S, K = k_BSKD.shape[1:3]
+    tile = _splash_tile(S, sharding)
     X = -(-S // tile) * tile
-    Y = X if cut is None else T
+    Y = X if sharding is None else T
+    kernel = _splash_kernel(X, T, H // K, tile, window=window, is_fused=S <= SPLASH_FUSED_TOKENS, sharding=sharding)
+
+    # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
+    def padded(x_BT: jax.Array, length: int) -> jax.Array:
+        return jnp.pad(x_BT, [(0, 0), (0, length - x_BT.shape[1])] + [(0, 0)] * (x_BT.ndim - 2), mode="edge")
+
+    q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
+    q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
+    k_BKXD, v_BKXD = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKD, v_BSKD))
+    ids = None
+    if segment_ids_BT is not None:
+        ids_BX = padded(segment_ids_BT, X)
+        ids = splash.SegmentIds(q=ids_BX if sharding is None else segment_ids_BT[:, sharding.positions(T)], kv=ids_BX)
+    per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    out_BKRYD = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYD, k_BKXD, v_BKXD, ids)
+    return jnp.moveaxis(jnp.asarray(out_BKRYD), 3, 1).reshape(B, Y, H, D)[:, :T]
+
+
+def _splash_kernel(
+    X: int, T: int, R: int, tile: int, *, window: int | None, is_fused: bool, sharding: SequenceSharding | None
+) -> splash.SplashAttentionKernel:
+    """Return splash's kernel for one key/value head, with one backward kernel if `is_fused`, else one for dQ."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
         mask = splash_mask.LocalMask((X, X), (window - 1, 0), offset=0)
-    if cut is not None:  # The mask covers the queries of all devices, one device after the other.
-        chunk = T // cut.chunks
-        starts = [start for device in range(cut.devices) for start in cut.starts(device, chunk)]
+    if sharding is not None:  # Permute the queries of the mask to the order of the devices and their chunks.
+        chunk = T // sharding.chunks
+        starts = [start for device in range(sharding.devices) for start in sharding.starts(device, chunk)]
         mask.q_sequence = np.concatenate([start + np.arange(chunk, dtype=np.int32) for start in starts])
-    is_fused = S <= SPLASH_FUSED_TOKENS
     kernel = splash.make_splash_mqa(
-        splash_mask.MultiHeadMask([mask] * (H // K)),
+        splash_mask.MultiHeadMask([mask] * R),
         head_shards=1,
-        q_seq_shards=1 if cut is None else cut.devices,
+        q_seq_shards=1 if sharding is None else sharding.devices,
         block_sizes=splash.BlockSizes(
             block_q=tile,
             block_kv=tile,
@@ -127,47 +123,35 @@ def splash_attention(
         ),
         interpret=target.platform() != "tpu",
     )
-    if cut is not None:
-        kernel = jax.tree.map(lambda x: _share_of(x, cut), kernel)
+    if sharding is None:
+        return kernel
 
-    def padded(x_BT: jax.Array, length: int) -> jax.Array:
-        return jnp.pad(x_BT, [(0, 0), (0, length - x_BT.shape[1])] + [(0, 0)] * (x_BT.ndim - 2), mode="edge")
+    # The kernel holds arrays that describe the mask for the queries of all devices, [heads, query tiles, …] or
+    # [queries]. Each device takes its slice.
+    def of_this_device(mask_info: jax.Array) -> jax.Array:
+        axis = min(1, mask_info.ndim - 1)
+        size = mask_info.shape[axis] // sharding.devices
+        return jax.lax.dynamic_slice_in_dim(mask_info, sharding.device() * size, size, axis)
 
-    q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
-    q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
-    k_BKXD, v_BKXD = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BTKD, v_BTKD))
-    ids = None
-    if segment_ids_BT is not None:
-        ids_BX = padded(segment_ids_BT, X)
-        ids = splash.SegmentIds(q=ids_BX if cut is None else segment_ids_BT[:, cut.positions(T)], kv=ids_BX)
-    per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-    out_BKRYD = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYD, k_BKXD, v_BKXD, ids)
-    return jnp.moveaxis(jnp.asarray(out_BKRYD), 3, 1).reshape(B, Y, H, D)[:, :T]
+    return jax.tree.map(of_this_device, kernel)
 
 
-def _share_of(mask_info: jax.Array, cut: Cut) -> jax.Array:
-    """Return this device's shard of an array of splash's `MaskInfo`: `[heads, query tiles, …]`, or `[queries]`."""
-    axis = min(1, mask_info.ndim - 1)
-    size = mask_info.shape[axis] // cut.devices
-    return jax.lax.dynamic_slice_in_dim(mask_info, cut.device() * size, size, axis)
-
-
-def _splash_tile(tokens: int, cut: Cut | None) -> int:
+def _splash_tile(tokens: int, sharding: SequenceSharding | None) -> int:
     """Return the side of a tile in tokens, a multiple of 128.
 
-    If rows are sharded, the side divides a chunk. It is 0 if none of the supported sides does.
+    If rows are sharded, the side divides a chunk. It is 0 if no supported side does.
     """
-    if cut is None:
+    if sharding is None:
         return min(SPLASH_TILE, -(-tokens // 128) * 128)
-    chunk = tokens // (cut.devices * cut.chunks)
+    chunk = tokens // sharding.row_chunks
     return max((tile for tile in (128, 256, SPLASH_TILE) if chunk % tile == 0), default=0)
 
 
-def splash_unsupported(q_BTHD: jax.Array, cut: Cut | None) -> str | None:
+def splash_unsupported(call: AttentionCall) -> str | None:
     """Return the reason why splash attention cannot serve a call, or None."""
-    T = q_BTHD.shape[1]
-    if cut is not None and not _splash_tile(T, cut):
-        return f"rows of {T} tokens are cut in {cut.devices * cut.chunks}, which leaves no multiple of 128 tokens"
-    if q_BTHD.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"splash attention takes bfloat16 or float32, not {q_BTHD.dtype}"
+    T = call.q.shape[1]
+    if call.sharding is not None and not _splash_tile(T, call.sharding):
+        return f"{T} tokens in {call.sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
+    if call.q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"splash attention supports bfloat16 and float32, not {call.q.dtype}"
     return None

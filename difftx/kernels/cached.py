@@ -14,16 +14,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused, target
+from difftx.kernels import target
+from difftx.kernels.backend import Saved, lam_per_token, per_shard
 from difftx.kernels.maps import Map
 
 EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
 
 # Key/value cache of one layer: keys [B, K, G, S, D], or [B, K, S, D] for softmax attention, and values [B, K, S, E].
-type Past = tuple[jax.Array, ...]
+type KVCache = tuple[jax.Array, ...]
 
 
-class Ids(NamedTuple):
+class SegmentMask(NamedTuple):
     """Integer ids, int32, that define the attention mask.
 
     A token attends to the cached keys of its segment, and to the new keys of its segment and branch up to itself.
@@ -40,8 +41,8 @@ def mapped_attention(
     q: jax.Array,
     k: jax.Array,
     v_BTKE: jax.Array,
-    past: Past,
-    ids: Ids,
+    past: KVCache,
+    ids: SegmentMask,
     *,
     per_query: jax.Array | None = None,
 ) -> jax.Array:
@@ -51,14 +52,12 @@ def mapped_attention(
     P1 - λ P2, before a single product with V.
     """
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
-    operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, fused.Saved(by_head=past))
-    return fused.per_shard(functools.partial(_attend, map_of), *operands, saves=False)
+    per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
+    operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, Saved(by_head=past))
+    return per_shard(functools.partial(_attend, map_of), *operands)
 
 
-def _attend(
-    map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: fused.Saved
-):
+def _attend(map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: Saved):
     """Attend on one device, for its shard of rows and heads."""
     keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape

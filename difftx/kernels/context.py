@@ -15,8 +15,14 @@ import jax
 import jax.numpy as jnp
 
 
+def is_explicit_mesh() -> bool:
+    """Return whether all axes of the current mesh are explicit, so that array types carry shardings."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.are_all_axes_explicit
+
+
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class SequenceSharding:
     """Sharding of rows along their tokens.
 
     Call `of` outside `jax.shard_map`. Call the methods that take or return arrays inside it.
@@ -27,18 +33,22 @@ class Cut:
     zigzag: bool  # Whether tokens are in zig-zag order.
 
     @classmethod
-    def of(cls, x_BT: jax.Array, *, zigzag: bool) -> "Cut | None":
+    def of(cls, x_BT: jax.Array, *, zigzag: bool) -> "SequenceSharding | None":
         """Return the token sharding of an array `[B, T, …]` from its type. None: rows are whole on each device."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or not mesh.are_all_axes_explicit:
+        if not is_explicit_mesh():
             return None
-        axis = jax.typeof(x_BT).sharding.spec[1]
-        return None if axis is None or mesh.shape[axis] == 1 else cls(axis, mesh.shape[axis], zigzag)
+        axis, shape = jax.typeof(x_BT).sharding.spec[1], jax.sharding.get_abstract_mesh().shape
+        return None if axis is None or shape[axis] == 1 else cls(axis, shape[axis], zigzag)
 
     @property
     def chunks(self) -> int:
         """Number of contiguous chunks of a row on each device."""
         return 2 if self.zigzag else 1
+
+    @property
+    def row_chunks(self) -> int:
+        """Number of contiguous chunks of a row on all devices."""
+        return self.devices * self.chunks
 
     def starts[Index: (int, jax.Array)](self, device: Index, chunk_tokens: int) -> tuple[Index, ...]:
         """Return the position in the row at which each chunk of a device starts, in the device's chunk order."""
@@ -47,7 +57,6 @@ class Cut:
         return device * chunk_tokens, (2 * self.devices - 1 - device) * chunk_tokens
 
     def device(self) -> jax.Array:
-        """Return the index of this device along `axis`."""
         return jax.lax.axis_index(self.axis)
 
     def positions(self, tokens: int) -> jax.Array:
@@ -61,11 +70,11 @@ class Cut:
 
         JAX's transpose of this function is a reduce-scatter, see `scatter`.
         """
-        pieces_NBC = jax.lax.all_gather(x_BT, self.axis)
+        chunks_NBC = jax.lax.all_gather(x_BT, self.axis)
         if self.zigzag:
             half = x_BT.shape[1] // 2
-            pieces_NBC = jnp.concatenate([pieces_NBC[:, :, :half], pieces_NBC[::-1, :, half:]])
-        return jnp.moveaxis(pieces_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
+            chunks_NBC = jnp.concatenate([chunks_NBC[:, :, :half], chunks_NBC[::-1, :, half:]])
+        return jnp.moveaxis(chunks_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
 
     def scatter(self, x_BS: jax.Array) -> jax.Array:
         """Sum `[B, S, …]` over all devices and return this device's shard `[B, T, …]`: the transpose of `gather`."""
@@ -76,8 +85,8 @@ class Cut:
     def to_zigzag(self, x_BT: jax.Array) -> jax.Array:
         """Exchange tokens between devices, from text order to zig-zag order, and return this device's `[B, T, …]`."""
         even_BC, odd_BC = (
-            jax.lax.ppermute(piece_BC, self.axis, self._moves(parity))
-            for parity, piece_BC in enumerate(jnp.split(x_BT, 2, axis=1))
+            jax.lax.ppermute(chunk_BC, self.axis, self._moves(parity))
+            for parity, chunk_BC in enumerate(jnp.split(x_BT, 2, axis=1))
         )
         # Exactly one of this device's chunks, i and 2n - 1 - i, has an even number.
         is_even = self.device() % 2 == 0
@@ -88,10 +97,10 @@ class Cut:
         """Exchange tokens between devices, from zig-zag order back to text order: the inverse of `to_zigzag`."""
         first_BC, second_BC = jnp.split(x_BT, 2, axis=1)
         is_even = self.device() % 2 == 0
-        pieces = jnp.where(is_even, first_BC, second_BC), jnp.where(is_even, second_BC, first_BC)
+        even_and_odd = jnp.where(is_even, first_BC, second_BC), jnp.where(is_even, second_BC, first_BC)
         back = [
-            jax.lax.ppermute(piece_BC, self.axis, [(there, here) for here, there in self._moves(parity)])
-            for parity, piece_BC in enumerate(pieces)
+            jax.lax.ppermute(chunk_BC, self.axis, [(there, here) for here, there in self._moves(parity)])
+            for parity, chunk_BC in enumerate(even_and_odd)
         ]
         return jnp.concatenate(back, axis=1)
 
@@ -106,33 +115,31 @@ def to_zigzag(x_BT: jax.Array) -> jax.Array:
 
     Call this function outside `jax.shard_map`.
     """
-    return _reordered(x_BT, Cut.to_zigzag)
+    return _reordered(x_BT, SequenceSharding.to_zigzag)
 
 
 def from_zigzag(x_BT: jax.Array) -> jax.Array:
     """Return an array `[B, T, …]` with its tokens back in text order: the inverse of `to_zigzag`."""
-    return _reordered(x_BT, Cut.from_zigzag)
+    return _reordered(x_BT, SequenceSharding.from_zigzag)
 
 
-def _reordered(x_BT: jax.Array, order: Callable[[Cut, jax.Array], jax.Array]) -> jax.Array:
-    cut = Cut.of(x_BT, zigzag=True)
-    if cut is None:
+def _reordered(x_BT: jax.Array, order: Callable[[SequenceSharding, jax.Array], jax.Array]) -> jax.Array:
+    sharding = SequenceSharding.of(x_BT, zigzag=True)
+    if sharding is None:
         return x_BT
     spec = jax.typeof(x_BT).sharding.spec
-    return jax.shard_map(functools.partial(order, cut), in_specs=spec, out_specs=spec, check_vma=False)(x_BT)
+    return jax.shard_map(functools.partial(order, sharding), in_specs=spec, out_specs=spec, check_vma=False)(x_BT)
 
 
-def with_whole_keys(call: Callable[..., Any], cut: Cut | None) -> Callable[..., Any]:
+def with_whole_keys(call: Callable[..., Any], sharding: SequenceSharding) -> Callable[..., Any]:
     """Wrap `call` to receive the keys and values of whole rows, for use inside `jax.shard_map`.
 
     The returned function takes this device's shards of queries, keys, values and further arguments. It gathers keys,
-    values and two-dimensional arguments (segment ids), and passes `cut` as a keyword. If `cut` is None, it is `call`.
+    values and two-dimensional arguments (segment ids), and passes `sharding` as a keyword.
     """
-    if cut is None:
-        return call
 
     def local(q_BT: jax.Array, k_BT: jax.Array, v_BT: jax.Array, *others: Any) -> Any:
-        whole = (cut.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others)
-        return call(q_BT, cut.gather(k_BT), cut.gather(v_BT), *whole, cut=cut)
+        whole = (sharding.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others)
+        return call(q_BT, sharding.gather(k_BT), sharding.gather(v_BT), *whole, sharding=sharding)
 
     return local

@@ -17,12 +17,14 @@ on Hopper). This saves a quarter of the matrix multiplications: 12·T²·D inste
 import jax
 import jax.numpy as jnp
 
+from difftx.kernels.backend import AttentionCall
+
 try:
     from jax._src.cudnn import fused_attention_stablehlo as private
 except ImportError:  # this JAX has moved the module, so only `diff_attention` works
     private = None  # pyrefly: ignore[bad-assignment]
 
-MAPS = 2
+GROUPS = 2
 # Odd lengths and lengths of 64 modulo 128 have given NaN gradients (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
 HEAD_WIDTH_MULTIPLE = 8
@@ -31,45 +33,34 @@ HEAD_WIDTH_LIMITS = {9: 256, 8: 128}
 WIDE_VALUES_VERSION = 91002  # 9.10.0 and 9.10.1 accept wide values but return wrong gradients
 
 
-def unsupported(q_shape, k_shape, v_shape, dtype, *, segment_ids=None, device=None):
-    """Return the reason why `diff_attention` cannot serve a call, or None.
-
-    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D] and v_shape [B, S, K, E]. `device` is a
-    jax.Device; None selects the first device.
-    """
-    if q_shape[-2] != MAPS or k_shape[-2] != MAPS:
-        return f"q and k need {MAPS} maps in their second last axis, got {q_shape} and {k_shape}"
-    if q_shape[1] != k_shape[1] or k_shape[1] != v_shape[1]:
-        return f"queries and keys differ in length: {q_shape[1]}, {k_shape[1]} and {v_shape[1]}"
-    if k_shape[2] != v_shape[2] or q_shape[2] % k_shape[2] != 0:
-        return f"{q_shape[2]} query heads do not divide over {k_shape[2]} and {v_shape[2]} heads"
-    if v_shape[-1] != 2 * q_shape[-1]:
-        return f"values are {v_shape[-1]} wide, not twice the head width {q_shape[-1]}"
-    if q_shape[-1] % HEAD_WIDTH_MULTIPLE != 0:
-        return f"head width {q_shape[-1]} is no multiple of {HEAD_WIDTH_MULTIPLE}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's attention takes bfloat16 and float16, not {jnp.dtype(dtype).name}"
-    if segment_ids is not None:
-        return "cuDNN would need the segments as a dense T x S mask"
-    return _unsupported_device(v_shape[-1], jax.devices()[0] if device is None else device)
+def unsupported(call: AttentionCall) -> str | None:
+    """Return the reason why `diff_attention` cannot serve a call, or None."""
+    width, dtype, device = call.q.shape[-1], call.q.dtype, jax.devices()[0]
+    if width % HEAD_WIDTH_MULTIPLE != 0:
+        return f"head width {width} is not a multiple of {HEAD_WIDTH_MULTIPLE}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention supports bfloat16 and float16, not {dtype}"
+    if call.segment_ids_BT is not None:
+        return "cuDNN would require the segments as a dense T x S mask"
+    if device.platform not in ("gpu", "cuda"):
+        return f"it requires an NVIDIA GPU, found {device.platform} ({device.device_kind})"
+    limit = next((limit for major, limit in HEAD_WIDTH_LIMITS.items() if _compute_capability() >= major), 0)
+    if 2 * width > limit:
+        return f"cuDNN supports heads up to {limit} wide on {device.device_kind}, not {2 * width}"
+    return None
 
 
-def wide_values_unsupported(*arguments, device=None, **keywords):
-    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None.
-
-    The arguments are those of `unsupported`.
-    """
-    device = jax.devices()[0] if device is None else device
-    reason = unsupported(*arguments, device=device, **keywords)
-    if reason is not None:
+def wide_values_unsupported(call: AttentionCall) -> str | None:
+    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None."""
+    if reason := unsupported(call):
         return reason
     if private is None:
         return "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
-    if _major(device) < 9:
-        return f"values wider than keys need Hopper or later, found {device.device_kind}"
+    if _compute_capability() < 9:
+        return f"values wider than keys require Hopper or later, found {jax.devices()[0].device_kind}"
     version = private.check_cudnn_version()
     if version < WIDE_VALUES_VERSION:
-        return f"values wider than keys need cuDNN {WIDE_VALUES_VERSION}, found {version}"
+        return f"values wider than keys require cuDNN {WIDE_VALUES_VERSION}, found {version}"
     return None
 
 
@@ -83,9 +74,9 @@ def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, wi
     length, heads, _, width = q_BTHGD.shape[1:]
     wide = v_BSKE.shape[-1] - width
     out_BTNE = jax.nn.dot_product_attention(
-        _pad(_maps_first(q_BTHGD), widen=wide),
-        _pad(_maps_first(k_BSKGD), widen=wide),
-        _pad(jnp.concatenate([v_BSKE] * MAPS, axis=2)),
+        _pad(_groups_first(q_BTHGD), widen=wide),
+        _pad(_groups_first(k_BSKGD), widen=wide),
+        _pad(jnp.concatenate([v_BSKE] * GROUPS, axis=2)),
         scale=width**-0.5,
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
@@ -108,19 +99,19 @@ def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
             mask_type=private.MaskType.CAUSAL,
             sliding_window_length=window,
         )[:, :length]
-        for m in range(MAPS)
+        for m in range(GROUPS)
     )
     return _subtract(out1_BTHE, out2_BTHE, lam_BTH)
 
 
-def _maps_first(x_BTHGD):
+def _groups_first(x_BTHGD):
     """Reshape [B, T, H, G, D] to [B, T, G·H, D], groups before heads.
 
     This order pairs query head h of group g with key/value head h // (H // K) of the same group, because
     (g·H + h) // (H // K) = g·K + h // (H // K).
     """
-    batch, length, heads, maps, width = x_BTHGD.shape
-    return x_BTHGD.swapaxes(2, 3).reshape(batch, length, maps * heads, width)
+    batch, length, heads, groups, width = x_BTHGD.shape
+    return x_BTHGD.swapaxes(2, 3).reshape(batch, length, groups * heads, width)
 
 
 def _pad(x_BTND, *, widen=0):
@@ -137,14 +128,6 @@ def _subtract(out1_BTHE, out2_BTHE, lam_BTH):
     return out_BTHE.astype(out1_BTHE.dtype)
 
 
-def _major(device):
-    return int(str(getattr(device, "compute_capability", "0")).split(".")[0])
-
-
-def _unsupported_device(value_width, device):
-    if device.platform not in ("gpu", "cuda"):
-        return f"needs an NVIDIA GPU, found {device.platform} ({device.device_kind})"
-    limit = next((w for major, w in HEAD_WIDTH_LIMITS.items() if _major(device) >= major), 0)
-    if value_width > limit:
-        return f"cuDNN takes heads up to {limit} wide on {device.device_kind}, not {value_width}"
-    return None
+def _compute_capability() -> int:
+    """Return the major compute capability of the first device, 0 if it is unknown."""
+    return int(str(getattr(jax.devices()[0], "compute_capability", "0")).split(".")[0])

@@ -1,8 +1,8 @@
 """Functions from logits to the attention weights that multiply V: softmax, the difference of two, and variants.
 
 A weight function takes one array of masked logits per group and, in some cases, one number per query, all float32.
-Masked logits are minus infinity or `MASKED`. The function requires whole rows of logits, which `mapped.py`
-(chunks of queries), `reference.py` and `cached.py` (key/value cache) provide.
+Masked logits are minus infinity or `MASKED`. The function requires the logits of all keys of a query, which `xla.py`
+(chunks of queries), `reference.py`, `cached.py` (key/value cache) and `rows.py` (selected queries) provide.
 """
 #   C = queries, S = keys; names omit the leading axes (batch, heads)
 
@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.xla import MASKED
+MASKED = -1e30  # A finite masked logit, for padding queries: softmax over minus infinity alone would be NaN.
 
 # Weight function: logits [..., C, S], one array per group, and optionally a number per query, [..., C, 1]
 # → attention weights [..., C, S].

@@ -13,6 +13,7 @@ The kernels have not yet run on a GPU. They were checked in the interpreter and 
 #   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
 #   D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
 
+import collections
 import functools
 import math
 
@@ -23,13 +24,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels import target
-from difftx.kernels.fused import Saved, deltas
-from difftx.kernels.pallas_gpu_backward import dkv_call, dq_call
+from difftx.kernels.backend import AttentionCall, Saved, deltas
+from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
 from difftx.kernels.pallas_gpu_tiles import (
+    GROUPS,
     HEAD_WIDTHS,
     LOG2_E,
     LOWEST,
-    MAPS,
     MASKED,
     MATRIX,
     PRODUCER,
@@ -37,17 +38,18 @@ from difftx.kernels.pallas_gpu_tiles import (
     ROWS,
     STAGES,
     TILE,
-    WARPGROUPS,
     across,
     arrive_if,
     at_least_one,
+    hide,
     interpret_params,
+    launch,
     marks,
     pad_rows,
     product,
     rows_of,
     set_registers,
-    smem,
+    tile_buffer,
     tile_ranges,
     visible,
 )
@@ -55,30 +57,27 @@ from difftx.kernels.pallas_gpu_tiles import (
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
-def unsupported(q_shape, k_shape, v_shape, dtype):
+# Shared memory and barriers of a CTA. X_ready tells the readers of a buffer X that it is filled, and X_free tells its
+# writer that it may be filled again. Once both softmax warpgroups have used all K, λ·O2 takes the place of K.
+Buffers = collections.namedtuple("Buffers", "q k_or_weighted_out2 v lse p")
+Barriers = collections.namedtuple("Barriers", "q_ready k_ready v_ready k_free v_free softmax_done out2_ready")
+
+
+def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why this backend cannot serve a call, or None.
 
-    q_shape is [B, T, H, G, D], k_shape [B, S, K, G, D] and v_shape [B, S, K, E]. If the target is not a GPU, the
-    interpreter runs the kernels, without limits on dtype and device.
+    If the target is not a GPU, the interpreter runs the kernels, without limits on dtype and device.
     """
-    length, heads, maps, width = q_shape[1:]
-    if maps != MAPS or k_shape[-2] != MAPS:
-        return f"q and k need {MAPS} maps in their second last axis, got {q_shape} and {k_shape}"
-    if k_shape[1] != length or v_shape[1] != length:
-        return f"queries and keys differ in length: {length}, {k_shape[1]} and {v_shape[1]}"
+    width, dtype = call.q.shape[-1], call.q.dtype
     if width not in HEAD_WIDTHS:
         return f"head width {width} is not one of {HEAD_WIDTHS}"
-    if v_shape[-1] != 2 * width:
-        return f"values are {v_shape[-1]} wide, not twice the head width {width}"
-    if k_shape[2] != v_shape[2] or heads % k_shape[2] != 0:
-        return f"{heads} query heads do not divide over {k_shape[2]} key and {v_shape[2]} value heads"
     if target.platform() != "gpu":
         return None
-    if jnp.dtype(dtype) != jnp.bfloat16:
+    if dtype != jnp.bfloat16:
         # wgmma would round float32 to tf32, and such tiles exceed shared memory at D = 128.
-        return f"the compiled kernels take bfloat16, not {jnp.dtype(dtype).name}"
+        return f"the compiled kernels support bfloat16, not {dtype}"
     if not any(kind in target.device_kind() for kind in HOPPER):
-        return f"is written for wgmma of Hopper ({', '.join(HOPPER)}), found {target.device_kind()}"
+        return f"the kernels are written for wgmma of Hopper ({', '.join(HOPPER)}), found {target.device_kind()}"
     return None
 
 
@@ -101,7 +100,7 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
         window=window,
         interpret=interpret_params(interpret),
     )
-    return out_BTHE[:, :length], Saved(by_token=(out2_BTHE[:, :length],), by_map=(lse_BHGT[..., :length],))
+    return out_BTHE[:, :length], Saved(by_token=(out2_BTHE[:, :length],), by_group=(lse_BHGT[..., :length],))
 
 
 def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
@@ -109,7 +108,7 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
 
     All sums run in float32. The gradients of q, k and v have the dtypes of q, k and v; the gradient of λ is float32.
     """
-    (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_map
+    (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
     length = q_BTHGD.shape[1]
     pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
@@ -119,7 +118,7 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
     scale = q_BTHGD.shape[-1] ** -0.5
     stats_BHXGT = jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2)
     # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
-    arrays = (
+    inputs = Inputs(
         pad(q_BTHGD),
         pad(k_BSKGD),
         pad(v_BSKE),
@@ -129,8 +128,8 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
         marks_BXT,
     )
     static = {"window": window, "interpret": interpret_params(interpret)}
-    dk_BSKGD, dv_BSKE = dkv_call(*arrays, queries_BN2, **static)
-    dq_BTHGD = dq_call(*arrays, keys_BN2, **static)
+    dk_BSKGD, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
+    dq_BTHGD = dq_call(inputs, keys_BN2, **static)
     return dq_BTHGD[:, :length], dk_BSKGD[:, :length], dv_BSKE[:, :length], -delta2_BTH
 
 
@@ -151,16 +150,11 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
     value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
     tiles, group = length // TILE, heads // k_BSKGD.shape[2]
     logit_scale = width**-0.5 * LOG2_E  # logits in base 2, for exp2
-    registers = REGISTERS["H200", "forward"]
-    staged = bool(interpret)  # the interpreter does not support wgmma operands in registers
 
     def kernel(
-        q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem,
-        out_gmem, out2_gmem, lse_gmem,
-        q_smem, k_or_out2_smem, v_smem, lse_smem, p_smem,
-        q_ready, k_ready, v_ready, k_free, v_free, maps_done, out2_ready,
+        q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
     ):  # fmt: skip
-        k_smem, weighted_out2_smem = k_or_out2_smem
+        k_smem, weighted_out2_smem = smem.k_or_weighted_out2
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
@@ -170,41 +164,38 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=True)
         steps = at_least_one(q_tile + 1 - first)
 
-        @pl.when(warpgroup < MAPS)
-        def map_warpgroup():
-            set_registers(registers.maps)
+        @pl.when(warpgroup < GROUPS)
+        def softmax_warpgroup():
+            set_registers(REGISTERS["forward"].softmax)
             plgpu.copy_gmem_to_smem(
                 q_gmem.at[sequence, queries, head, warpgroup],
-                q_smem.at[warpgroup],
-                q_ready.at[warpgroup],
+                smem.q.at[warpgroup],
+                barriers.q_ready.at[warpgroup],
             )
-            plgpu.barrier_wait(q_ready.at[warpgroup])
+            plgpu.barrier_wait(barriers.q_ready.at[warpgroup])
 
             def step(i, carry):
                 out, maximum, total = carry
                 k_tile, slot = first + i, lax.rem(i, STAGES)
-                plgpu.barrier_wait(k_ready.at[slot])
-                logits = product(q_smem.at[warpgroup], k_smem.at[slot, warpgroup].T)
-                arrive_if(i + STAGES < steps, k_free.at[slot])
-
-                def mask(logits):
-                    return jnp.where(seen(q_tile, k_tile), logits, MASKED)
-
-                logits = lax.cond((k_tile < full) | (k_tile == q_tile), mask, lambda logits: logits, logits)
+                plgpu.barrier_wait(barriers.k_ready.at[slot])
+                logits = product(smem.q.at[warpgroup], k_smem.at[slot, warpgroup].T)
+                arrive_if(i + STAGES < steps, barriers.k_free.at[slot])
+                needed = (k_tile < full) | (k_tile == q_tile)
+                logits = hide(logits, MASKED, needed=needed, mask=lambda: seen(q_tile, k_tile))
                 new_maximum = jnp.maximum(maximum, logits.max(axis=1) * logit_scale)
                 rescale = jnp.exp2(maximum - new_maximum)
                 p = jnp.exp2(logits * logit_scale - across(new_maximum, logits))
                 out = out * across(rescale, out)
                 total = total * rescale + p.sum(axis=1)
                 p = p.astype(dtype)
-                plgpu.barrier_wait(v_ready.at[slot])
-                if staged:
-                    p_smem[warpgroup] = p
+                plgpu.barrier_wait(barriers.v_ready.at[slot])
+                if smem.p is None:
+                    out = pl.run_state(lambda acc: plgpu.wgmma(acc, p, smem.v.at[slot]))(plgpu.ACC.init(out))
+                else:  # The interpreter supports neither operands in registers nor an initial accumulator.
+                    smem.p[warpgroup] = p
                     plgpu.commit_smem()
-                    out = out + product(p_smem.at[warpgroup], v_smem.at[slot])
-                else:
-                    out = pl.run_state(lambda acc: plgpu.wgmma(acc, p, v_smem.at[slot]))(plgpu.ACC.init(out))
-                arrive_if(i + STAGES < steps, v_free.at[slot])
+                    out = out + product(smem.p.at[warpgroup], smem.v.at[slot])
+                arrive_if(i + STAGES < steps, barriers.v_free.at[slot])
                 return out, new_maximum, total
 
             start = (
@@ -213,72 +204,73 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
                 plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
             )
             out, maximum, total = lax.fori_loop(0, steps, step, start)
-            lse_smem[warpgroup] = maximum / LOG2_E + jnp.log(total)
+            smem.lse[warpgroup] = maximum / LOG2_E + jnp.log(total)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
+            plgpu.copy_smem_to_gmem(smem.lse.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
             out = out * across(1.0 / total, out)
             # Once both warpgroups have finished with K and V, the K and V buffers hold results.
-            plgpu.barrier_arrive(maps_done)
-            plgpu.barrier_wait(maps_done)
+            plgpu.barrier_arrive(barriers.softmax_done)
+            plgpu.barrier_wait(barriers.softmax_done)
 
             @pl.when(warpgroup == 1)
-            def second_map():
+            def write_out2():
                 lam = plgpu.load(lam_gmem.at[sequence, head, queries], layout=ROWS, optimized=False)
                 weighted_out2_smem[...] = out * across(lam, out)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(out2_ready)
-                v_smem[1] = out.astype(dtype)
+                plgpu.barrier_arrive(barriers.out2_ready)
+                smem.v[1] = out.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(v_smem.at[1], out2_gmem.at[sequence, queries, head])
+                plgpu.copy_smem_to_gmem(smem.v.at[1], out2_gmem.at[sequence, queries, head])
 
             @pl.when(warpgroup == 0)
-            def first_map():
-                plgpu.barrier_wait(out2_ready)
+            def write_difference():
+                plgpu.barrier_wait(barriers.out2_ready)
                 weighted_out2 = plgpu.load(weighted_out2_smem, layout=MATRIX)
-                v_smem[0] = (out - weighted_out2).astype(dtype)
+                smem.v[0] = (out - weighted_out2).astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(v_smem.at[0], out_gmem.at[sequence, queries, head])
+                plgpu.copy_smem_to_gmem(smem.v.at[0], out_gmem.at[sequence, queries, head])
 
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            set_registers(registers.producer)
+            set_registers(REGISTERS["forward"].producer)
 
             @pl.loop(0, steps)
             def _(i):
                 slot, keys = lax.rem(i, STAGES), rows_of(first + i)
-                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-                for m in range(MAPS):
-                    plgpu.copy_gmem_to_smem(k_gmem.at[sequence, keys, kv_head, m], k_smem.at[slot, m], k_ready.at[slot])
-                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-                plgpu.copy_gmem_to_smem(v_gmem.at[sequence, keys, kv_head], v_smem.at[slot], v_ready.at[slot])
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.k_free.at[slot]))
+                for m in range(GROUPS):
+                    group_gmem = k_gmem.at[sequence, keys, kv_head, m]
+                    plgpu.copy_gmem_to_smem(group_gmem, k_smem.at[slot, m], barriers.k_ready.at[slot])
+                pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.v_free.at[slot]))
+                values_gmem = v_gmem.at[sequence, keys, kv_head]
+                plgpu.copy_gmem_to_smem(values_gmem, smem.v.at[slot], barriers.v_ready.at[slot])
 
-    scratch = [
-        smem((MAPS, TILE, width), dtype),
-        plgpu.RefUnion(smem((STAGES, MAPS, TILE, width), dtype), smem((TILE, value_width), jnp.float32)),
-        smem((STAGES, TILE, value_width), dtype),
-        plgpu.SMEM((MAPS, TILE), jnp.float32),
-        smem((MAPS, TILE, TILE), dtype) if staged else None,
-        plgpu.Barrier(num_barriers=MAPS),  # q_ready, one per group
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # k_ready: the two copies
-        plgpu.Barrier(num_barriers=STAGES),  # v_ready
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # k_free
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=MAPS),  # v_free
-        plgpu.Barrier(num_arrivals=MAPS),  # maps_done
-        plgpu.Barrier(),  # out2_ready
-    ]
     out = jax.ShapeDtypeStruct((batch, length, heads, value_width), dtype)
-    lse = jax.ShapeDtypeStruct((batch, heads, MAPS, length), jnp.float32)
-    return plgpu.kernel(
+    lse = jax.ShapeDtypeStruct((batch, heads, GROUPS, length), jnp.float32)
+    k_buffer = tile_buffer((STAGES, GROUPS, TILE, width), dtype)
+    return launch(
+        "difftx_forward",
         kernel,
-        out_type=(out, out, lse),
+        *(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
         grid=(batch, heads, tiles),
-        grid_names=("sequence", "head", "tile"),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        out_type=(out, out, lse),
+        buffers=Buffers(
+            q=tile_buffer((GROUPS, TILE, width), dtype),
+            k_or_weighted_out2=plgpu.RefUnion(k_buffer, tile_buffer((TILE, value_width), jnp.float32)),
+            v=tile_buffer((STAGES, TILE, value_width), dtype),
+            lse=plgpu.SMEM((GROUPS, TILE), jnp.float32),
+            p=tile_buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
+        ),
+        barriers=Barriers(
+            q_ready=plgpu.Barrier(num_barriers=GROUPS),  # one per group
+            k_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # the two copies
+            v_ready=plgpu.Barrier(num_barriers=STAGES),
+            k_free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            v_free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            softmax_done=plgpu.Barrier(num_arrivals=GROUPS),
+            out2_ready=plgpu.Barrier(),
+        ),
         interpret=interpret,
-        kernel_name="difftx_forward",
-    )(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2)
+    )

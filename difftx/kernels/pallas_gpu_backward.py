@@ -15,7 +15,9 @@ In return, no two CTAs add to the same gradient, so that results are reproducibl
 #   D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
 #   X = 2 statistics in `stats` (base-2 log-sum-exp, delta/√D); in `marks` see pallas_gpu_tiles.marks
 
+import collections
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels.pallas_gpu_tiles import (
     COLUMNS,
+    GROUPS,
     LOG2_E,
-    MAPS,
     MATRIX,
     PRODUCER,
     REGISTERS,
@@ -36,357 +38,323 @@ from difftx.kernels.pallas_gpu_tiles import (
     WARPGROUPS,
     across,
     arrive_if,
+    as_operand,
     at_least_one,
     down,
+    hide,
+    launch,
     product,
     rows_of,
     set_registers,
-    smem,
+    tile_buffer,
     visible,
 )
 
 LSE, DELTA = 0, 1  # indices along X in stats
 
 
-def dkv_call(  # noqa: C901 - counts the bodies of both kinds of warpgroup
-    q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE, stats_BHXGT, weight_BHGT, marks_BXT, queries_BN2,
-    *, window, interpret,
-):  # fmt: skip
+class Inputs(NamedTuple):
+    """Arrays in global memory that both kernels read."""
+
+    q_BTHGD: jax.Array
+    k_BSKGD: jax.Array
+    v_BSKE: jax.Array
+    dout_BTHE: jax.Array
+    stats_BHXGT: jax.Array
+    weight_BHGT: jax.Array  # W
+    marks_BXT: jax.Array
+
+
+# Shared memory and barriers of a CTA. Of a buffer X, X_ready tells its readers that it is filled, and X_free tells its
+# writer that it may be filled again.
+DkvBuffers = collections.namedtuple("DkvBuffers", "k v q dout p dp stats staging")
+DkvBarriers = collections.namedtuple(
+    "DkvBarriers", "kv_ready q_ready dout_ready q_free p_ready p_free dp_ready dp_free"
+)
+DqBuffers = collections.namedtuple("DqBuffers", "q dout k v dp staging")
+DqBarriers = collections.namedtuple("DqBarriers", "q_ready k_ready v_ready k_free dp_ready dp_free")
+
+
+def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts the bodies of both kinds of warpgroup
     """Compute dK and dV, with one CTA per (sequence, key/value head, key tile).
 
-    Each CTA loops over the query heads and query tiles that see its keys. Tiles are transposed, with keys in
+    Each CTA loops over the query heads and query tiles that attend to its keys. Tiles are transposed, with keys in
     rows, so that wgmma can read dSᵀ and Pᵀ from registers.
     """
-    batch, length, heads, _, width = q_BTHGD.shape
-    kv_heads, value_width, dtype = k_BSKGD.shape[2], v_BSKE.shape[-1], q_BTHGD.dtype
-    tiles, group = length // TILE, heads // kv_heads
+    batch, length, heads, _, width = inputs.q_BTHGD.shape
+    kv_heads, value_width, dtype = inputs.k_BSKGD.shape[2], inputs.v_BSKE.shape[-1], inputs.q_BTHGD.dtype
+    group = heads // kv_heads
     scale = width**-0.5
-    registers = REGISTERS["H200", "dkv"]
-    staged = bool(interpret)  # the interpreter does not support wgmma operands in registers
 
-    def kernel(  # noqa: C901
-        q_gmem, k_gmem, v_gmem, dout_gmem, stats_gmem, weight_gmem, marks_gmem, queries_gmem,
-        dk_gmem, dv_gmem,
-        k_smem, v_smem, q_smem, dout_smem, p_smem, dp_smem, stats_smem, operand_smem,
-        kv_ready, q_ready, dout_ready, q_free, p_ready, p_free, dp_ready, dp_free,
-    ):  # fmt: skip
+    def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901
         warpgroup = lax.axis_index("warpgroup")
-        sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("kv_head")
+        sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
         k_tile = lax.axis_index("tile")  # key tiles with the most queries start first
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
-        seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=False)
-        steps_a_head = end - k_tile
-        steps = at_least_one(group * steps_a_head)
+        seen = functools.partial(visible, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
+        steps_per_head = end - k_tile
+        steps = at_least_one(group * steps_per_head)
 
-        def place(i):
+        def head_and_query_tile(i):
             """Return the query head and the query tile of step i."""
-            return kv_head * group + lax.div(i, steps_a_head), k_tile + lax.rem(i, steps_a_head)
+            return kv_head * group + lax.div(i, steps_per_head), k_tile + lax.rem(i, steps_per_head)
 
-        @pl.when(warpgroup < MAPS)
-        def map_warpgroup():
-            set_registers(registers.maps)
-            plgpu.barrier_wait(kv_ready)
+        @pl.when(warpgroup < GROUPS)
+        def softmax_warpgroup():
+            set_registers(REGISTERS["dkv"].softmax)
+            plgpu.barrier_wait(barriers.kv_ready)
 
             def accumulate(dk_acc):
-                def step(i, place):
-                    head, q_tile = place
+                def step(i, head_and_tile):
+                    head, q_tile = head_and_tile
                     slot = lax.rem(i, STAGES)
-                    plgpu.barrier_wait(q_ready.at[slot])
-                    logits = product(k_smem.at[warpgroup], q_smem.at[slot, warpgroup].T)
-                    lse = plgpu.load(stats_smem.at[slot, LSE, warpgroup], layout=COLUMNS)
+                    plgpu.barrier_wait(barriers.q_ready.at[slot])
+                    logits = product(smem.k.at[warpgroup], smem.q.at[slot, warpgroup].T)
+                    lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - down(lse, logits))
-
-                    def mask(p):
-                        return jnp.where(seen(q_tile, k_tile), p, 0.0)
-
-                    p = lax.cond((q_tile == k_tile) | (q_tile >= full), mask, lambda p: p, p)
+                    p = hide(p, 0.0, needed=(q_tile == k_tile) | (q_tile >= full), mask=lambda: seen(q_tile, k_tile))
                     # Read from L2: at D = 128, 2 x 2 rows of statistics fill the rest of shared memory.
-                    weight = plgpu.load(
-                        weight_gmem.at[sequence, head, warpgroup, rows_of(q_tile)],
-                        layout=COLUMNS,
-                        optimized=False,
-                    )
-                    p = p * down(weight, p)
-                    plgpu.barrier_wait(p_free)
-                    p_smem[warpgroup] = p.astype(dtype)
+                    weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, rows_of(q_tile)]
+                    p = p * down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
+                    plgpu.barrier_wait(barriers.p_free)
+                    smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_ready)
-                    scaled_delta = plgpu.load(stats_smem.at[slot, DELTA, warpgroup], layout=COLUMNS)
-                    plgpu.barrier_wait(dp_ready)
-                    dp = plgpu.load(dp_smem, layout=MATRIX)
-                    arrive_if(i + 1 < steps, dp_free)
+                    plgpu.barrier_arrive(barriers.p_ready)
+                    scaled_delta = plgpu.load(smem.stats.at[slot, DELTA, warpgroup], layout=COLUMNS)
+                    plgpu.barrier_wait(barriers.dp_ready)
+                    dp = plgpu.load(smem.dp, layout=MATRIX)
+                    arrive_if(i + 1 < steps, barriers.dp_free)
                     ds = (p * (dp * scale - down(scaled_delta, dp))).astype(dtype)
-                    if staged:
-                        operand_smem[warpgroup] = ds
-                        plgpu.commit_smem()
-                        ds = operand_smem.at[warpgroup]
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot, warpgroup])
+                    ds = as_operand(ds, smem.staging, warpgroup)
+                    plgpu.wgmma(dk_acc, ds, smem.q.at[slot, warpgroup])
                     plgpu.wgmma_wait(0)
-                    arrive_if(i + 1 < steps, q_free.at[slot])
+                    arrive_if(i + 1 < steps, barriers.q_free.at[slot])
 
                     last = q_tile + 1 == end
                     return head + last.astype(jnp.int32), jnp.where(last, k_tile, q_tile + 1)
 
-                lax.fori_loop(0, steps, step, place(0))
+                lax.fori_loop(0, steps, step, head_and_query_tile(0))
                 return dk_acc[...]
 
             dk = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            k_smem[warpgroup] = dk.astype(dtype)
+            smem.k[warpgroup] = dk.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(k_smem.at[warpgroup], dk_gmem.at[sequence, rows_of(k_tile), kv_head, warpgroup])
+            plgpu.copy_smem_to_gmem(smem.k.at[warpgroup], dk_gmem.at[sequence, rows_of(k_tile), kv_head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            set_registers(registers.producer)
+            set_registers(REGISTERS["dkv"].producer)
             keys = rows_of(k_tile)
-            for m in range(MAPS):
-                k_map_gmem = k_gmem.at[sequence, keys, kv_head, m]
-                plgpu.copy_gmem_to_smem(k_map_gmem, k_smem.at[m], kv_ready)
-            plgpu.copy_gmem_to_smem(v_gmem.at[sequence, keys, kv_head], v_smem, kv_ready)
+            for m in range(GROUPS):
+                plgpu.copy_gmem_to_smem(gmem.k_BSKGD.at[sequence, keys, kv_head, m], smem.k.at[m], barriers.kv_ready)
+            plgpu.copy_gmem_to_smem(gmem.v_BSKE.at[sequence, keys, kv_head], smem.v, barriers.kv_ready)
 
             def load_q(i):
                 slot = lax.rem(i, STAGES)
-                head, q_tile = place(i)
-                for m in range(MAPS):
-                    q_map_gmem = q_gmem.at[sequence, rows_of(q_tile), head, m]
-                    plgpu.copy_gmem_to_smem(q_map_gmem, q_smem.at[slot, m], q_ready.at[slot])
-                step_stats_gmem = stats_gmem.at[sequence, head, :, :, rows_of(q_tile)]
-                plgpu.copy_gmem_to_smem(step_stats_gmem, stats_smem.at[slot], q_ready.at[slot])
+                head, q_tile = head_and_query_tile(i)
+                for m in range(GROUPS):
+                    q_gmem = gmem.q_BTHGD.at[sequence, rows_of(q_tile), head, m]
+                    plgpu.copy_gmem_to_smem(q_gmem, smem.q.at[slot, m], barriers.q_ready.at[slot])
+                stats_gmem = gmem.stats_BHXGT.at[sequence, head, :, :, rows_of(q_tile)]
+                plgpu.copy_gmem_to_smem(stats_gmem, smem.stats.at[slot], barriers.q_ready.at[slot])
 
             def load_dout(i):
                 slot = lax.rem(i, STAGES)
-                head, q_tile = place(i)
-                plgpu.copy_gmem_to_smem(
-                    dout_gmem.at[sequence, rows_of(q_tile), head],
-                    dout_smem.at[slot],
-                    dout_ready.at[slot],
-                )
+                head, q_tile = head_and_query_tile(i)
+                dout_gmem = gmem.dout_BTHE.at[sequence, rows_of(q_tile), head]
+                plgpu.copy_gmem_to_smem(dout_gmem, smem.dout.at[slot], barriers.dout_ready.at[slot])
 
             @pl.loop(0, lax.min(steps, STAGES))
             def _(i):
                 load_q(i)
                 load_dout(i)
 
-            plgpu.barrier_wait(kv_ready)
-            plgpu.barrier_arrive(p_free)
+            plgpu.barrier_wait(barriers.kv_ready)
+            plgpu.barrier_arrive(barriers.p_free)
 
             def accumulate(dv_acc):
                 @pl.loop(0, steps)
                 def _(i):
                     slot = lax.rem(i, STAGES)
-                    plgpu.barrier_wait(dout_ready.at[slot])
-                    dp = product(v_smem, dout_smem.at[slot].T)
-                    pl.when(i > 0)(lambda: plgpu.barrier_wait(dp_free))
-                    dp_smem[...] = dp
+                    plgpu.barrier_wait(barriers.dout_ready.at[slot])
+                    dp = product(smem.v, smem.dout.at[slot].T)
+                    pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.dp_free))
+                    smem.dp[...] = dp
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(dp_ready)
+                    plgpu.barrier_arrive(barriers.dp_ready)
 
                     @pl.when(i > 0)
                     def refill_q():
-                        plgpu.barrier_wait(q_free.at[lax.rem(i - 1, STAGES)])
+                        plgpu.barrier_wait(barriers.q_free.at[lax.rem(i - 1, STAGES)])
                         pl.when(i - 1 + STAGES < steps)(lambda: load_q(i - 1 + STAGES))
 
-                    plgpu.barrier_wait(p_ready)
-                    p = plgpu.load(p_smem.at[0], layout=MATRIX)
-                    p = p + plgpu.load(p_smem.at[1], layout=MATRIX)
-                    arrive_if(i + 1 < steps, p_free)
-                    if staged:
-                        operand_smem[PRODUCER] = p
-                        plgpu.commit_smem()
-                        p = operand_smem.at[PRODUCER]
-                    plgpu.wgmma(dv_acc, p, dout_smem.at[slot])
+                    plgpu.barrier_wait(barriers.p_ready)
+                    p = plgpu.load(smem.p.at[0], layout=MATRIX)
+                    p = p + plgpu.load(smem.p.at[1], layout=MATRIX)
+                    arrive_if(i + 1 < steps, barriers.p_free)
+                    p = as_operand(p, smem.staging, PRODUCER)
+                    plgpu.wgmma(dv_acc, p, smem.dout.at[slot])
                     plgpu.wgmma_wait(0)
                     pl.when(i + STAGES < steps)(lambda: load_dout(i + STAGES))
 
                 return dv_acc[...]
 
             dv = pl.run_scoped(accumulate, plgpu.ACC((TILE, value_width), jnp.float32))
-            v_smem[...] = dv.astype(dtype)
+            smem.v[...] = dv.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_smem, dv_gmem.at[sequence, keys, kv_head])
+            plgpu.copy_smem_to_gmem(smem.v, dv_gmem.at[sequence, keys, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = [
-        smem((MAPS, TILE, width), dtype),  # k
-        smem((TILE, value_width), dtype),  # v
-        smem((STAGES, MAPS, TILE, width), dtype),  # q
-        smem((STAGES, TILE, value_width), dtype),  # dout
-        smem((MAPS, TILE, TILE), dtype),  # p
-        smem((TILE, TILE), jnp.float32),  # dp
-        plgpu.SMEM((STAGES, 2, MAPS, TILE), jnp.float32),  # stats
-        smem((WARPGROUPS, TILE, TILE), dtype) if staged else None,  # operand
-        plgpu.Barrier(num_arrivals=MAPS + 1),  # kv_ready: two copies of k, one of v
-        plgpu.Barrier(num_arrivals=MAPS + 1, num_barriers=STAGES),  # q_ready: two copies of q, one of stats
-        plgpu.Barrier(num_barriers=STAGES),  # dout_ready
-        plgpu.Barrier(num_arrivals=MAPS, num_barriers=STAGES),  # q_free
-        plgpu.Barrier(num_arrivals=MAPS),  # p_ready
-        plgpu.Barrier(),  # p_free
-        plgpu.Barrier(),  # dp_ready
-        plgpu.Barrier(num_arrivals=MAPS),  # dp_free
-    ]
-    return plgpu.kernel(
+    return launch(
+        "difftx_dkv",
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(k_BSKGD.shape, k_BSKGD.dtype),
-            jax.ShapeDtypeStruct(v_BSKE.shape, v_BSKE.dtype),
+        inputs,
+        queries_BN2,
+        grid=(batch, kv_heads, length // TILE),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGD, inputs.v_BSKE)),
+        buffers=DkvBuffers(
+            k=tile_buffer((GROUPS, TILE, width), dtype),
+            v=tile_buffer((TILE, value_width), dtype),
+            q=tile_buffer((STAGES, GROUPS, TILE, width), dtype),
+            dout=tile_buffer((STAGES, TILE, value_width), dtype),
+            p=tile_buffer((GROUPS, TILE, TILE), dtype),
+            dp=tile_buffer((TILE, TILE), jnp.float32),
+            stats=plgpu.SMEM((STAGES, 2, GROUPS, TILE), jnp.float32),
+            staging=tile_buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
         ),
-        grid=(batch, kv_heads, tiles),
-        grid_names=("sequence", "kv_head", "tile"),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        barriers=DkvBarriers(
+            kv_ready=plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of k, one of v
+            q_ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # two copies of q, one of stats
+            dout_ready=plgpu.Barrier(num_barriers=STAGES),
+            q_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            p_ready=plgpu.Barrier(num_arrivals=GROUPS),
+            p_free=plgpu.Barrier(),
+            dp_ready=plgpu.Barrier(),
+            dp_free=plgpu.Barrier(num_arrivals=GROUPS),
+        ),
         interpret=interpret,
-        kernel_name="difftx_dkv",
-    )(
-        q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE, stats_BHXGT, weight_BHGT, marks_BXT, queries_BN2
-    )  # fmt: skip
+    )
 
 
-def dq_call(  # noqa: C901
-    q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE, stats_BHXGT, weight_BHGT, marks_BXT, keys_BN2,
-    *, window, interpret,
-):  # fmt: skip
+def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
     """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles."""
-    batch, length, heads, _, width = q_BTHGD.shape
-    value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
-    tiles, group = length // TILE, heads // k_BSKGD.shape[2]
+    batch, length, heads, _, width = inputs.q_BTHGD.shape
+    value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGD.dtype
+    tiles, group = length // TILE, heads // inputs.k_BSKGD.shape[2]
     scale = width**-0.5
-    registers = REGISTERS["H200", "dq"]
-    staged = bool(interpret)  # the interpreter does not support wgmma operands in registers
 
-    def kernel(  # noqa: C901
-        q_gmem, k_gmem, v_gmem, dout_gmem, stats_gmem, weight_gmem, marks_gmem, keys_gmem,
-        dq_gmem,
-        q_smem, dout_smem, k_smem, v_smem, dp_smem, operand_smem,
-        q_ready, k_ready, v_ready, k_free, dp_ready, dp_free,
-    ):  # fmt: skip
+    def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):  # noqa: C901
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
         q_tile = tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
         queries = rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
-        seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=True)
+        seen = functools.partial(visible, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
         steps = at_least_one(q_tile + 1 - first)
 
-        @pl.when(warpgroup < MAPS)
-        def map_warpgroup():
-            set_registers(registers.maps)
+        @pl.when(warpgroup < GROUPS)
+        def softmax_warpgroup():
+            set_registers(REGISTERS["dq"].softmax)
 
             def load_rows(ref):
                 return plgpu.load(ref, layout=ROWS, optimized=False)
 
-            lse = load_rows(stats_gmem.at[sequence, head, LSE, warpgroup, queries])
-            scaled_delta = load_rows(stats_gmem.at[sequence, head, DELTA, warpgroup, queries])
-            weight = load_rows(weight_gmem.at[sequence, head, warpgroup, queries])
-            plgpu.barrier_wait(q_ready)
+            lse = load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
+            scaled_delta = load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
+            weight = load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
+            plgpu.barrier_wait(barriers.q_ready)
 
             def accumulate(dq_acc):
                 @pl.loop(0, steps)
                 def _(i):
                     k_tile, slot, dp_slot = first + i, lax.rem(i, STAGES), lax.rem(i, 2)
-                    plgpu.barrier_wait(k_ready.at[slot])
-                    logits = product(q_smem.at[warpgroup], k_smem.at[slot, warpgroup].T)
+                    plgpu.barrier_wait(barriers.k_ready.at[slot])
+                    logits = product(smem.q.at[warpgroup], smem.k.at[slot, warpgroup].T)
                     p = jnp.exp2(logits * (scale * LOG2_E) - across(lse, logits))
-
-                    def mask(p):
-                        return jnp.where(seen(q_tile, k_tile), p, 0.0)
-
-                    p = lax.cond((k_tile < full) | (k_tile == q_tile), mask, lambda p: p, p)
+                    p = hide(p, 0.0, needed=(k_tile < full) | (k_tile == q_tile), mask=lambda: seen(q_tile, k_tile))
                     p = p * across(weight, p)
-                    plgpu.barrier_wait(dp_ready.at[dp_slot])
-                    dp = plgpu.load(dp_smem.at[dp_slot], layout=MATRIX)
-                    arrive_if(i + 2 < steps, dp_free.at[dp_slot])
+                    plgpu.barrier_wait(barriers.dp_ready.at[dp_slot])
+                    dp = plgpu.load(smem.dp.at[dp_slot], layout=MATRIX)
+                    arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
                     ds = (p * (dp * scale - across(scaled_delta, dp))).astype(dtype)
-                    if staged:
-                        operand_smem[warpgroup] = ds
-                        plgpu.commit_smem()
-                        ds = operand_smem.at[warpgroup]
-                    plgpu.wgmma(dq_acc, ds, k_smem.at[slot, warpgroup])
+                    ds = as_operand(ds, smem.staging, warpgroup)
+                    plgpu.wgmma(dq_acc, ds, smem.k.at[slot, warpgroup])
                     plgpu.wgmma_wait(0)
-                    arrive_if(i + 1 < steps, k_free.at[slot])
+                    arrive_if(i + 1 < steps, barriers.k_free.at[slot])
 
                 return dq_acc[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            q_smem[warpgroup] = dq.astype(dtype)
+            smem.q[warpgroup] = dq.astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
+            plgpu.copy_smem_to_gmem(smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            set_registers(registers.producer)
-            for m in range(MAPS):
-                q_map_gmem = q_gmem.at[sequence, queries, head, m]
-                plgpu.copy_gmem_to_smem(q_map_gmem, q_smem.at[m], q_ready)
-            plgpu.copy_gmem_to_smem(dout_gmem.at[sequence, queries, head], dout_smem, q_ready)
+            set_registers(REGISTERS["dq"].producer)
+            for m in range(GROUPS):
+                plgpu.copy_gmem_to_smem(gmem.q_BTHGD.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
+            plgpu.copy_gmem_to_smem(gmem.dout_BTHE.at[sequence, queries, head], smem.dout, barriers.q_ready)
 
             def load_k(i):
                 slot = lax.rem(i, STAGES)
-                for m in range(MAPS):
-                    plgpu.copy_gmem_to_smem(
-                        k_gmem.at[sequence, rows_of(first + i), kv_head, m],
-                        k_smem.at[slot, m],
-                        k_ready.at[slot],
-                    )
+                for m in range(GROUPS):
+                    k_gmem = gmem.k_BSKGD.at[sequence, rows_of(first + i), kv_head, m]
+                    plgpu.copy_gmem_to_smem(k_gmem, smem.k.at[slot, m], barriers.k_ready.at[slot])
 
             def load_v(i):
                 slot = lax.rem(i, STAGES)
-                plgpu.copy_gmem_to_smem(
-                    v_gmem.at[sequence, rows_of(first + i), kv_head],
-                    v_smem.at[slot],
-                    v_ready.at[slot],
-                )
+                v_gmem = gmem.v_BSKE.at[sequence, rows_of(first + i), kv_head]
+                plgpu.copy_gmem_to_smem(v_gmem, smem.v.at[slot], barriers.v_ready.at[slot])
 
             @pl.loop(0, lax.min(steps, STAGES))
             def _(i):
                 load_v(i)
                 load_k(i)
 
-            plgpu.barrier_wait(q_ready)
+            plgpu.barrier_wait(barriers.q_ready)
 
             @pl.loop(0, steps)
             def _(i):
                 slot, dp_slot = lax.rem(i, STAGES), lax.rem(i, 2)
-                plgpu.barrier_wait(v_ready.at[slot])
-                dp = product(dout_smem, v_smem.at[slot].T)
+                plgpu.barrier_wait(barriers.v_ready.at[slot])
+                dp = product(smem.dout, smem.v.at[slot].T)
                 pl.when(i + STAGES < steps)(lambda: load_v(i + STAGES))
-                pl.when(i >= 2)(lambda: plgpu.barrier_wait(dp_free.at[dp_slot]))
-                dp_smem[dp_slot] = dp
+                pl.when(i >= 2)(lambda: plgpu.barrier_wait(barriers.dp_free.at[dp_slot]))
+                smem.dp[dp_slot] = dp
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(dp_ready.at[dp_slot])
+                plgpu.barrier_arrive(barriers.dp_ready.at[dp_slot])
 
                 @pl.when(i > 0)
                 def refill_k():
-                    plgpu.barrier_wait(k_free.at[lax.rem(i - 1, STAGES)])
+                    plgpu.barrier_wait(barriers.k_free.at[lax.rem(i - 1, STAGES)])
                     pl.when(i - 1 + STAGES < steps)(lambda: load_k(i - 1 + STAGES))
 
-    scratch = [
-        smem((MAPS, TILE, width), dtype),  # q
-        smem((TILE, value_width), dtype),  # dout
-        smem((STAGES, MAPS, TILE, width), dtype),  # k
-        smem((STAGES, TILE, value_width), dtype),  # v
-        smem((2, TILE, TILE), jnp.float32),  # dp, double-buffered
-        smem((MAPS, TILE, TILE), dtype) if staged else None,  # operand
-        plgpu.Barrier(num_arrivals=MAPS + 1),  # q_ready: two copies of q, one of dout
-        plgpu.Barrier(num_arrivals=MAPS, num_barriers=STAGES),  # k_ready
-        plgpu.Barrier(num_barriers=STAGES),  # v_ready
-        plgpu.Barrier(num_arrivals=MAPS, num_barriers=STAGES),  # k_free
-        plgpu.Barrier(num_barriers=2),  # dp_ready
-        plgpu.Barrier(num_arrivals=MAPS, num_barriers=2),  # dp_free
-    ]
-    return plgpu.kernel(
+    return launch(
+        "difftx_dq",
         kernel,
-        out_type=jax.ShapeDtypeStruct(q_BTHGD.shape, dtype),
+        inputs,
+        keys_BN2,
         grid=(batch, heads, tiles),
-        grid_names=("sequence", "head", "tile"),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        out_type=jax.ShapeDtypeStruct(inputs.q_BTHGD.shape, dtype),
+        buffers=DqBuffers(
+            q=tile_buffer((GROUPS, TILE, width), dtype),
+            dout=tile_buffer((TILE, value_width), dtype),
+            k=tile_buffer((STAGES, GROUPS, TILE, width), dtype),
+            v=tile_buffer((STAGES, TILE, value_width), dtype),
+            dp=tile_buffer((2, TILE, TILE), jnp.float32),  # double-buffered
+            staging=tile_buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
+        ),
+        barriers=DqBarriers(
+            q_ready=plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of q, one of dout
+            k_ready=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            v_ready=plgpu.Barrier(num_barriers=STAGES),
+            k_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            dp_ready=plgpu.Barrier(num_barriers=2),
+            dp_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
+        ),
         interpret=interpret,
-        kernel_name="difftx_dq",
-    )(q_BTHGD, k_BSKGD, v_BSKE, dout_BTHE, stats_BHXGT, weight_BHGT, marks_BXT, keys_BN2)
+    )

@@ -18,7 +18,7 @@ from difftx.kernels import target
 
 TILE = 64  # rows of a tile: the M of one wgmma, and 64 bf16 keys fill one 128-byte swizzled row
 STAGES = 2  # TMA buffers; a third does not fit into 227 KiB of shared memory at D = 128
-MAPS = 2  # groups of queries and keys, one softmax each
+GROUPS = 2  # groups of queries and keys, one softmax each
 PRODUCER = 2  # index of the producer warpgroup
 WARPGROUPS = 3  # a fourth would limit registers at entry to 128 per thread
 
@@ -41,18 +41,18 @@ COLUMNS = MATRIX.reduce(0)  # layout of a [TILE] vector with one value per colum
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """Numbers of registers per thread. The limit is 2·maps + producer <= 512."""
+    """Numbers of registers per thread. The limit is 2·softmax + producer <= 512."""
 
-    maps: int  # in each of warpgroups 0 and 1
+    softmax: int  # in each of warpgroups 0 and 1
     producer: int  # in the producer warpgroup
 
 
-# Chosen at D = 128, E = 256, where registers are scarce (ptxas 13.0). In "dkv", (152, 208) spills 4 bytes
-# in some calls, (160, 192) spills up to 36 bytes, and (168, 176) makes ptxas serialise wgmma.
+# Chosen for H200 at D = 128, E = 256, where registers are scarce (ptxas 13.0). In "dkv", (152, 208) spills
+# 4 bytes in some calls, (160, 192) spills up to 36 bytes, and (168, 176) makes ptxas serialise wgmma.
 REGISTERS = {
-    ("H200", "forward"): Registers(maps=240, producer=24),
-    ("H200", "dkv"): Registers(maps=152, producer=200),
-    ("H200", "dq"): Registers(maps=208, producer=88),
+    "forward": Registers(softmax=240, producer=24),
+    "dkv": Registers(softmax=152, producer=200),
+    "dq": Registers(softmax=208, producer=88),
 }
 REGISTERS_AT_ENTRY = 168  # 64 Ki registers over 384 threads, rounded down to a multiple of 8
 
@@ -62,7 +62,7 @@ def set_registers(count):
     plgpu.set_max_registers(count, action="increase" if count > REGISTERS_AT_ENTRY else "decrease")
 
 
-def smem(shape, dtype):
+def tile_buffer(shape, dtype):
     """Return a shared-memory buffer in the tiled, swizzled layout that TMA writes and wgmma reads."""
     itemsize = jnp.dtype(dtype).itemsize
     # 96 bf16 columns fill one and a half 128-byte rows, but exactly three 64-byte rows.
@@ -84,6 +84,19 @@ def product(a_smem, b_smem):
         return accumulator[...]
 
     return pl.run_scoped(run, plgpu.ACC((a_smem.shape[0], b_smem.shape[1]), jnp.float32))
+
+
+def as_operand(values, staging_smem, index):
+    """Return values in registers as the left operand of wgmma.
+
+    The interpreter does not support wgmma operands in registers, so there `staging_smem[index]` holds a copy. The
+    compiled kernels have no such buffer (None).
+    """
+    if staging_smem is None:
+        return values
+    staging_smem[index] = values
+    plgpu.commit_smem()
+    return staging_smem.at[index]
 
 
 def across(row_values, like):
@@ -140,6 +153,11 @@ def visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
         row_ids, column_ids = rows_and_columns(SEGMENT)
         mask = mask & (row_ids == column_ids)
     return mask
+
+
+def hide(values, hidden, *, needed, mask):
+    """Replace the entries of a tile that `mask()` excludes by `hidden`, if `needed`."""
+    return lax.cond(needed, lambda x: jnp.where(mask(), x, hidden), lambda x: x, values)
 
 
 def marks(segment_ids_BT, *, batch, length):
@@ -206,3 +224,19 @@ def interpret_params(interpret):
     if interpret is None:
         interpret = target.platform() != "gpu"
     return plgpu.InterpretGPUParams() if interpret is True else interpret
+
+
+def launch(name, kernel, *operands, grid, out_type, buffers, barriers, interpret):
+    """Run `kernel(*operands, *outputs, buffers, barriers)` in each CTA of a grid (sequence, head, tile)."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=grid,
+        grid_names=("sequence", "head", "tile"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=[buffers, barriers],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        kernel_name=name,
+    )(*operands)

@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
-from difftx.kernels.fused import Saved, deltas
+from difftx.kernels.backend import AttentionCall, Saved, deltas
 
 # B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
 # N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
@@ -43,56 +43,46 @@ from difftx.kernels.fused import Saved, deltas
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sides in tokens, and limits of VMEM in MiB."""
+    """Tile side in tokens, and limits of VMEM in MiB."""
 
-    forward: int  # tile side of the forward pass, a multiple of 128
-    backward: int  # tile side of the backward pass, a multiple of 128
+    side: int  # side of a tile in tokens, a multiple of 128
     vmem_mib: int  # VMEM that a kernel may use in total
     dq_mib: int  # VMEM that dQ may take before the backward pass splits into two kernels
 
 
-# Keyed by (device kind, D). Values come from the static schedules of benchmarks/tpu_schedule.py. VMEM is
-# 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
-_DEFAULT_TILES = Tiles(forward=512, backward=512, vmem_mib=16, dq_mib=0)
+# Keyed by device kind. Values come from the static schedules of benchmarks/tpu_schedule.py for the widths D of
+# _MEASURED_WIDTHS. VMEM is 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
+_DEFAULT_TILES = Tiles(512, vmem_mib=16, dq_mib=0)
 _TILES = {
-    **{("TPU v5", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
-    **{("TPU v5 lite", d): Tiles(512, 512, vmem_mib=112, dq_mib=72) for d in (64, 96, 128)},
-    **{("TPU v6 lite", d): Tiles(512, 512, vmem_mib=112, dq_mib=72) for d in (64, 96, 128)},
-    **{("TPU7x", d): Tiles(512, 512, vmem_mib=56, dq_mib=24) for d in (64, 96, 128)},
+    "TPU v5": Tiles(512, vmem_mib=56, dq_mib=24),
+    "TPU v5 lite": Tiles(512, vmem_mib=112, dq_mib=72),
+    "TPU v6 lite": Tiles(512, vmem_mib=112, dq_mib=72),
+    "TPU7x": Tiles(512, vmem_mib=56, dq_mib=24),
 }
+_MEASURED_WIDTHS = (64, 96, 128)
 _SMEM_WORDS = 2**17  # half of the 1 MiB of scalar memory, for the visits and the segment bounds
 
 
-def unsupported(q_shape, k_shape, v_shape, dtype, *, window=None, cut=None) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why this backend cannot serve a call, or None."""
-    shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
-    if len(q_shape) != 5 or len(k_shape) != 5 or len(v_shape) != 4:
-        return f"needs q [B, T, H, 2, D], k [B, S, K, 2, D], v [B, S, K, 2D]; got {shapes}"
-    b, t, h, g, d = q_shape
-    kv_heads = k_shape[2]
-    if g != 2 or tuple(k_shape) != (b, t, kv_heads, 2, d):
-        return f"q and k must agree in batch, length, 2 maps and width; got {shapes}"
-    if tuple(v_shape) != (b, t, kv_heads, 2 * d):
-        return f"v must be [B, S, K, 2D] = {(b, t, kv_heads, 2 * d)}; got {shapes}"
-    if kv_heads == 0 or h % kv_heads:
-        return f"{h} query heads do not divide into {kv_heads} key/value heads; got {shapes}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"the TPU's matrix units take bfloat16 or float32, not {jnp.dtype(dtype)}"
+    batch, t, _, _, d = call.q.shape
+    sharding = call.sharding
+    if call.q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the TPU's matrix units support bfloat16 and float32, not {call.q.dtype}"
     if d % 8 or not 8 <= d <= 128:
-        return f"sub-head width must be a multiple of 8 up to 128; got {d}"
-    if b < 1 or t < 1 or (window is not None and window < 1):
-        return f"batch, length and window must be at least 1; got {b}, {t} and {window}"
-    block = kernels.block_tokens(t, cut, min(_tiles(d).forward, _tiles(d).backward))
-    if cut is not None and not block:
-        return f"rows of {t} tokens are cut in {cut.devices * cut.chunks}, which leaves no multiple of 128 tokens"
-    words = kernels.list_visits(pl.cdiv(t, block), block, window, cut, keys_outer=True).shape[-1]
-    words += 2 * b * pl.cdiv(t, block)
+        return f"the width of a sub-head must be a multiple of 8 up to 128; got {d}"
+    block = kernels.block_tokens(t, sharding, _tiles(d).side)
+    if sharding is not None and not block:
+        return f"{t} tokens in {sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
+    tiles = pl.cdiv(t, block)
+    visits = kernels.list_visits(tiles, block, call.window, sharding, keys_outer=True)
+    words = visits.shape[-1] + 2 * batch * tiles
     if words > _SMEM_WORDS:
-        return f"batch {b} of {t} tokens needs {words} words of scalar memory, over {_SMEM_WORDS}"
+        return f"batch {batch} of {t} tokens requires {words} words of scalar memory, over {_SMEM_WORDS}"
     return None
 
 
-def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=None, interpret=None, block=None):
+def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, sharding=None, interpret=None, block=None):
     """Compute differential attention and the arrays that `backward` requires.
 
     Args:
@@ -100,7 +90,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=No
         lam_BTH: float32.
         segment_ids_BT: int32, or None for one segment. A query attends only to keys of its own segment.
         window: Number of keys that a query attends to, including itself, or None for all.
-        cut: Sharding of the tokens: q_BTHGD and lam_BTH hold the queries of one device, the other arrays
+        sharding: Sharding of the tokens: q_BTHGD and lam_BTH hold the queries of one device, the other arrays
             whole rows. None: all arrays hold whole rows.
         interpret: False, True or a `pltpu.InterpretParams`. None interprets unless the target is a TPU.
         block: Largest tile side in tokens, a multiple of 128. None selects the value for the device.
@@ -110,27 +100,22 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=No
         natural log-sum-exps of the scaled logits, float32.
     """
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
-    side = block or _tiles(d).forward
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, keys_outer=False)
-    spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
+    side = block or _tiles(d).side
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=False)
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
-    out_spec = spec((block, e), of="query", axis=0)
+    out_spec = _spec(call, (block, e), of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
+    q_BHGYD, k_BKGXD, v_BKXE = _qkv(call, q_BTHGD, k_BTKGD, v_BTKE)
+    lam_BH1Y = _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
     out_BHYE, out2_BHYE, lse_BHGY = _run(
         call,
         kernels.forward_kernel,
         "diff_attention_forward",
+        kernels.Inputs(q_BHGYD, k_BKGXD, v_BKXE, lam=lam_BH1Y),
+        segment_ids_BT,
         products=6,
-        inner_grid=(call.group, call.steps),
-        in_specs=[*_qkv_specs(call, spec), spec((1, block), of="query", axis=1)],
-        operands=[
-            *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
-            _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3),
-        ],
-        segment_ids_BT=segment_ids_BT,
-        spec=spec,
-        out_specs=[out_spec, out_spec, spec((2, block), of="query", axis=1)],
+        out_specs=[out_spec, out_spec, _spec(call, (2, block), of="query", axis=1)],
         out_shape=[out_shape, out_shape, lse_shape],
         scratch_shapes=[
             pltpu.VMEM((2, block), jnp.float32),
@@ -139,7 +124,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, cut=No
         ],
         interpret=interpret,
     )
-    return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_map=(lse_BHGY[..., :t],))
+    return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_group=(lse_BHGY[..., :t],))
 
 
 def backward(
@@ -153,66 +138,61 @@ def backward(
     dout_BTHE,
     *,
     window,
-    cut=None,
+    sharding=None,
     interpret=None,
     block=None,
 ):
     """Compute the gradients of q, k, v and lam.
 
     Args:
-        q_BTHGD ... segment_ids_BT, window, cut, interpret, block: As in `forward`.
+        q_BTHGD ... segment_ids_BT, window, sharding, interpret, block: As in `forward`.
         out_BTHE, saved: Results of `forward`.
         dout_BTHE: Cotangent of out_BTHE, in the dtype of q.
 
     Returns:
         dq_BTHGD, dk_BTKGD and dv_BTKE in the dtype of q, and dlam_BTH in float32.
     """
-    (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_map
+    (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     tiles = _tiles(d)
-    side = block or tiles.backward
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, keys_outer=True)
+    side = block or tiles.side
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
-    operands = [
+    inputs = kernels.Inputs(
         *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
-        _heads_first(dout_BTHE, call.y),
-        _pad(rows_BHRT, call.y, axis=3),
-    ]
+        dout=_heads_first(dout_BTHE, call.y),
+        rows=_pad(rows_BHRT, call.y, axis=3),
+    )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
-    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, operands, segment_ids_BT, interpret, with_dq)
+    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segment_ids_BT, interpret, with_dq)
     if not with_dq:
-        dq_BHGYD = _dq(call.with_queries_outer(), operands, segment_ids_BT, interpret)
+        dq_BHGYD = _dq(dataclasses.replace(call, keys_outer=False), inputs, segment_ids_BT, interpret)
     keys = k_BTKGD.shape[1]
     dk_BTKGD, dv_BTKE = _tokens_first(dk_BKGXD, keys), _tokens_first(dv_BKXE, keys)
     return _tokens_first(dq_BHGYD, t), dk_BTKGD, dv_BTKE, -delta2_BTH
 
 
-def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
+def _dkv(call, inputs, segment_ids_BT, interpret, with_dq):
     """Compute dK, dV and, in the same kernel if `with_dq`, dQ (else None)."""
     block, group, d = call.block, call.group, call.d
-    spec = functools.partial(_spec, call, lambda b, kv, step, n: (b, kv, n, step))
-    q_BHGYD, k_BKGXD, v_BKXE, *_ = operands
     dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
     dk, dv, dq = _run(
         call,
         kernels.dkv_kernel,
         "diff_attention_dqkv" if with_dq else "diff_attention_dkv",
+        inputs,
+        segment_ids_BT,
         products=10 if with_dq else 8,
-        inner_grid=(call.steps, group),
-        in_specs=_backward_specs(call, spec),
-        operands=operands,
-        segment_ids_BT=segment_ids_BT,
-        spec=spec,
         out_specs=[
-            spec((2, block, d), of="key", axis=1),
-            spec((block, 2 * d), of="key", axis=0),
-            spec((group, 2, block, d), of="own", axis=2) if with_dq else None,
+            _spec(call, (2, block, d), of="key", axis=1),
+            _spec(call, (block, 2 * d), of="key", axis=0),
+            _spec(call, (group, 2, block, d), of="finished query", axis=2) if with_dq else None,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(k_BKGXD.shape, call.dtype),
-            jax.ShapeDtypeStruct(v_BKXE.shape, call.dtype),
+            jax.ShapeDtypeStruct(inputs.k.shape, call.dtype),
+            jax.ShapeDtypeStruct(inputs.v.shape, call.dtype),
             dq_shape if with_dq else None,
         ],
         scratch_shapes=[
@@ -222,79 +202,62 @@ def _dkv(call, operands, segment_ids_BT, interpret, with_dq):
         ],
         interpret=interpret,
     )
-    return dk, dv, dq.reshape(q_BHGYD.shape) if with_dq else None
+    return dk, dv, dq.reshape(inputs.q.shape) if with_dq else None
 
 
-def _dq(call, operands, segment_ids_BT, interpret):
-    spec = functools.partial(_spec, call, lambda b, kv, n, step: (b, kv, n, step))
+def _dq(call, inputs, segment_ids_BT, interpret):
     block_shape = (2, call.block, call.d)
     return _run(
         call,
         kernels.dq_kernel,
         "diff_attention_dq",
+        inputs,
+        segment_ids_BT,
         products=6,
-        inner_grid=(call.group, call.steps),
-        in_specs=_backward_specs(call, spec),
-        operands=operands,
-        segment_ids_BT=segment_ids_BT,
-        spec=spec,
-        out_specs=spec(block_shape, of="query", axis=1),
-        out_shape=jax.ShapeDtypeStruct(operands[0].shape, call.dtype),
+        out_specs=_spec(call, block_shape, of="query", axis=1),
+        out_shape=jax.ShapeDtypeStruct(inputs.q.shape, call.dtype),
         scratch_shapes=[pltpu.VMEM(block_shape, jnp.float32)],
         interpret=interpret,
     )
 
 
-def _run(
-    call,
-    kernel,
-    name,
-    *,
-    products,
-    inner_grid,
-    in_specs,
-    operands,
-    segment_ids_BT,
-    spec,
-    interpret,
-    **outputs,
-):
-    """Run a kernel over the grid (B, K, *inner_grid), with segment ids or None after `operands`.
+def _run(call, kernel, name, inputs, segment_ids_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
+    """Run a kernel over `call.grid`.
 
     `products` is the number of matrix products per visit, in units of (block, block) x D. A product of
     width E counts as two.
     """
-    visits, offsets, lows, highs, segments_B1X = jnp.asarray(call.visits), None, None, None, None
-    if call.cut is not None:
-        visits = visits[call.cut.device()]
-        starts = call.cut.starts(call.cut.device(), call.chunk_tiles)
+    scalars = kernels.Scalars(jnp.asarray(call.visits), None, None, None)
+    if call.sharding is not None:
+        visits = scalars.visits[call.sharding.device()]
+        starts = call.sharding.starts(call.sharding.device(), call.chunk_tiles)
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
+        scalars = scalars._replace(visits=visits, offsets=offsets)
+    cost = _cost(call, products, (*jax.tree.leaves(inputs), *jax.tree.leaves(out_shape)))
     if call.segmented:
         segments_BX = _pad(segment_ids_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
         by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
-        lows, highs = by_tile.min(axis=1), by_tile.max(axis=1)
-    segment_specs = [
-        spec((1, call.block), of=of, axis=1, has_heads=False) if call.segmented else None for of in ("place", "key")
-    ]
+        scalars = scalars._replace(low=by_tile.min(axis=1), high=by_tile.max(axis=1))
+        inputs = inputs._replace(query_segments=segments_B1X, key_segments=segments_B1X)
     return pl.pallas_call(
         functools.partial(kernel, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(call.batch, call.kv_heads, *inner_grid),
-            in_specs=[*in_specs, *segment_specs],
-            out_specs=outputs["out_specs"],
-            scratch_shapes=outputs["scratch_shapes"],
+            num_scalar_prefetch=1,
+            grid=call.grid,
+            in_specs=[_input_specs(call, inputs)],
+            out_specs=out_specs,
+            scratch_shapes=scratch_shapes,
         ),
-        out_shape=outputs["out_shape"],
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=_tiles(call.d).vmem_mib * 2**20,
         ),
         interpret=target.platform() != "tpu" if interpret is None else interpret,
         name=name,
-        cost_estimate=_cost(call, products, (*operands, *jax.tree.leaves(outputs["out_shape"]))),
-    )(visits, offsets, lows, highs, *operands, segments_B1X, segments_B1X)
+        cost_estimate=cost,
+    )(scalars, inputs)
 
 
 def _cost(call, products, arrays):
@@ -302,53 +265,51 @@ def _cost(call, products, arrays):
 
     The estimate of bytes assumes that each array moves once.
     """
-    scores = call.batch * call.kv_heads * call.group * call.steps * call.block**2
+    logits = call.batch * call.kv_heads * call.group * call.steps * call.block**2
     return pl.CostEstimate(
-        flops=products * 2 * scores * call.d,
-        transcendentals=2 * scores,  # One exponential per logit of each group.
+        flops=products * 2 * logits * call.d,
+        transcendentals=2 * logits,  # One exponential per logit of each group.
         bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
     )
 
 
-def _spec(call, grid_order, shape, *, of, axis, has_heads=True):
+def _spec(call, shape, *, of, axis, has_heads=True):
     """Return a BlockSpec of `shape` whose `axis` is indexed by a tile of the current visit.
 
-    `of` selects the tile: "query", "key", "place" (the query tile's index in the whole row, see
-    `TileCall.place`) or "own" (see `TileCall.own_tile`). All other axes start at 0.
+    `of` selects the tile: "query", "key", "query in row" (`TileCall.row_tile`) or "finished query"
+    (`TileCall.finished_tile`). All other axes start at 0.
     """
 
-    def index(*grid_and_scalars):
-        *grid, visits_ref, offsets_ref, _, _ = grid_and_scalars
-        b, kv, n, step = grid_order(*grid)
-        visit = visits_ref[step]
+    def index(b, kv, outer, inner, scalars):
+        step, n = (outer, inner) if call.keys_outer else (inner, outer)
+        visit = scalars.visits[step]
         head = kv * call.group + n if of == "query" else kv
         tile = {
             "query": lambda: kernels.query_tile(visit),
             "key": lambda: kernels.key_tile(visit),
-            "place": lambda: call.place(visit, offsets_ref),
-            "own": lambda: call.own_tile(visit, offsets_ref),
+            "query in row": lambda: call.row_tile(visit, scalars.offsets),
+            "finished query": lambda: call.finished_tile(visit, scalars.offsets),
         }[of]()
-        lead = (b, head) if has_heads else (b,)
-        return (*lead, *(tile if a == axis else 0 for a in range(len(shape))))
+        batch_and_head = (b, head) if has_heads else (b,)
+        return (*batch_and_head, *(tile if a == axis else 0 for a in range(len(shape))))
 
     return pl.BlockSpec((None,) * (2 if has_heads else 1) + shape, index)
 
 
-def _qkv_specs(call, spec):
-    q_shape = (2, call.block, call.d)
-    return [
-        spec(q_shape, of="query", axis=1),
-        spec(q_shape, of="key", axis=1),
-        spec((call.block, 2 * call.d), of="key", axis=0),
-    ]
-
-
-def _backward_specs(call, spec):
-    return [
-        *_qkv_specs(call, spec),
-        spec((call.block, 2 * call.d), of="query", axis=0),
-        spec((5, call.block), of="query", axis=1),
-    ]
+def _input_specs(call, inputs):
+    """Return the BlockSpecs of the inputs, None for inputs that are None."""
+    block, d = call.block, call.d
+    specs = kernels.Inputs(
+        q=_spec(call, (2, block, d), of="query", axis=1),
+        k=_spec(call, (2, block, d), of="key", axis=1),
+        v=_spec(call, (block, 2 * d), of="key", axis=0),
+        lam=_spec(call, (1, block), of="query", axis=1),
+        dout=_spec(call, (block, 2 * d), of="query", axis=0),
+        rows=_spec(call, (5, block), of="query", axis=1),
+        query_segments=_spec(call, (1, block), of="query in row", axis=1, has_heads=False),
+        key_segments=_spec(call, (1, block), of="key", axis=1, has_heads=False),
+    )
+    return kernels.Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
 
 
 def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
@@ -384,4 +345,4 @@ def _dq_bytes(call):
 
 
 def _tiles(d):
-    return _TILES.get((target.device_kind(), d), _DEFAULT_TILES)
+    return _TILES.get(target.device_kind(), _DEFAULT_TILES) if d in _MEASURED_WIDTHS else _DEFAULT_TILES

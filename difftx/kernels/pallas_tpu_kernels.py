@@ -1,49 +1,71 @@
-"""Kernel bodies of `pallas_tpu`, and the lists of score tiles that their grids visit.
+"""Bodies of the TPU kernels, and the lists of tiles that their grids visit.
 
-Score tiles have the shape (keys, queries). Per-query values (running maximum and sum, log-sum-exp,
-delta, lam) are then rows of lanes, which broadcast without cost. Logits are in base 2, because q comes
-multiplied by log2(e) / sqrt(D).
+The kernels are flash attention with two softmaxes per head that share V. Each grid step visits one tile of logits, the
+product of a tile of keys with a tile of queries, and adds to accumulators in VMEM. A tile has the shape (keys,
+queries), transposed from the usual order. Numbers per query (running maximum and sum, log-sum-exp, delta, lam) are then
+rows along the lanes of a vector register, and broadcast over keys without cost.
+
+Queries arrive multiplied by log2(e) / sqrt(D), so that logits are in base 2 and the exponential is exp2.
 """
 
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 
 # T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
-# E = 2D = value width, X = T padded to whole tiles, Y = X or, where rows are sharded, the number of queries
-# on one device. In `_visits_of`, i = index of a query tile in the row, j = index of a key tile in the row,
-# n = index of a query tile on the device.
-#
-# The first four references of every kernel are in scalar memory:
-#   visits_ref         packed visits
-#   offsets_ref        per chunk of queries: index of a tile in the row minus its index on the device
-#                      (None if rows are whole)
-#   low_ref, high_ref  lowest and highest segment id of each tile of each batch row (None without segments)
-#
-# If rows are sharded, queries are those of one device, and keys and segment ids cover whole rows.
+# E = 2D = value width, X = T padded to whole tiles, Y = number of query tokens on one device, padded to whole tiles.
+# Y = X unless rows are sharded along their tokens. Then the queries of a call are those of one device, but keys and
+# segment ids cover whole rows. In `_visits_of`, i = index of a query tile in the row, j = index of a key tile in the
+# row, n = index of a query tile on the device.
 
 LOG2_E = math.log2(math.e)
-LANES = 128
-HIDDEN = -1e30  # finite, so that queries without a visible key so far do not compute inf - inf
+LANES = 128  # Lanes of a vector register. Tiles are multiples of it.
+HIDDEN = -1e30  # Logit of a masked key. Finite, because -inf - (-inf) is NaN for queries that have seen no key yet.
 
 # A visit is the pair of a query tile and a key tile, packed into an int32: query tile, key tile, flags.
 _QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 19, 6, 2**13 - 1
-_FIRST, _LAST = 1, 2  # flags: first and last of the visits that share one accumulator
-MASKED = 4  # flag: the diagonal or the edge of the window crosses the tile
-_DQ_FIRST, _DQ_LAST = 8, 16  # flags: first and last visit to one query tile, if keys are the outer loop
-_EMPTY = 32  # flag: nothing to compute, for padding or for a key tile that no query of the device sees
+_FIRST, _LAST = (
+    1,
+    2,
+)  # First and last of consecutive visits to one tile of the outer loop: clear and write accumulators.
+MASKED = 4  # The diagonal or the edge of the window crosses the tile, so the tile needs a mask.
+_DQ_FIRST, _DQ_LAST = 8, 16  # First and last visit to one query tile, if keys are the outer loop.
+_EMPTY = 32  # Nothing to compute: the visit pads the list, or writes zeros for keys that no query of the device sees.
 
-# Dimension numbers of dot_general: contract last with last, last with first, first with first axis.
+# Dimension numbers of dot_general: A Bᵀ, A B and Aᵀ B.
 _NT = (((1,), (1,)), ((), ()))
 _NN = (((1,), (0,)), ((), ()))
 _TN = (((0,), (0,)), ((), ()))
+
+
+class Scalars(NamedTuple):
+    """References in scalar memory, which all kernels and all index maps of blocks receive."""
+
+    visits: Any  # Packed visits in grid order.
+    offsets: Any  # Per chunk of queries: index of a tile in the row minus its index on the device. None: whole rows.
+    low: Any  # Lowest segment id of each tile of each batch row. None: no segment ids.
+    high: Any  # Highest segment id of each tile of each batch row.
+
+
+class Inputs(NamedTuple):
+    """Blocks of the current visit in VMEM. The forward pass has `lam`, the backward pass `dout` and `rows` instead."""
+
+    q: Any  # (2, queries, D)
+    k: Any  # (2, keys, D)
+    v: Any  # (keys, E)
+    lam: Any = None  # (1, queries)
+    dout: Any = None  # (queries, E)
+    rows: Any = None  # (5, queries): base-2 log-sum-exps of both groups, delta1, delta2, lam
+    query_segments: Any = None  # (1, queries), None without segment ids
+    key_segments: Any = None  # (1, keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +80,17 @@ class TileCall:
     y: int  # Y
     block: int  # side of a tile in tokens
     window: int | None
-    cut: Cut | None
+    sharding: SequenceSharding | None
     segmented: bool  # whether the call has segment ids
     dtype: np.dtype
-    visits: np.ndarray  # packed visits in grid order, int32; if rows are sharded, one row per device
+    keys_outer: bool  # whether the grid loops over keys outside and queries inside, to sum over queries
 
     @classmethod
-    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, cut, side, *, keys_outer):
+    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, *, keys_outer):
         """Return the parameters of a call, with T split into equal tiles of at most `side` tokens."""
         b, _, h, _, d = q_BTHGD.shape
         t, kv_heads = k_BTKGD.shape[1:3]
-        block = block_tokens(t, cut, side)
+        block = block_tokens(t, sharding, side)
         tiles = pl.cdiv(t, block)
         return cls(
             batch=b,
@@ -76,24 +98,29 @@ class TileCall:
             group=h // kv_heads,
             d=d,
             x=tiles * block,
-            y=tiles * block if cut is None else q_BTHGD.shape[1],
+            y=tiles * block if sharding is None else q_BTHGD.shape[1],
             block=block,
             window=window,
-            cut=cut,
+            sharding=sharding,
             segmented=segment_ids_BT is not None,
             dtype=q_BTHGD.dtype,
-            visits=list_visits(tiles, block, window, cut, keys_outer=keys_outer),
+            keys_outer=keys_outer,
         )
 
     @property
     def tiles(self):
-        """Number of tiles along T."""
         return self.x // self.block
 
-    def with_queries_outer(self):
-        """Return this call with its visits in the order of `dq_kernel`, queries in the outer loop."""
-        visits = list_visits(self.tiles, self.block, self.window, self.cut, keys_outer=False)
-        return dataclasses.replace(self, visits=visits)
+    @functools.cached_property
+    def visits(self):
+        """Packed visits in grid order, int32. If rows are sharded, there is one list per device."""
+        return list_visits(self.tiles, self.block, self.window, self.sharding, keys_outer=self.keys_outer)
+
+    @property
+    def grid(self):
+        """Grid of the kernel: batch, key/value heads, and visits and their query heads in the order of `keys_outer`."""
+        inner = (self.steps, self.group) if self.keys_outer else (self.group, self.steps)
+        return (self.batch, self.kv_heads, *inner)
 
     @property
     def steps(self):
@@ -103,33 +130,32 @@ class TileCall:
     @property
     def chunk_tiles(self):
         """Number of query tiles in a contiguous chunk of the row."""
-        return self.y // self.block // (1 if self.cut is None else self.cut.chunks)
+        return self.y // self.block // (1 if self.sharding is None else self.sharding.chunks)
 
-    def place(self, visit, offsets_ref):
+    def row_tile(self, visit, offsets_ref):
         """Return the index in the row of a visit's query tile."""
         tile = query_tile(visit)
-        if self.cut is None:
+        if self.sharding is None:
             return tile
-        if self.cut.chunks == 1:
+        if self.sharding.chunks == 1:
             return tile + offsets_ref[0]
         return tile + jnp.where(tile < self.chunk_tiles, offsets_ref[0], offsets_ref[1])
 
-    def own_tile(self, visit, offsets_ref):
-        """Return the latest query tile on the device whose visits end at or before the visit's key tile, or 0.
+    def finished_tile(self, visit, offsets_ref):
+        """Return the latest query tile on the device whose dQ is complete after the visit's key tile, or 0.
 
-        Visits must have keys in the outer loop. A query tile's last visit is the one on the diagonal.
+        Visits must have keys in the outer loop. The last visit to a query tile is then the one on the diagonal.
         """
-        if self.cut is None:
+        if self.sharding is None:
             return key_tile(visit)
-        own = -1
-        for chunk in range(self.cut.chunks):
+        finished = -1
+        for chunk in range(self.sharding.chunks):
             start = offsets_ref[chunk] + chunk * self.chunk_tiles
-            own += jnp.clip(key_tile(visit) + 1 - start, 0, self.chunk_tiles)
-        return jnp.maximum(own, 0)
+            finished += jnp.clip(key_tile(visit) + 1 - start, 0, self.chunk_tiles)
+        return jnp.maximum(finished, 0)
 
     @property
     def scale(self):
-        """1 / sqrt(D)."""
         return self.d**-0.5
 
     @property
@@ -139,42 +165,42 @@ class TileCall:
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
-def block_tokens(t, cut, side):
+def block_tokens(t, sharding, side):
     """Return the number of tokens in a tile, a multiple of 128.
 
     If rows are sharded, the number divides a chunk. It is 0 if no multiple of 128 up to `side` does.
     """
-    if cut is None:
+    if sharding is None:
         # Equal tiles need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
         return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
-    chunk = t // (cut.devices * cut.chunks)
+    chunk = t // sharding.row_chunks
     return max((block for block in range(LANES, side + 1, LANES) if chunk % block == 0), default=0)
 
 
-def list_visits(tiles, block, window, cut=None, *, keys_outer):
+def list_visits(tiles, block, window, sharding=None, *, keys_outer):
     """Return the packed visits to all tiles that causality and the window leave, in grid order.
 
     If rows are sharded, the list has one row per device, padded to the longest.
     """
-    if cut is None:
+    if sharding is None:
         return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
-    of_chunk = np.arange(tiles // (cut.devices * cut.chunks))
+    of_chunk = np.arange(tiles // sharding.row_chunks)
     rows = []
-    for device in range(cut.devices):
-        places = [start + of_chunk for start in cut.starts(device, len(of_chunk))]
-        rows.append(_visits_of(np.concatenate(places), tiles, block, window, keys_outer))
+    for device in range(sharding.devices):
+        row_tiles = [start + of_chunk for start in sharding.starts(device, len(of_chunk))]
+        rows.append(_visits_of(np.concatenate(row_tiles), tiles, block, window, keys_outer))
     longest = max(map(len, rows))
     fillers = [np.full(longest - len(row), row[-1] & ~(2**_KEY_SHIFT - 1) | _EMPTY) for row in rows]
     return np.stack([np.concatenate(pair) for pair in zip(rows, fillers, strict=True)]).astype(np.int32)
 
 
-def _visits_of(places, tiles, block, window, keys_outer):
-    """Return the packed visits for the query tiles whose indices in the row are `places`."""
-    n, j = (index.ravel() for index in np.indices((len(places), tiles)))
-    i = places[n]
+def _visits_of(row_tiles, tiles, block, window, keys_outer):
+    """Return the packed visits for the query tiles whose indices in the row are `row_tiles`."""
+    n, j = (index.ravel() for index in np.indices((len(row_tiles), tiles)))
+    i = row_tiles[n]
     nearest, farthest = (i - j) * block - (block - 1), (i - j) * block + block - 1
     keep = (j <= i) & (nearest < (window or math.inf))
-    oldest_key = np.full(len(places), tiles)
+    oldest_key = np.full(len(row_tiles), tiles)
     np.minimum.at(oldest_key, n[keep], j[keep])
     crossed = (i == j) | (farthest >= (window or math.inf))
     flags = MASKED * crossed + _DQ_FIRST * (j == oldest_key[n]) + _DQ_LAST * (i == j)
@@ -199,28 +225,13 @@ def key_tile(visit):
     return (visit >> _KEY_SHIFT) & _TILE_MASK
 
 
-def forward_kernel(
-    visits_ref,
-    offsets_ref,
-    low_ref,
-    high_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    lam_ref,
-    query_segment_ref,
-    key_segment_ref,
-    out_ref,
-    out2_ref,
-    lse_ref,
-    max_ref,  # (2, queries) running maximum, in base-2 logits
-    sum_ref,  # (2, queries) running sum of exp2
-    acc_ref,  # (2, E, queries) O_m^T before the division by the sum
-    *,
-    call,
-):
-    """Write O, O2 and the natural log-sum-exps of a query tile at the last visit to the tile."""
-    visit = visits_ref[pl.program_id(3)]
+def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref, acc_ref, *, call):
+    """Write O, O2 and the natural log-sum-exps of a query tile at the last visit to the tile.
+
+    Accumulators in VMEM are the running maximum of the base-2 logits (2, queries), the running sum of exp2
+    (2, queries), and O_m^T before the division by the sum (2, E, queries).
+    """
+    visit = scalars.visits[pl.program_id(3)]
 
     @pl.when(visit & _FIRST != 0)
     def _():
@@ -230,11 +241,11 @@ def forward_kernel(
 
     def tile(masked):
         # Both products run before either softmax: 15 % fewer instruction bundles on v6e, as many on v5p.
-        logits = [call.dot(k_ref[m], q_ref[m], _NT) for m in range(2)]
+        logits = [call.dot(inputs.k[m], inputs.q[m], _NT) for m in range(2)]
         if masked:
-            visible = _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
+            visible = _visible(call, visit, scalars, inputs)
             logits = [jnp.where(visible, s, HIDDEN) for s in logits]
-        v_EX = v_ref[...].T
+        v_EX = inputs.v[...].T
         for m, s in enumerate(logits):
             row = slice(m, m + 1)
             old_max = max_ref[row]
@@ -245,41 +256,24 @@ def forward_kernel(
             sum_ref[row] = sum_ref[row] * decay + p.sum(axis=0, keepdims=True)
             acc_ref[m] = acc_ref[m] * decay + call.dot(v_EX, p.astype(v_EX.dtype), _NN)
 
-    _run(call, visit, offsets_ref, low_ref, high_ref, tile)
+    _compute(call, visit, scalars, tile)
 
     @pl.when(visit & _LAST != 0)
     def _():
         inverse = 1.0 / sum_ref[...]
         out2_EX = acc_ref[1] * inverse[1:]
-        out_EX = acc_ref[0] * inverse[:1] - lam_ref[...] * out2_EX
+        out_EX = acc_ref[0] * inverse[:1] - inputs.lam[...] * out2_EX
         out_ref[...] = out_EX.T.astype(out_ref.dtype)
         out2_ref[...] = out2_EX.T.astype(out2_ref.dtype)
         lse_ref[...] = (max_ref[...] + jnp.log2(sum_ref[...])) * (1 / LOG2_E)
 
 
-def dkv_kernel(
-    visits_ref,
-    offsets_ref,
-    low_ref,
-    high_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    rows_ref,
-    query_segment_ref,
-    key_segment_ref,
-    dk_ref,
-    dv_ref,
-    dq_ref,  # (N, 2, queries, D), or None if `dq_kernel` computes dQ
-    dk_acc,
-    dv_acc,
-    dq_acc,  # (N, 2, Y, D), or None
-    *,
-    call,
-):
-    """Write dK and dV of a key tile at its last visit and, unless dq_ref is None, dQ of a query tile at its last."""
-    visit, n = visits_ref[pl.program_id(2)], pl.program_id(3)
+def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, *, call):
+    """Write dK and dV of a key tile at the last visit to it, and dQ of a query tile at the last visit to it.
+
+    `dq_ref` (N, 2, queries, D) and its accumulator (N, 2, Y, D) are None if `dq_kernel` computes dQ.
+    """
+    visit, n = scalars.visits[pl.program_id(2)], pl.program_id(3)
     queries = pl.ds(pl.multiple_of(query_tile(visit) * call.block, call.block), call.block)
 
     @pl.when((visit & _FIRST != 0) & (n == 0))
@@ -294,15 +288,15 @@ def dkv_kernel(
             dq_acc[n, :, queries] = jnp.zeros_like(dq_acc[n, :, queries])
 
     def tile(masked):
-        visible = masked and _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
-        ds, p = _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible)
+        visible = masked and _visible(call, visit, scalars, inputs)
+        ds, p = _logit_gradients(call, inputs, visible)
         for m in range(2):
-            dk_acc[m] += call.dot(ds[m], q_ref[m], _NN)
+            dk_acc[m] += call.dot(ds[m], inputs.q[m], _NN)
             if dq_ref is not None:
-                dq_acc[n, m, queries] += call.dot(ds[m], k_ref[m], _TN)
-        dv_acc[...] += call.dot(p, dout_ref[...], _NN)
+                dq_acc[n, m, queries] += call.dot(ds[m], inputs.k[m], _TN)
+        dv_acc[...] += call.dot(p, inputs.dout[...], _NN)
 
-    _run(call, visit, offsets_ref, low_ref, high_ref, tile)
+    _compute(call, visit, scalars, tile)
 
     if dq_ref is not None:
 
@@ -312,55 +306,39 @@ def dkv_kernel(
 
     @pl.when((visit & _LAST != 0) & (n == call.group - 1))
     def _():
-        # q_ref is multiplied by scale * log2(e). dK needs the factor scale, so only log2(e) is divided out.
+        # inputs.q is multiplied by scale * log2(e). dK needs the factor scale, so only log2(e) is divided out.
         dk_ref[...] = (dk_acc[...] * (1 / LOG2_E)).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
 
-def dq_kernel(
-    visits_ref,
-    offsets_ref,
-    low_ref,
-    high_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    dout_ref,
-    rows_ref,
-    query_segment_ref,
-    key_segment_ref,
-    dq_ref,
-    dq_acc,
-    *,
-    call,
-):
+def dq_kernel(scalars, inputs, dq_ref, dq_acc, *, call):
     """Write dQ of a query tile at the last visit to the tile."""
-    visit = visits_ref[pl.program_id(3)]
+    visit = scalars.visits[pl.program_id(3)]
 
     @pl.when(visit & _FIRST != 0)
     def _():
         dq_acc[...] = jnp.zeros_like(dq_acc)
 
     def tile(masked):
-        visible = masked and _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref)
-        ds, _ = _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible)
+        visible = masked and _visible(call, visit, scalars, inputs)
+        ds, _ = _logit_gradients(call, inputs, visible)
         for m in range(2):
-            dq_acc[m] += call.dot(ds[m], k_ref[m], _TN)
+            dq_acc[m] += call.dot(ds[m], inputs.k[m], _TN)
 
-    _run(call, visit, offsets_ref, low_ref, high_ref, tile)
+    _compute(call, visit, scalars, tile)
 
     @pl.when(visit & _LAST != 0)
     def _():
         dq_ref[...] = (dq_acc[...] * call.scale).astype(dq_ref.dtype)
 
 
-def _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible):
+def _logit_gradients(call, inputs, visible):
     """Return [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the dtype of the operands."""
-    lse1, lse2, delta1, delta2, lam = (rows_ref[r : r + 1] for r in range(5))
+    lse1, lse2, delta1, delta2, lam = (inputs.rows[r : r + 1] for r in range(5))
     # dP is computed between the two logits: 4 % fewer instruction bundles on v5p than before both.
-    s1 = call.dot(k_ref[0], q_ref[0], _NT)
-    dp = call.dot(v_ref[...], dout_ref[...], _NT)
-    s2 = call.dot(k_ref[1], q_ref[1], _NT)
+    s1 = call.dot(inputs.k[0], inputs.q[0], _NT)
+    dp = call.dot(inputs.v[...], inputs.dout[...], _NT)
+    s2 = call.dot(inputs.k[1], inputs.q[1], _NT)
     if visible is not False:
         s1, s2 = jnp.where(visible, s1, HIDDEN), jnp.where(visible, s2, HIDDEN)
     p1 = jnp.exp2(s1 - lse1)
@@ -369,22 +347,22 @@ def _score_gradients(call, q_ref, k_ref, v_ref, dout_ref, rows_ref, visible):
     return [x.astype(call.dtype) for x in ds], (p1 - p2).astype(call.dtype)
 
 
-def _visible(call, visit, offsets_ref, query_segment_ref, key_segment_ref):
+def _visible(call, visit, scalars, inputs):
     """Return the (keys, queries) mask of one tile."""
     shape = (call.block, call.block)
-    first = (call.place(visit, offsets_ref) - key_tile(visit)) * call.block
+    first = (call.row_tile(visit, scalars.offsets) - key_tile(visit)) * call.block
     distance = first + lax.broadcasted_iota(jnp.int32, shape, 1)
     distance -= lax.broadcasted_iota(jnp.int32, shape, 0)
     visible = distance >= 0
     if call.window is not None:
         visible &= distance < call.window
     if call.segmented:
-        keys = jnp.broadcast_to(key_segment_ref[...], (LANES, call.block)).T[:, :1]
-        visible &= keys == query_segment_ref[...]
+        keys = jnp.broadcast_to(inputs.key_segments[...], (LANES, call.block)).T[:, :1]
+        visible &= keys == inputs.query_segments[...]
     return visible
 
 
-def _run(call, visit, offsets_ref, low_ref, high_ref, tile):
+def _compute(call, visit, scalars, tile):
     """Call `tile` for this visit, with a mask if an edge crosses the tile.
 
     The call is skipped for empty visits, and for tiles whose queries and keys have no segment in common.
@@ -394,10 +372,10 @@ def _run(call, visit, offsets_ref, low_ref, high_ref, tile):
         seen = visit & _EMPTY == 0
     if call.segmented:
         row = pl.program_id(0) * call.tiles
-        query, key = row + call.place(visit, offsets_ref), row + key_tile(visit)
-        low, high = low_ref[query], high_ref[query]
-        seen &= (low <= high_ref[key]) & (low_ref[key] <= high)
-        one_segment = (low == high) & (low_ref[key] == low) & (high_ref[key] == low)
+        query, key = row + call.row_tile(visit, scalars.offsets), row + key_tile(visit)
+        low, high = scalars.low[query], scalars.high[query]
+        seen &= (low <= scalars.high[key]) & (scalars.low[key] <= high)
+        one_segment = (low == high) & (scalars.low[key] == low) & (scalars.high[key] == low)
         masked |= ~one_segment
     # Branches that no visit takes are not compiled.
     if call.segmented or (call.visits & MASKED != 0).any():

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import fused, maps
+from difftx.kernels import maps
+from difftx.kernels.backend import lam_per_token, per_shard
 from difftx.kernels.cached import einsum
 from difftx.kernels.maps import Map
 
@@ -47,10 +48,10 @@ def map_rows(
         segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
     """
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
-    per_query_BTH = None if per_query is None else fused.lam_per_token(per_query, q_BTHGD)
+    per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     call = functools.partial(_rows, map_of)
-    map_BCHS, logits_BCHGS, *per_query_BCH = fused.per_shard(
-        call, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT, saves=False
+    map_BCHS, logits_BCHGS, *per_query_BCH = per_shard(
+        call, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT
     )
     return MapRows(map_BCHS, logits_BCHGS, per_query_BCH[0] if map_of is maps.difference else None)
 

@@ -1,12 +1,12 @@
-"""Differential attention by XLA operations, for any device.
+"""Attention by XLA operations, for any device: differential attention, and any weight function of `maps.py`.
 
 Memory is linear in the length of a row: the queries are processed in chunks, and the backward pass recomputes each
-chunk's attention weights from the saved log-sum-exps. The subtraction P = P1 - λ P2 runs in float32 before the product
-with V, which saves one of two such products.
+chunk's attention weights. For differential attention it does so from the saved log-sum-exps, and the subtraction
+P = P1 - λ P2 runs in float32 before the product with V, which saves one of two such products.
 """
 #   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups (A1 and A2),
-#   D = width of a query/key sub-head, E = 2 D = width of a value head
+#   K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
+#   D = width of a query/key sub-head, E = width of a value head
 
 import functools
 from typing import Any
@@ -14,26 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.context import Cut
-from difftx.kernels.fused import Saved
+from difftx.kernels.backend import Saved
+from difftx.kernels.context import SequenceSharding
+from difftx.kernels.maps import MASKED
 
 # Maximal number of attention weights of one head in a chunk: 4 MiB in float32. Up to 1,024 tokens, a row is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
-MASKED = -1e30  # Finite, because padding rows of a chunk may have no visible key, and -inf would make them NaN.
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def forward(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
-    v_BSKE: jax.Array,
-    lam_BTH: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    window: int | None,
-    cut: Cut | None = None,
-) -> tuple[jax.Array, Saved]:
+def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
     """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
     B, T, H = lam_BTH.shape
     K = k_BSKGD.shape[2]
@@ -46,23 +37,13 @@ def forward(
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
 
-    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, cut, q=q_BTHGD, lam=lam_BTH))
+    out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH))
     lse_BTHG = joined(lse, T).reshape(B, T, H, 2)
     return joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
 
 
 def backward(
-    q_BTHGD: jax.Array,
-    k_BSKGD: jax.Array,
-    v_BSKE: jax.Array,
-    lam_BTH: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    out_BTHE: jax.Array,
-    saved: Saved,
-    dout_BTHE: jax.Array,
-    *,
-    window: int | None,
-    cut: Cut | None = None,
+    q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
@@ -95,10 +76,38 @@ def backward(
         return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
-    rows = chunks(segment_ids_BT, cut, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
+    rows = chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
     (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
     dq_BTHGD, dlam_BTH = joined(dq, T).reshape(q_BTHGD.shape), joined(dlam, T).reshape(B, T, H)
     return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
+
+
+def mapped_attention(
+    map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
+) -> jax.Array:
+    """Compute attention with the weight function `map_of` and return `[B, T, H, E]`. JAX derives the gradient.
+
+    The arguments are those of `difftx.kernels.mapped_attention`.
+    """
+    B, T, H, G, _ = q_BTHGD.shape
+    K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
+    # The gradients of keys and values are sums over chunks. They accumulate in float32 because the loop's inputs do.
+    wide = jnp.promote_types(dtype, jnp.float32)
+    k_BSKGD, v_BSKE = k_BSKGD.astype(wide), v_BSKE.astype(wide)
+
+    @jax.checkpoint
+    def chunk(rows: dict[str, Any]) -> jax.Array:
+        logits_BKRGCS = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
+        map_inputs = [logits_BKRGCS[:, :, :, g] for g in range(G)]
+        if per_query_BTH is not None:
+            map_inputs.append(per_query(rows["per_query"], K))
+        map_BKRCS = map_of(*map_inputs)
+        out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS.astype(dtype), v_BSKE.astype(dtype))
+        return out_BCKRE.astype(dtype)
+
+    arrays = {"q": q_BTHGD} if per_query_BTH is None else {"q": q_BTHGD, "per_query": per_query_BTH}
+    out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
+    return joined(out, T).reshape(B, T, H, -1)
 
 
 def masked_logits(
@@ -133,24 +142,24 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def chunks(
-    segment_ids_BS: jax.Array | None, cut: Cut | None = None, maps: int = 1, /, **arrays_BT: jax.Array
+    segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, groups: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
     """Split per-query arrays `[B, T, …]` into chunks `[N, B, C, …]`, with the last chunk padded by zeros.
 
     Args:
         segment_ids_BS: Segment ids of the keys. If rows are sharded, T of the S ids belong to this device's queries.
-        cut: Sharding of the tokens. None: whole rows.
-        maps: Number of arrays of attention weights that share the limit `CHUNK_MAP_ELEMENTS`.
+        sharding: Sharding of the tokens. None: whole rows.
+        groups: Number of arrays of attention weights that share the limit `CHUNK_MAP_ELEMENTS`.
         arrays_BT: Arrays to split. "q" is required.
 
     Returns:
         The chunks by name, with "position" `[N, C]` and, if there are segment ids, "segment" `[N, B, C]`.
     """
     T = arrays_BT["q"].shape[1]
-    keys = T if cut is None else T * cut.devices
-    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * maps)))
+    keys = T if sharding is None else T * sharding.devices
+    size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * groups)))
     count = -(-T // size)
-    position_T = jnp.arange(T) if cut is None else cut.positions(T)
+    position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
 
     def in_chunks(x_BT: jax.Array) -> jax.Array:
         padded = jnp.pad(x_BT, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x_BT.ndim - 2))
@@ -159,7 +168,7 @@ def chunks(
     rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in arrays_BT.items()}
     rows["position"] = in_chunks(position_T[None])[:, 0]
     if segment_ids_BS is not None:
-        rows["segment"] = in_chunks(segment_ids_BS if cut is None else segment_ids_BS[:, position_T])
+        rows["segment"] = in_chunks(segment_ids_BS if sharding is None else segment_ids_BS[:, position_T])
     return rows
 
 

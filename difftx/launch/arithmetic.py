@@ -1,8 +1,9 @@
-"""FLOP counts of traced programs, from their jaxprs.
+"""FLOPs of the matrix products in a traced program, counted in its jaxpr.
 
-XLA's cost analysis counts a loop's body once and ignores Pallas kernels. This module multiplies a body by the number of
-iterations and includes kernels. It counts matrix products only, because memory bandwidth, not arithmetic, bounds a
-decoder's other operations.
+XLA's cost analysis counts the body of a loop once and ignores Pallas kernels. This module walks the equations of a
+jaxpr and of the jaxprs in their parameters (the bodies of `scan`, `cond`, `jit`, `checkpoint` and kernels), and
+multiplies a body by its number of iterations. It counts matrix products only, because memory bandwidth, not arithmetic,
+bounds the other operations of a decoder.
 """
 
 import math
@@ -21,24 +22,24 @@ CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention
 def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
     """Return the FLOPs that one device executes in matrix products; a multiply-add is two FLOPs.
 
-    An array on an explicit mesh counts as one shard of it. A conditional counts as its most expensive branch. A loop of
-    unknown length counts as one iteration.
+    A device computes one shard of an array on an explicit mesh. A conditional counts as its most expensive branch. A
+    loop of unknown length counts as one iteration.
     """
     equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
-    return sum(map(_flops, equations))
+    return sum(map(_equation_flops, equations))
 
 
-def _flops(equation: core.JaxprEqn) -> float:
+def _equation_flops(equation: core.JaxprEqn) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _product_flops(equation)
     if name == "pallas_call":
-        return _kernel_flops(params)
+        return _pallas_flops(params)
     if name in ("mpmd_map", "core_map"):
         return _mosaic_gpu_flops(equation)
     if name in CUDNN_PRODUCTS:
         return _causal_flops(equation, rank=4, products=CUDNN_PRODUCTS[name])
-    inner = [executed_flops(j) for j in _inner(params)]
+    inner = [executed_flops(jaxpr) for jaxpr in _inner_jaxprs(params)]
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)
@@ -47,24 +48,24 @@ def _flops(equation: core.JaxprEqn) -> float:
 def _product_flops(equation: core.JaxprEqn) -> float:
     arrays: list[Any] = [v.aval for v in (*equation.invars[:2], equation.outvars[0])]
     left, right, out = arrays
-    (contracted, other), _ = equation.params["dimension_numbers"]
-    size = 2 * out.size * math.prod(left.shape[i] for i in contracted)
+    (left_contracted, right_contracted), _ = equation.params["dimension_numbers"]
+    flops = 2 * out.size * math.prod(left.shape[i] for i in left_contracted)
     if out.sharding.mesh.empty:
-        return size
+        return flops
     # A device computes its shard of the output from its shards of the contracted dimensions. A contracted dimension
     # that is sharded in only one operand is gathered first, so its mesh axis does not divide the work.
-    both = _axes(left, contracted) & _axes(right, other)
-    axes = _axes(out, range(out.ndim)) | both
-    return size / math.prod(out.sharding.mesh.shape[axis] for axis in axes)
+    both = _mesh_axes(left, left_contracted) & _mesh_axes(right, right_contracted)
+    axes = _mesh_axes(out, range(out.ndim)) | both
+    return flops / math.prod(out.sharding.mesh.shape[axis] for axis in axes)
 
 
-def _axes(array: Any, dimensions: Any) -> set[str]:
+def _mesh_axes(array: Any, dimensions: Any) -> set[str]:
     """Return the mesh axes over which the given dimensions of an array are sharded."""
-    cuts = [array.sharding.spec[i] for i in dimensions]
-    return {axis for cut in cuts if cut is not None for axis in (cut if isinstance(cut, tuple) else (cut,))}
+    specs = [array.sharding.spec[i] for i in dimensions]  # Each is None, a name or a tuple of names.
+    return {axis for spec in specs if spec is not None for axis in (spec if isinstance(spec, tuple) else (spec,))}
 
 
-def _kernel_flops(params: Mapping[str, Any]) -> float:
+def _pallas_flops(params: Mapping[str, Any]) -> float:
     if params["cost_estimate"] is not None:
         return params["cost_estimate"].flops
     grid = params["grid_mapping"].grid
@@ -77,7 +78,7 @@ def _kernel_flops(params: Mapping[str, Any]) -> float:
 def _mosaic_gpu_flops(equation: core.JaxprEqn) -> float:
     name = equation.params["name"]
     if name not in MOSAIC_GPU_PRODUCTS:
-        raise ValueError(f"the arithmetic of the Mosaic GPU kernel {name!r} is not known")
+        raise ValueError(f"the FLOPs of the Mosaic GPU kernel {name!r} are not known; add it to MOSAIC_GPU_PRODUCTS")
     return _causal_flops(equation, rank=5, products=MOSAIC_GPU_PRODUCTS[name])
 
 
@@ -91,7 +92,7 @@ def _causal_flops(equation: core.JaxprEqn, *, rank: int, products: int) -> float
     return products * batch * heads * tokens**2 * width
 
 
-def _inner(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:
+def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (core.ClosedJaxpr, core.Jaxpr)):

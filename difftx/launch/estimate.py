@@ -1,4 +1,8 @@
-"""Cost of one train step on devices that are not attached: the step is compiled for them, but not run."""
+"""Cost of one train step on devices that are not attached.
+
+JAX compiles the step for a description of the devices (topology.py) and does not run it. The compiler reports the
+memory, the optimised HLO contains the communication (hlo.py), and the jaxpr the arithmetic (arithmetic.py).
+"""
 
 import dataclasses
 import math
@@ -64,7 +68,6 @@ class Estimate:
 
     @property
     def devices(self) -> int:
-        """Number of devices in the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -74,7 +77,6 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if the needed memory is within the device's capacity."""
         return self.needed_bytes <= self.capacity_bytes
 
     @property
@@ -117,9 +119,9 @@ class Bound:
 
 
 def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
-    """Trace the train step that `difftx.training.loop` runs, from array shapes only."""
+    """Trace the train step that `difftx.training.loop` runs, with shapes and shardings in place of arrays."""
     with jax.set_mesh(mesh):
-        state = jax.tree.map(lambda x: _placed(x, mesh), jax.eval_shape(lambda: init_state(config)))
+        state = jax.tree.map(lambda x: _on_mesh(x, mesh), jax.eval_shape(lambda: init_state(config)))
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
         shape = (config.batch_rows, config.data.sequence_length)
         tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
@@ -148,8 +150,8 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     except RuntimeError as error:
         if "cuDNN not found" not in str(error):
             raise
-        fix = "install nvidia-cudnn-cu13, or take --config.model.attention_implementation=xla"
-        raise UserError(f"cuDNN, the softmax attention of GPUs, is needed to compile for them: {fix}") from error
+        fix = "install nvidia-cudnn-cu13, or use --config.model.attention_implementation=xla"
+        raise UserError(f"cuDNN, which computes softmax attention on GPUs, is not installed: {fix}") from error
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     kind, text = devices[0].device_kind, compiled.as_text() or ""
@@ -172,7 +174,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         model_flops=tokens * flops_per_token(config.model, length, causal=False),
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
         peak_flops=PEAK_FLOPS.get(kind),
-        collectives=_by_kind(list_collectives(text)),
+        collectives=_totals_by_kind(list_collectives(text)),
         interconnect=chip.interconnect,
         network=chip.network,
         step_tokens=tokens,
@@ -180,25 +182,22 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     )
 
 
-def _placed(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+def _on_mesh(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
     spec = x.sharding.spec if x.sharding is not None else jax.P()
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
 
 
-def _by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
+def _totals_by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
     totals: dict[str, dict[str, float]] = {}
-    for kind in sorted({c.kind for c in collectives}):
-        those = [c for c in collectives if c.kind == kind]
-        totals[kind] = {
-            "runs": sum(c.runs for c in those),
-            "interconnect_bytes": sum(c.sent_bytes for c in those if not c.between_slices),
-            "network_bytes": sum(c.sent_bytes for c in those if c.between_slices),
-        }
+    for c in sorted(collectives, key=lambda c: c.kind):
+        total = totals.setdefault(c.kind, {"runs": 0, "interconnect_bytes": 0, "network_bytes": 0})
+        total["runs"] += c.runs
+        total["network_bytes" if c.between_slices else "interconnect_bytes"] += c.sent_bytes
     return totals
 
 
 def _does_not_fit(message: str) -> DoesNotFitError | None:
-    """Return the error for libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)", or None for others.
+    """Return the error for libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)", or None.
 
     The first number includes the arguments, although libtpu calls it temporaries.
     """

@@ -17,7 +17,7 @@ SEED_FIELDS = ("train.seed", "data.seed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One run of a sweep."""
 
     name: str  # Name of the run directory.
@@ -53,14 +53,14 @@ def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 def make_points(
     spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str], extensions: Sequence[Path] = ()
-) -> list[Point]:
+) -> list[SweepPoint]:
     """Cross the grid's values and load every point's config.
 
     Args:
-        spec: `FILE.py`, or `FILE.py:ARG` where the grid fills none of the names in the file's own `ARG`.
-        grid: name → values. A name of the file's `ARG`; "seed"; or a config field, written with its dot.
-        overrides: field → value, the same for every point.
-        extensions: files that each run loads, as this process has.
+        spec: `FILE.py`, or `FILE.py:ARG` if the grid has no name of the file's own `ARG`.
+        grid: Name → values. A name is "seed", a name of the file's `ARG`, or a config field such as "train.steps".
+        overrides: Field → value, the same for every point.
+        extensions: Extension files that each run loads.
 
     Raises:
         UserError: A name is unknown, a config does not load, a field is set twice, or two points have the same name.
@@ -71,7 +71,7 @@ def make_points(
     _check_names(path, argument, form, slots, grid)
     filled = any(slot in grid for slot in slots)
 
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
         arg = form.format(**chosen) if filled else argument
@@ -86,7 +86,7 @@ def make_points(
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):
             raise UserError(f"--grid: two runs would be named {name!r}; vary one of those fields in a sweep of its own")
-        points.append(Point(name, point_spec, changes, config, extensions))
+        points.append(SweepPoint(name, point_spec, changes, config, extensions))
     return points
 
 
@@ -103,15 +103,6 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
             raise UserError(f"--grid: {path} is called with {form!r}; give {missing[0]}=… too")
 
 
-def _fields(group: type, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a group's fields, and of those of the groups in it."""
-    for name, kind in types_of(group).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _fields(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
     """Return the overrides of one point: the sweep's overrides and the point's own grid values."""
     changes = dict(overrides)
@@ -121,3 +112,12 @@ def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[st
                 raise UserError(f"--grid {name}=…: {field} is set twice")
             changes[field] = value
     return changes
+
+
+def _fields(group: type, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a group's fields, and of those of the groups in it."""
+    for name, kind in types_of(group).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,7 +1,22 @@
-"""Communication of a compiled program, parsed from the text of its optimised HLO.
+"""The collectives of a compiled program (all-gather, all-reduce, …), parsed from the text of its optimised HLO.
 
-XLA's statistics count a loop's body once. Here the collectives of a `while` body are multiplied by its trip count.
-Calls, fusions and asynchronous pairs are followed. A conditional counts as the branch that sends most.
+XLA inserts the collectives while it compiles, so the jaxpr does not contain them, and XLA's own statistics count the
+body of a loop once. `compiled.as_text()` lists computations, one instruction per line:
+
+    HloModule jit_step, num_partitions=8
+
+    %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
+      %x = f32[16]{0} get-tuple-element(%p), index=1
+      %g = f32[128]{0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}
+      …
+    }
+
+    ENTRY %main (…) -> … {
+      %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+    }
+
+The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and `while` bodies, whose
+collectives are multiplied by the trip count. A conditional counts as the branch that sends most.
 """
 
 import dataclasses
@@ -22,23 +37,19 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_LOOP = ("condition", "body")
-_REDUCE_SCATTER = re.compile(r"all-reduce-scatter")  # libtpu's fusion of an all-reduce and the slice that follows it.
 _MEGASCALE = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
 _PARTITIONS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction, and how often a step runs it."""
+    """One collective instruction, and the number of times that a step executes it."""
 
     kind: str  # One of KINDS.
     operand_bytes: float  # Size of the operands on one device.
     group: int  # Number of devices that communicate with each other.
     between_slices: bool  # Whether these devices belong to different slices of a multi-slice TPU pod.
     runs: int  # Executions per step.
-    shape: str  # HLO type of the result.
-    source: str  # Name of the operation in the traced program (`op_name`).
 
     @property
     def sent_bytes(self) -> float:
@@ -53,6 +64,8 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
+    """A line `%name = type opcode(operands)attributes` of a computation."""
+
     name: str
     type: str
     opcode: str
@@ -69,35 +82,37 @@ class _Program:
     def __init__(self, text: str):
         header, _, body = text.partition("\n")
         self._devices = math.prod(map(int, _PARTITIONS.findall(header)))
-        self._computations, self._entry = _split(body)
-        self._collectives_of = functools.cache(self._list)
+        self._computations, self._entry = _parse_computations(body)
+        self._collectives_of = functools.cache(self._collectives_of_computation)
 
     def collectives(self) -> list[Collective]:
-        return list(self._collectives_of(self._entry))
+        return self._collectives_of(self._entry)
 
-    def _list(self, computation: str) -> tuple[Collective, ...]:
-        types = {i.name: i.type for i in self._computations[computation]}
-        found: list[Collective] = []
-        if not self._continues(computation):
-            for instruction in self._computations[computation]:
-                found += self._of_instruction(instruction, types)
-        return tuple(found)
+    def _collectives_of_computation(self, computation: str) -> list[Collective]:
+        instructions = self._computations[computation]
+        if self._continues_collective(computation):
+            return []
+        types = {i.name: i.type for i in instructions}
+        return [collective for i in instructions for collective in self._collectives_of_instruction(i, types)]
 
-    def _continues(self, computation: str) -> bool:
-        """Return whether this is a fusion that continues or ends a collective which another fusion started."""
+    def _continues_collective(self, computation: str) -> bool:
+        """Return whether this is a fusion that continues or ends a collective which another fusion started.
+
+        libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction.
+        """
         attributes = [i.attributes for i in self._computations[computation] if i.opcode == "custom-call"]
         if any('"AsyncCollectiveStart"' in a for a in attributes):
             return False
         return "async_collective_fusion" in computation or any('"AsyncCollectiveDone"' in a for a in attributes)
 
-    def _of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
+    def _collectives_of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
             yield self._collective(kind, instruction, types, self._groups(instruction).shape[1])
         elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
             # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
             # whose attributes name the kind of the collective and the slices.
-            kind, group = between[2].lower().replace("_", "-"), _count(between[1])
+            kind, group = between[2].lower().replace("_", "-"), _count_ranges(between[1])
             yield self._collective(kind, instruction, types, group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
             return  # The corresponding -start instruction is counted.
@@ -105,62 +120,55 @@ class _Program:
             names = [name.strip().removeprefix("%") for name in branches[1].split(",")]
             yield from max(map(self._collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
         else:
-            runs = self._trips(instruction) if instruction.opcode == "while" else 1
+            runs = self._trip_count(instruction) if instruction.opcode == "while" else 1
             for name in _CALLED.findall(instruction.attributes):
-                inner = self._collectives_of(name)
-                if _REDUCE_SCATTER.match(name):
-                    inner = [dataclasses.replace(c, kind="reduce-scatter") for c in inner]
-                yield from (dataclasses.replace(c, runs=c.runs * runs) for c in inner)
+                for collective in self._collectives_of(name):
+                    # libtpu fuses an all-reduce and the slice of its result, which together are a reduce-scatter.
+                    kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else collective.kind
+                    yield dataclasses.replace(collective, kind=kind, runs=collective.runs * runs)
 
-    def _trips(self, loop: _Instruction) -> int:
+    def _trip_count(self, loop: _Instruction) -> int:
         """Return a loop's number of iterations: XLA's known trip count, or else derived from the loop's counter.
 
         libtpu removes the known trip count. Its counters start at 0, grow by a constant and are compared with another
         constant. A loop with a data-dependent end counts as one iteration.
         """
-        if noted := _TRIPS.search(loop.attributes):
-            return int(noted[1])
-        condition, body = (self._by_name(re.search(rf"\b{part}=%?([\w.$-]+)", loop.attributes)) for part in _LOOP)
+        if known := _TRIPS.search(loop.attributes):
+            return int(known[1])
+        condition, body = self._instructions_of(loop, "condition"), self._instructions_of(loop, "body")
+        # The last instruction is the result: of the condition `compare(counter, bound)`, of the body the loop's tuple.
         compared = [condition[name] for name in _names([*condition.values()][-1].operands) if name in condition]
         bound = _constant(compared)
         index = [re.search(r"index=(\d+)", i.attributes) for i in compared if i.opcode == "get-tuple-element"]
         if bound is None or not index or index[0] is None:
             return 1
-        counter = body[_names([*body.values()][-1].operands)[int(index[0][1])]]
+        counter = body[_names([*body.values()][-1].operands)[int(index[0][1])]]  # add(old counter, step)
         step = _constant([body[name] for name in _names(counter.operands) if name in body])
         return -(-bound // (step or 1))
 
-    def _by_name(self, found: re.Match | None) -> dict[str, _Instruction]:
+    def _instructions_of(self, loop: _Instruction, part: str) -> dict[str, _Instruction]:
+        found = re.search(rf"\b{part}=%?([\w.$-]+)", loop.attributes)
         assert found is not None
         return {i.name: i for i in self._computations[found[1]]}
 
     def _collective(
         self, kind: str, instruction: _Instruction, types: dict[str, str], group: int, *, between_slices: bool = False
     ) -> Collective:
-        source = re.search(r'op_name="([^"]*)"', instruction.attributes)
-        arrays = [types[name] for name in _names(instruction.operands)]
-        return Collective(
-            kind=kind,
-            operand_bytes=sum(map(type_bytes, arrays)),
-            group=group,
-            between_slices=between_slices,
-            runs=1,
-            shape=instruction.type,
-            source=source[1] if source else "",
-        )
+        operand_bytes = sum(type_bytes(types[name]) for name in _names(instruction.operands))
+        return Collective(kind, operand_bytes, group, between_slices, runs=1)
 
     def _groups(self, instruction: _Instruction) -> np.ndarray:
-        """Return the ids of the devices that communicate with each other, `[groups, devices per group]`."""
+        """Return the ids of the devices that communicate, `[groups, devices per group]`."""
         if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", instruction.attributes):
             return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
         return replica_groups(instruction.attributes, self._devices)
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-    """Parse `replica_groups=…` in any of its three notations: lists, a transposed iota, or axes of a mesh.
+    """Parse the attribute `replica_groups`; return device ids, `[groups, devices per group]`.
 
-    Returns:
-        Device ids, `[groups, devices per group]`.
+    XLA has three notations: lists `{{0,2},{1,3}}`, a transposed iota `[2,2]<=[2,2]T(1,0)`, and axes of a mesh. The
+    empty list `{}` is one group of all devices.
     """
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
         return _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))
@@ -204,8 +212,8 @@ def _iota(text: str) -> np.ndarray:
     return (ids.transpose(_integers(order.strip("()"))) if order else ids).reshape(-1)
 
 
-def _count(ranges: str) -> int:
-    """Return how many numbers a list of inclusive ranges has, such as 4 for `1,3:5`."""
+def _count_ranges(ranges: str) -> int:
+    """Return the number of integers in a list of inclusive ranges, such as 4 for `1,3:5`."""
     bounds = [_integers(part.replace(":", ",")) for part in ranges.split(",")]
     return sum(b[-1] - b[0] + 1 for b in bounds)
 
@@ -224,7 +232,7 @@ def type_bytes(text: str) -> float:
     return total
 
 
-def _split(body: str) -> tuple[dict[str, list[_Instruction]], str]:
+def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:
     """Return the instructions of each computation, and the name of the entry computation."""
     computations: dict[str, list[_Instruction]] = {}
     entry, current = "", []
@@ -233,11 +241,11 @@ def _split(body: str) -> tuple[dict[str, list[_Instruction]], str]:
             current = computations[header[1]] = []
             entry = header[1] if line.startswith("ENTRY") else entry
         elif match := _INSTRUCTION.match(line):
-            current.append(_instruction(match[1], match[2]))
+            current.append(_parse_instruction(match[1], match[2]))
     return computations, entry
 
 
-def _instruction(name: str, rest: str) -> _Instruction:
+def _parse_instruction(name: str, rest: str) -> _Instruction:
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opening = rest.index("(", end)
     closing = _closing(rest, opening)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from difftx.errors import UserError, did_you_mean
-from difftx.launch.grid import Point
+from difftx.launch.grid import SweepPoint
 
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def write_jobs(name: str, points: Sequence[Point], out: Path, settings: Mapping[str, str]) -> None:
+def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Mapping[str, str]) -> None:
     """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit these files.
 
     Args:
@@ -109,7 +109,7 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
 
 
 def _values(
-    launcher: Launcher, template: string.Template, point: Point, out: Path, settings: Mapping[str, str]
+    launcher: Launcher, template: string.Template, point: SweepPoint, out: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the values of the placeholders that a run fills, quoted for the template's language."""
     if launcher.local_files:
@@ -150,7 +150,7 @@ def _check_printable(what: str, texts: Iterable[str]) -> None:
             raise UserError(f"{what}: {text!r} has control characters, which a job file cannot hold; remove them")
 
 
-def _in_repository(point: Point) -> Point:
+def _in_repository(point: SweepPoint) -> SweepPoint:
     """Return the point with its config file and extensions as they are called from the repository's root."""
 
     def relative(flag: str, path: str | Path) -> Path:

@@ -14,10 +14,10 @@ from typing import Any
 
 from difftx.errors import EXIT_PREEMPTED, UserError
 from difftx.files import write_atomically
-from difftx.launch.grid import Point
+from difftx.launch.grid import SweepPoint
 from difftx.launch.status import RunStatus, State, View
 from difftx.training.changes import changed_fields
-from difftx.training.checkpoint import config_of
+from difftx.training.checkpoint.checkpointer import config_of
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
@@ -30,13 +30,8 @@ REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 class Sweep:
     """A sweep that trains its runs one after another, each in its own process, and keeps `sweep.json` up to date."""
 
-    def __init__(self, points: Sequence[Point], out: Path, description: Mapping[str, Any]):
-        """Read the state of the runs that already exist in `out`.
-
-        Args:
-            points: Runs of the sweep.
-            out: Directory of the runs.
-            description: Fields that `sweep.json` has besides its list of runs.
+    def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
+        """Read the state of the runs that already exist in `out`; `sweep.json` also gets the fields of `description`.
 
         Raises:
             UserError: A finished run has other settings than its point, or train.py is not installed.
@@ -69,7 +64,7 @@ class Sweep:
                 elif not self._stopping:
                     self._train(status)
         states = {status.state for status in self._statuses}
-        print(f"{self._out / 'sweep.json'} and each run's train.log say more", flush=True)
+        print(f"details: {self._out / 'sweep.json'}, and train.log in each run's folder", flush=True)
         if states & {"stopped", "pending"}:
             print("stopped by a signal; run the same command again to continue", flush=True)
             return EXIT_PREEMPTED

@@ -1,4 +1,7 @@
-"""Search for the meshes, remat policies and microbatch counts that fit the devices, by estimated speed."""
+"""Search for the meshes, remat policies and numbers of microbatches with which a step fits the devices.
+
+Each attempt compiles the train step, which takes seconds to minutes, so the search leaves out attempts that cannot win.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +26,9 @@ def search(
 ) -> list[Estimate]:
     """Return the estimates that fit the devices' memory, fastest first.
 
-    The search does not compile a choice that can only be slower than one that fits. Fewer microbatches gather the
-    parameters less often, and a policy that keeps more activations computes less. So the search takes the fewest
-    microbatches that fit for each policy, and tries a policy that keeps less only with still fewer microbatches.
+    Fewer microbatches gather the parameters less often, and a remat policy that keeps more activations recomputes less.
+    For each mesh and policy, the search therefore stops at the fewest microbatches that fit. It tries a policy that
+    keeps less only with fewer microbatches than a previous policy needs.
 
     Args:
         config: Config whose mesh, remat policy and accumulation are varied; its context axis and slices are kept.
@@ -45,27 +48,29 @@ def search(
                 if result is not None and result.fits:
                     found.append(result)
                     fewest = accumulation
-    return sorted(found, key=_speed)
+    return sorted(found, key=_rank)
 
 
 def meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
-    """Yield the config on a few promising meshes, with tensor parallelism of 1, 2, 4 and 8.
+    """Yield the config with a few promising meshes, with tensor parallelism of 1, 2, 4 and 8.
 
-    For each of these, the parameters are sharded over all devices, or replicated as often as half of the memory allows,
-    or replicated a medium number of times. Groups that span less of a torus communicate faster (docs/operations.md).
+    For each tensor size, the parameters are sharded over all devices (one replica per slice), or replicated as often as
+    half of the memory allows, or a medium number of times. Smaller groups of devices span less of a torus and
+    communicate faster (docs/operations.md).
     """
-    slices, context = config.mesh.slices, config.mesh.context
+    slices, context, bytes_of_state = config.mesh.slices, config.mesh.context, state_bytes(config.model)
     for tensor in TENSOR:
-        cells, rest = divmod(len(devices), tensor * context * slices)
+        per_slice, rest = divmod(len(devices), tensor * context * slices)  # Product of `data` and `fsdp` in a slice.
         if rest:
             continue
-        copies = [n for n in range(1, cells + 1) if cells % n == 0]
-        roomy = [n for n in copies if state_bytes(config.model) * n / (cells * tensor) <= chip.hbm_bytes / 2]
-        for n in sorted({1, *roomy[len(roomy) // 2 : len(roomy) // 2 + 1], *roomy[-1:]}):
-            sizes = {"data": n * slices, "fsdp": cells // n, "tensor": tensor, "preset": "none"}
-            candidate = _replace(config, mesh=sizes)
-            shards = sizes["fsdp"] * tensor
-            if STATE_SHARE * state_bytes(config.model) / shards <= chip.hbm_bytes and accumulations(candidate, devices):
+        replicas = [n for n in range(1, per_slice + 1) if per_slice % n == 0]
+        fitting = [n for n in replicas if bytes_of_state * n / (per_slice * tensor) <= chip.hbm_bytes / 2]
+        middle = len(fitting) // 2
+        for n in sorted({1, *fitting[middle : middle + 1], *fitting[-1:]}):
+            fsdp = per_slice // n
+            candidate = _replace(config, mesh={"data": n * slices, "fsdp": fsdp, "tensor": tensor, "preset": "none"})
+            fits = STATE_SHARE * bytes_of_state / (fsdp * tensor) <= chip.hbm_bytes
+            if fits and accumulations(candidate, devices):
                 yield candidate
 
 
@@ -91,7 +96,9 @@ def _replace(config: Config, **groups: dict) -> Config:
     )
 
 
-def _attempt(config: Config, devices: Sequence[jax.Device], chip: Chip, report: Callable[[str], None]):
+def _attempt(
+    config: Config, devices: Sequence[jax.Device], chip: Chip, report: Callable[[str], None]
+) -> Estimate | None:
     mesh = " ".join(f"{axis}={n}" for axis, n in make_mesh(config.mesh, devices).shape.items())
     what = f"{mesh}  remat={config.model.remat}  accumulation={config.train.accumulation}"
     try:
@@ -104,7 +111,8 @@ def _attempt(config: Config, devices: Sequence[jax.Device], chip: Chip, report: 
     return result
 
 
-def _speed(result: Estimate) -> tuple[float, ...]:
-    seconds = result.executed_flops if result.bound is None else result.bound.step_seconds
-    collective = sum(c["interconnect_bytes"] for c in result.collectives.values())
-    return seconds, collective, result.needed_bytes
+def _rank(result: Estimate) -> tuple[float, ...]:
+    """Return the sort key: time, or FLOPs if the device's speed is unknown; then bytes sent; then memory."""
+    time = result.executed_flops if result.bound is None else result.bound.step_seconds
+    sent_bytes = sum(c["interconnect_bytes"] for c in result.collectives.values())
+    return time, sent_bytes, result.needed_bytes

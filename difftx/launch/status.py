@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import rich.console
@@ -16,8 +15,8 @@ import rich.markup
 import rich.table
 
 from difftx.errors import printable
-from difftx.launch.grid import Point
-from difftx.training.manifest import damage
+from difftx.launch.grid import SweepPoint
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import read_newest_metrics
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
@@ -29,7 +28,7 @@ PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; an err
 class RunStatus:
     """State and progress of one run of a sweep."""
 
-    point: Point
+    point: SweepPoint
     workdir: Path
     state: State = "pending"
     exit_code: int | None = None  # Exit code of the last process; -N: killed by signal N.
@@ -40,7 +39,6 @@ class RunStatus:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the whole run."""
         return self.point.config.train.steps
 
     @property
@@ -58,7 +56,7 @@ class RunStatus:
 
     def is_finished(self) -> bool:
         """Return whether metrics.jsonl has the last step and its checkpoint's files have the recorded sizes."""
-        return self.step == self.steps and damage(self.last_checkpoint, step=self.steps, content=False) is None
+        return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
     def cells(self) -> list[str]:
         """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
@@ -88,9 +86,9 @@ class RunStatus:
 
 
 class View:
-    """Display of a sweep: a live table in a terminal, lines of text elsewhere.
+    """Display of a sweep: a live table in a terminal.
 
-    Outside of a terminal, a line is printed for each change of state and once per minute, and a table at the end.
+    Elsewhere, a line is printed for each change of state and once per minute, and a table at the end.
     """
 
     def __init__(self, statuses: Sequence[RunStatus]):
@@ -106,7 +104,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.update(self._table(), refresh=True)
             self._live.stop()

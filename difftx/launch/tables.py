@@ -5,21 +5,20 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from difftx.launch.estimate import Estimate
-from difftx.report.cost import format_bytes
+from difftx.model.flops import format_bytes
 
 
 def plan_table(e: Estimate, title: str, efficiency: float) -> Table:
     """Return the table of one estimate, with an explanation of each number.
 
-    Args:
-        e: The estimate.
-        title: Title of the table.
-        efficiency: Share of the bound's speed that is assumed for the row "days, likely".
+    The row "days, likely" assumes the speed `efficiency` × bound.
     """
     out = Table(title=title, title_justify="left", show_header=False)
     out.add_column("what", no_wrap=True)
     out.add_column("value", justify="right", no_wrap=True)
     out.add_column("how it is counted")
+
+    verdict = "fits" if e.fits else "does not fit"
 
     def section(*rows: tuple[str, str, str]) -> None:
         for row in rows:
@@ -31,25 +30,17 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> Table:
         ("compiled in", f"{e.compile_seconds:.1f} s", f"remat={e.remat}, accumulation={e.accumulation}"),
     )
     section(
-        ("arguments", format_bytes(e.argument_bytes), "train state and batch; memory is one device's"),
-        (
-            "temporaries",
-            format_bytes(e.temporary_bytes),
-            "activations, gradients, gathered parameters; some share memory",
-        ),
-        ("outputs", format_bytes(e.output_bytes), f"{format_bytes(e.alias_bytes)} of them take the arguments' place"),
+        ("arguments", format_bytes(e.argument_bytes), "train state and batch; all memory is per device"),
+        ("temporaries", format_bytes(e.temporary_bytes), "activations, gradients, gathered parameters; some overlap"),
+        ("outputs", format_bytes(e.output_bytes), f"{format_bytes(e.alias_bytes)} of them overwrite arguments"),
         ("program", format_bytes(e.code_bytes), "machine code"),
-        (
-            "memory",
-            format_bytes(e.needed_bytes),
-            f"all together, of {format_bytes(e.capacity_bytes)}: {'fits' if e.fits else 'does not fit'}",
-        ),
+        ("memory", format_bytes(e.needed_bytes), f"total, of {format_bytes(e.capacity_bytes)}: {verdict}"),
     )
     section(*(_collective_row(kind, numbers) for kind, numbers in e.collectives.items()))
     section(
-        ("executed", f"{e.executed_flops:.3g} FLOPs", "matrix products of a device and step, recomputation included"),
-        ("model", f"{e.model_flops:.3g} FLOPs", "all devices: 6 N + 12 L T d a token"),
-        ("model, causal", f"{e.model_flops_causal:.3g} FLOPs", "all devices: 6 N + 6 L T d a token"),
+        ("executed", f"{e.executed_flops:.3g} FLOPs", "matrix products per device and step, recomputation included"),
+        ("model", f"{e.model_flops:.3g} FLOPs", "all devices: 6 N + 12 L T d per token"),
+        ("model, causal", f"{e.model_flops_causal:.3g} FLOPs", "all devices: 6 N + 6 L T d per token"),
     )
     tokens = ("tokens", f"{e.steps * e.step_tokens:.4g}", f"{e.steps:,} steps of {e.step_tokens:,}")
     bound = e.bound
@@ -88,13 +79,14 @@ def search_table(found: Sequence[Estimate], title: str) -> Table:
 
 def mesh_text(e: Estimate) -> str:
     """Return the mesh axes of more than one device, such as `fsdp=16 tensor=4`."""
-    cut = [f"{axis}={size}" for axis, size in e.mesh.items() if size > 1]
-    return " ".join(cut + [f"slices={e.slices}"] * (e.slices > 1)) or "one device"
+    axes = [f"{axis}={size}" for axis, size in e.mesh.items() if size > 1]
+    return " ".join(axes + [f"slices={e.slices}"] * (e.slices > 1)) or "one device"
 
 
 def _collective_row(kind: str, numbers: dict[str, float]) -> tuple[str, str, str]:
     between = f", and {format_bytes(numbers['network_bytes'])} to other slices" if numbers["network_bytes"] else ""
-    return kind, format_bytes(numbers["interconnect_bytes"]), f"sent by a device, {numbers['runs']:.0f} a step{between}"
+    runs = f"{numbers['runs']:.0f} per step"
+    return kind, format_bytes(numbers["interconnect_bytes"]), f"sent per device, {runs}{between}"
 
 
 def _bandwidth(e: Estimate) -> str:

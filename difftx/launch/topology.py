@@ -1,4 +1,8 @@
-"""Descriptions of devices to compile for: TPU slices (by libtpu), H200s (by the CUDA plugin) and virtual CPUs."""
+"""Devices to compile for without having them: TPU slices (libtpu), H200s (JAX's CUDA plugin) and virtual CPUs.
+
+XLA compiles for a description of devices. libtpu knows all TPU slices by name; the CUDA plugin requires the properties
+of the GPU (`H200_TARGET`).
+"""
 
 import dataclasses
 import importlib.util
@@ -81,7 +85,7 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """Memory and bandwidths of a device; a virtual CPU has its share of the host's memory, and no bandwidths."""
+        """Memory and bandwidths of a device. A virtual CPU has a share of the host's memory and unknown bandwidths."""
         if self.kind == "cpu":
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return Chip(hbm_bytes=host / math.prod(self.shape), interconnect=None, network=None)
@@ -99,7 +103,7 @@ def parse_topology(text: str) -> Topology:
         raise UserError(f"--topology={text}: write kind:shape, such as v5p:4x4x4, v5e:16x16*2 (slices), h200:8, cpu:8")
     kind, shape, slices = match[1].lower(), tuple(map(int, match[2].split("x"))), int(match[3] or 1)
     if kind not in CHIPS and kind != "cpu":
-        raise UserError(f"--topology={text}: no such kind of device.{did_you_mean(kind, [*CHIPS, 'cpu'])}")
+        raise UserError(f"--topology={text}: unknown kind of device.{did_you_mean(kind, [*CHIPS, 'cpu'])}")
     if min(*shape, slices, 1) < 1:
         raise UserError(f"--topology={text}: sizes must be positive")
     if kind in ("cpu", "h200") and (len(shape) > 1 or slices > 1):
@@ -146,8 +150,8 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
     if topology.kind == "cpu":
         return jax.devices("cpu")[:count]
     if topology.kind == "h200":
-        description = topologies.get_topology_desc(platform="cuda", target_config=H200_TARGET, topology=f"1x1x{count}")
-        return description.devices
+        name = f"1x1x{count}"
+        return topologies.get_topology_desc(platform="cuda", target_config=H200_TARGET, topology=name).devices
     name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
     options: dict[str, object] = {"num_slices": topology.slices} if topology.slices > 1 else {}
     if topology.kind == "v4":

@@ -24,7 +24,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Total number of parameters."""
         return self.embedding + self.projections + self.vectors
 
 
@@ -41,17 +40,17 @@ def abstract_parameters(config: ModelConfig) -> nnx.State:
 
 def vector_mask(config: ModelConfig) -> Any:
     """Return the parameter tree with True for vectors (`layers.vector`), which are not decayed and stay float32."""
-    leaves = abstract_parameters(config)
-    is_variable = {"is_leaf": lambda leaf: isinstance(leaf, nnx.Variable)}
-    mask = jax.tree.map(lambda variable: variable.get_metadata().get("is_vector", False), leaves, **is_variable)
+    mask = jax.tree.map(
+        lambda variable: variable.get_metadata().get("is_vector", False),
+        abstract_parameters(config),
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
     return nnx.to_pure_dict(mask)
 
 
 def count_parameters(config: ModelConfig) -> Parameters:
     """Return the numbers of parameters of a `Decoder` by kind."""
     sizes = jax.tree.map(lambda leaf: math.prod(leaf.shape), nnx.to_pure_dict(abstract_parameters(config)))
-    mask = vector_mask(config)
-    vectors = sum(jax.tree.leaves(jax.tree.map(lambda size, is_vector: size * is_vector, sizes, mask)))
+    vectors = sum(jax.tree.leaves(jax.tree.map(lambda size, is_vector: size * is_vector, sizes, vector_mask(config))))
     embedding = sizes["embedding_VD"] + sizes.get("unembedding_VD", 0)
-    projections = sum(jax.tree.leaves(sizes)) - vectors - embedding
-    return Parameters(embedding, projections, vectors)
+    return Parameters(embedding, sum(jax.tree.leaves(sizes)) - vectors - embedding, vectors)

@@ -1,14 +1,15 @@
 """Differential attention (arXiv 2410.05258, §2.1), softmax attention as its baseline, and their base class.
 
 An architecture is a subclass of `SelfAttention`. Class attributes and class methods describe the architecture to the
-rest of difftx, and methods compute the attention. `variants/` holds further architectures.
+rest of difftx, and methods compute the attention. `variants/` holds further architectures. docs/extend.md shows how to
+add one in a file of your own.
 """
 #   B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
 #   E = width of a value head (2d in differential attention, d in softmax attention)
 
 import functools
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
+from difftx.config.checks import require_positive
 from difftx.errors import UserError
 from difftx.kernels import cached, maps
-from difftx.kernels.cached import Ids, Past
+from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows, map_rows
 from difftx.model.layers import projection, rms_normalize, rotate, vector
 from difftx.parallel.layout import Layout
@@ -31,7 +33,7 @@ Angles = tuple[jax.Array, jax.Array]
 class Depth(NamedTuple):
     """Constants that depend on the depth of a layer, float32.
 
-    Each field has shape `[L]` in the whole model. The decoder scans over layers, so that a layer receives scalars.
+    Each field has shape `[L]` in the whole model. The decoder scans over layers, so a layer receives scalars.
     """
 
     lambda_init: jax.Array
@@ -54,8 +56,7 @@ def depth_schedule(config: ModelConfig) -> Depth:
 class SelfAttention(nnx.Module):
     """Self-attention of one layer, from the layer's input to the residual update: base class of all architectures.
 
-    A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three. The attributes
-    describe the architecture.
+    A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three.
 
     Attributes:
         groups: Number of keys per key/value head, which is also the width of a value head in units of d.
@@ -110,17 +111,13 @@ class SelfAttention(nnx.Module):
     def configure(cls, c: ConfigDict, heads: int) -> None:
         """Set the config fields in which the architecture differs from a Transformer with `heads` heads.
 
-        `difftx.model.matching.match` calls this method. It then adjusts `model.mlp_dim` to equalise the numbers of
-        parameters.
+        `difftx.model.matching.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
         """
         c.model.num_heads = heads
 
     @classmethod
     def matrices_by_group(cls, name: str, weight: jax.Array) -> dict[str, jax.Array]:
-        """Split a stacked weight `[L, …]` by groups, for example into "query_1" and "query_2".
-
-        A weight without groups is returned whole under its own name.
-        """
+        """Return a stacked weight `[L, …]` under its name, or split by groups, as "query_1" and "query_2"."""
         if weight.ndim != 5:  # The weight has no axis G.
             return {name: weight}
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
@@ -131,18 +128,18 @@ class SelfAttention(nnx.Module):
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the residual update `[B, T, D]` and the statistics of the layer, one float32 scalar each."""
-        heads_BTHE = self.attend(*self._placed(*self.project(x_BTD, angles)), depth, segment_ids_BT)
-        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), self.statistics(x_BTD, depth)
+        heads_BTHE = self.attend(*self.operands(x_BTD, angles), depth, segment_ids_BT)
+        return self._update(heads_BTHE, x_BTD, depth), self.statistics(x_BTD, depth)
 
     def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update of new tokens after cached tokens, and the keys and values of the new tokens."""
         q, k, v = self.project(x_BTD, angles)
-        heads_BTHE = self.attend_cached(*self._placed(q, k, v), depth, past, ids)
-        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), (k, v)
+        heads_BTHE = self.attend_cached(*self._resharded(q, k, v), depth, cache, segments)
+        return self._update(heads_BTHE, x_BTD, depth), (k, v)
 
-    def look(
+    def attention_rows(
         self,
         x_BTD: jax.Array,
         angles: Angles,
@@ -151,16 +148,14 @@ class SelfAttention(nnx.Module):
         queries_BC: jax.Array,
     ) -> tuple[jax.Array, MapRows]:
         """Return the residual update, and the layer's attention weights for the queries at positions `queries_BC`."""
-        q, k, v = self._placed(*self.project(x_BTD, angles))
+        q, k, v = self.operands(x_BTD, angles)
         heads_BTHE = self.attend(q, k, v, depth, segment_ids_BT)
-        map_of, per_query = self.map(x_BTD, depth)
-        options = {"per_query": per_query, "segment_ids_BT": segment_ids_BT}
-        rows = map_rows(map_of, *self.map_operands(q, k), queries_BC, **options)
-        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth), rows
+        rows = self.weight_rows(q, k, x_BTD, depth, segment_ids_BT, queries_BC)
+        return self._update(heads_BTHE, x_BTD, depth), rows
 
-    def queries_and_keys(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-        """Return the queries and keys of the attention logits, sharded by the layout."""
-        return self._placed(*self.project(x_BTD, angles))[:2]
+    def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the results of `project`, sharded as `attend` expects them."""
+        return self._resharded(*self.project(x_BTD, angles))
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries, rotated keys, and values, in the dtype of `x_BTD`."""
@@ -170,12 +165,24 @@ class SelfAttention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
-        options = self._options(segment_ids_BT)
-        return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
+        options = {
+            "segment_ids_BT": segment_ids_BT,
+            "zigzag": self.layout.zigzag,
+            "implementation": self.config.attention_implementation,
+        }
+        if self.kernel == "mapped_attention" or self.config.attention_logit_bits is not None:
+            return kernels.mapped_attention(self._map(), q, k, v, per_query=self.per_query(depth), **options)
+        if self.kernel == "diff_attention":
+            lam = self.per_query(depth)
+            assert lam is not None
+            return kernels.diff_attention(q, k, v, lam, **options)
+        return kernels.attention(q, k, v, **options)
 
-    def attend_cached(self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, past: Past, ids: Ids) -> jax.Array:
+    def attend_cached(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, cache: KVCache, segments: SegmentMask
+    ) -> jax.Array:
         """Return the outputs of the heads, `[B, T, H, E]`, for new tokens after cached tokens."""
-        return cached.mapped_attention(self._map(), q, k, v, past, ids, per_query=self.per_query(depth))
+        return cached.mapped_attention(self._map(), q, k, v, cache, segments, per_query=self.per_query(depth))
 
     def map_of(self) -> maps.Map:
         """Return the function from logits to the attention weights that the kernel applies to V."""
@@ -185,16 +192,21 @@ class SelfAttention(nnx.Module):
         """Return the last argument of `map_of`'s function, float32, a scalar or `[H]`; None if there is none."""
         return None
 
-    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
-        """Return the weight function that `kernels.rows` uses for analysis, and its last argument or None.
+    def weight_rows(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        x_BTD: jax.Array,
+        depth: Depth,
+        segment_ids_BT: jax.Array | None,
+        queries_BC: jax.Array,
+    ) -> MapRows:
+        """Return the attention weights of the queries at positions `queries_BC`, for analysis.
 
-        The result differs from `map_of` if the layer combines the outputs of several heads after the kernel.
+        Override this method if the layer combines the outputs of several heads after the kernel.
         """
-        return self.map_of(), self.per_query(depth)
-
-    def map_operands(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Arrange queries and keys into groups for the weight function of `map`: unchanged by default."""
-        return q, k
+        per_query = self.per_query(depth)
+        return map_rows(self.map_of(), q, k, queries_BC, per_query=per_query, segment_ids_BT=segment_ids_BT)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads."""
@@ -217,13 +229,12 @@ class SelfAttention(nnx.Module):
             mesh_axes=self.layout.attend_BTHE[2],
         )
 
-    def _options(self, segment_ids_BT: jax.Array | None) -> dict[str, Any]:
-        implementation = self.config.attention_implementation
-        return {"segment_ids_BT": segment_ids_BT, "zigzag": self.layout.zigzag, "implementation": implementation}
-
-    def _placed(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _resharded(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         specs = {4: self.layout.attend_BTHE, 5: self.layout.attend_BTHGd}
         return reshard(q, specs[q.ndim]), reshard(k, specs[k.ndim]), reshard(v, specs[v.ndim])
+
+    def _update(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
+        return self.output(reshard(heads_BTHE, self.layout.act_BTHE), x_BTD, depth)
 
 
 class DiffAttention(SelfAttention):
@@ -232,7 +243,8 @@ class DiffAttention(SelfAttention):
     head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
 
     Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. With
-    grouped queries, query head n of both groups uses key/value head n // (H / K), as in the official flash code.
+    grouped queries, query head n of both groups uses key/value head n // (H / K), as in the official flash code; the
+    official naive code pairs heads differently.
     """
 
     groups = 2
@@ -263,7 +275,6 @@ class DiffAttention(SelfAttention):
 
     @property
     def has_lambda_vectors(self) -> bool:
-        """True if the layer learns λ by the vectors of Eq. 2."""
         return self.config.lambda_learned
 
     @classmethod
@@ -286,27 +297,17 @@ class DiffAttention(SelfAttention):
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
         return jnp.exp(exponents_G[0]) - jnp.exp(exponents_G[1]) + lambda_init
 
-    def attend(self, q, k, v, depth, segment_ids_BT):
-        """Return the outputs of the heads, (A1 - λ A2) V."""
-        if self.config.attention_logit_bits is not None:
-            return super().attend(q, k, v, depth, segment_ids_BT)
-        return kernels.diff_attention(q, k, v, self.lam(depth.lambda_init), **self._options(segment_ids_BT))
-
     def map_of(self) -> maps.Map:
-        """Return the function A1 - λ A2."""
         return maps.difference
 
     def per_query(self, depth: Depth) -> jax.Array | None:
-        """Return λ of the layer."""
         return self.lam(depth.lambda_init)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Normalise and scale each head, then merge the heads."""
         heads_BTHE = self.head_norm(heads_BTHE) * depth.post_scale.astype(heads_BTHE.dtype)
         return merge_heads(heads_BTHE, self.output_HED, self.layout)
 
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        """Return the statistic "lambda", the λ of the layer."""
         return {"lambda": self.lam(depth.lambda_init)}
 
 
@@ -327,37 +328,16 @@ class Attention(SelfAttention):
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
         q_BTHd, k_BTKd, v_BTKd = (
-            jnp.einsum(
-                "BTD,DHd->BTHd",
-                x_BTD,
-                weight.astype(x_BTD.dtype),
-                out_sharding=self.layout.act_BTHE,
-            )
+            jnp.einsum("BTD,DHd->BTHd", x_BTD, weight.astype(x_BTD.dtype), out_sharding=self.layout.act_BTHE)
             for weight in (self.query_DHd, self.key_DKd, self.value_DKd)
         )
         return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
 
-    def attend(self, q, k, v, depth, segment_ids_BT):
-        """Return the outputs of the heads, A V."""
-        if self.config.attention_logit_bits is not None:
-            return super().attend(q, k, v, depth, segment_ids_BT)
-        return kernels.attention(q, k, v, **self._options(segment_ids_BT))
-
     def map_of(self) -> maps.Map:
-        """Return the softmax function."""
         return maps.softmax
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Normalise the heads if the config has a head norm, then merge them. Only `heads_BTHE` is used."""
         return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
-
-
-class MappedAttention(Attention):
-    """Softmax attention with another weight function in place of softmax: base class."""
-
-    kernel = "mapped_attention"
-
-    attend = SelfAttention.attend
 
 
 class HeadNorm(nnx.Module):
@@ -373,7 +353,6 @@ class HeadNorm(nnx.Module):
             self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        """Normalise the last axis and multiply by the gain, as far as `model.head_norm` includes these steps."""
         if self.kind in ("rms", "rms_affine"):
             heads_BTHE = rms_normalize(heads_BTHE, self.eps)
         if not hasattr(self, "scale"):
@@ -386,3 +365,17 @@ def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) ->
     """Return Concat_i(head_i) W_O, `[B, T, D]`."""
     weight = output_HED.astype(heads_BTHE.dtype)
     return jnp.einsum("BTHE,HED->BTD", heads_BTHE, weight, out_sharding=layout.act_BTD)
+
+
+def require_field(config: ModelConfig, name: str, usual: str) -> None:
+    """Raise `UserError` unless a field that only this architecture uses is set and positive.
+
+    Args:
+        config: Config of the model.
+        name: Name of the field.
+        usual: A usual value of the field, for the message.
+    """
+    value = getattr(config, name)
+    if value is None:
+        raise UserError(f"model.{name}=None: architecture {config.architecture!r} requires it; {usual} is common")
+    require_positive("model", config, name)

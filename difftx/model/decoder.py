@@ -2,7 +2,6 @@
 #   B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
 from difftx.kernels import context
-from difftx.kernels.cached import Ids, Past
+from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows
 from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
@@ -22,7 +21,7 @@ LAYER_INPUT = "layer_input"  # Name of a layer's input for the remat policies.
 
 # `model.remat` → policy that selects the values to save for the backward pass, which recomputes all other values.
 # "none" has no policy, because a policy that saves everything would also save the attention weights that
-# `kernels/mapped.py` recomputes chunk by chunk.
+# `kernels/xla.py` recomputes chunk by chunk. Under every policy, the memory of a step is linear in the length of rows.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -44,34 +43,15 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         self.mlp = SwiGLU(config, layout, rngs=rngs)
 
-    def __call__(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the output of the layer, `[B, T, D]`, and the statistics of its attention."""
-        return self._residual(x_BTD, lambda h_BTD: self.attention(h_BTD, angles, depth, segment_ids_BT))
+    def __call__[Extra](
+        self, x_BTD: jax.Array, attend: Callable[[jax.Array], tuple[jax.Array, Extra]]
+    ) -> tuple[jax.Array, Extra]:
+        """Return the output of the layer, `[B, T, D]`, and the second result of `attend`.
 
-    def extend(
-        self, x_BTD: jax.Array, angles: Angles, depth: Depth, past: Past, ids: Ids
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the output of the layer for new tokens after cached tokens, and the new cache entries."""
-        return self._residual(x_BTD, lambda h_BTD: self.attention.extend(h_BTD, angles, depth, past, ids))
-
-    def look(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        depth: Depth,
-        segment_ids_BT: jax.Array | None,
-        queries_BC: jax.Array,
-    ) -> tuple[jax.Array, MapRows]:
-        """Return the output of the layer, and its attention weights for the queries at positions `queries_BC`."""
-        return self._residual(
-            x_BTD, lambda h_BTD: self.attention.look(h_BTD, angles, depth, segment_ids_BT, queries_BC)
-        )
-
-    def _residual(self, x_BTD: jax.Array, attention: Callable[[jax.Array], tuple[jax.Array, Any]]):
+        `attend` calls a method of `self.attention`, given its normalised input `[B, T, D]`.
+        """
         with jax.named_scope("attention"):
-            update_BTD, extra = attention(self.attention_norm(x_BTD))
+            update_BTD, extra = attend(self.attention_norm(x_BTD))
             x_BTD = x_BTD + update_BTD
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm(x_BTD)), extra
@@ -117,22 +97,22 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics, `[L]` each."""
-        config, is_zigzag = self.config, self.layout.zigzag
-        if is_zigzag:
-            tokens_BT, positions_BT, segment_ids_BT = self._zigzag(tokens_BT, positions_BT, segment_ids_BT)
-        angles = self._angles(tokens_BT, positions_BT)
+        if self.layout.zigzag:
+            tokens_BT, positions_BT, segment_ids_BT = self._to_zigzag(tokens_BT, positions_BT, segment_ids_BT)
+        angles = self._angles(tokens_BT.shape[1], positions_BT)
         x_BTD = self._embed(tokens_BT)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, dict[str, jax.Array]]:
             block, depth = block_and_depth
-            return block(checkpoint_name(x_BTD, LAYER_INPUT), angles, depth, segment_ids_BT)
+            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+            return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
 
-        if config.remat != "none":
+        if self.config.remat != "none":
             # Inside a scan, XLA cannot merge the recomputation with the forward pass, so prevent_cse is not needed.
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-        x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(config)))
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
+        x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(self.config)))
         x_BTD = self.final_norm(x_BTD)
-        return context.from_zigzag(x_BTD) if is_zigzag else x_BTD, stats
+        return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
     def fold[State](
         self,
@@ -145,7 +125,7 @@ class Decoder(nnx.Module):
     ) -> State:
         """Run the model, update a state by `visit` after each layer, and return the final state.
 
-        Use this method for measurements over all layers that should not store the arrays of every layer.
+        Use this method to measure all layers without storing the arrays of every layer.
 
         Args:
             visit: Function (state, queries, keys, output) → next state, of the same shapes. Queries and keys are those
@@ -153,43 +133,43 @@ class Decoder(nnx.Module):
             state: Initial state, a tree of arrays.
             tokens_BT, positions_BT, segment_ids_BT: As in `__call__`.
         """
-        angles = self._angles(tokens_BT, positions_BT)
+        angles = self._angles(tokens_BT.shape[1], positions_BT)
 
         def layer(carry: tuple[jax.Array, State], block_and_depth: tuple[Block, Depth]):
             (x_BTD, state), (block, depth) = carry, block_and_depth
-            q, k = block.attention.queries_and_keys(block.attention_norm(x_BTD), angles)
-            x_BTD, _ = block(x_BTD, angles, depth, segment_ids_BT)
+            q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
+            x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
             return (x_BTD, visit(state, q, k, x_BTD)), None
 
         carry = (self._embed(tokens_BT), state)
         return jax.lax.scan(layer, carry, (self.blocks, depth_schedule(self.config)))[0][1]
 
     def extend(
-        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, past: Past, ids: Ids
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the normalised output of the last layer for new tokens after cached tokens, and new cache entries.
 
         Args:
             tokens_BT: int32 ids of the new tokens.
             positions_BT: int32 positions for the rotary embedding.
-            past: Key/value cache of all layers. Each array has a leading layer axis.
-            ids: Segment and branch ids that define the attention mask.
+            cache: Key/value cache of all layers. Each array has a leading layer axis.
+            segments: Segment and branch ids that define the attention mask.
 
         Returns:
             The output `[B, T, D]`, and the keys and values of the new tokens, `[L, B, T, K, …]`, as returned by
             `SelfAttention.project`.
         """
-        angles = rotary_angles(positions_BT, self.config.d_head, self.config.rope_theta)
+        angles = self._angles(tokens_BT.shape[1], positions_BT)
 
-        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, Past]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            block, depth, past = inputs
-            return block.extend(x_BTD, angles, depth, past, ids)
+        def layer(x_BTD: jax.Array, inputs: tuple[Block, Depth, KVCache]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            block, depth, cache = inputs
+            return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, depth, cache, segments))
 
-        inputs = (self.blocks, depth_schedule(self.config), past)
+        inputs = (self.blocks, depth_schedule(self.config), cache)
         x_BTD, entries = jax.lax.scan(layer, self._embed(tokens_BT), inputs)
         return self.final_norm(x_BTD), entries
 
-    def look[Found](
+    def attention_rows[Found](
         self,
         tokens_BT: jax.Array,
         queries_BC: jax.Array,
@@ -200,23 +180,23 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Found]:
         """Return the normalised output of the last layer, and the results of `of_layer` on attention weights.
 
-        Only one layer's weights exist at a time: float32 logits `[B, C, H, G, T]` and weights `[B, C, H, T]`. The
-        results of all layers are stacked, so `of_layer` should reduce its input.
+        The output equals that of `hidden` bit for bit. Only one layer's weights exist at a time: float32 logits
+        `[B, C, H, G, T]` and weights `[B, C, H, T]`, or 9 MiB for one query of 12 heads and 64K tokens.
 
         Args:
             tokens_BT: int32 token ids.
             queries_BC: int32 positions of the selected queries in each row.
-            of_layer: Pure function from the attention weights of a layer's selected queries to a tree of arrays.
+            of_layer: Pure function that reduces the attention weights of a layer's selected queries to a tree of
+                arrays. The arrays of all layers are stacked along a leading axis `[L]`.
             positions_BT, segment_ids_BT: As in `__call__`.
-
-        Returns:
-            The output `[B, T, D]`, and the results of `of_layer` with a leading axis `[L]`.
         """
-        angles = self._angles(tokens_BT, positions_BT)
+        angles = self._angles(tokens_BT.shape[1], positions_BT)
 
         def layer(x_BTD: jax.Array, block_and_depth: tuple[Block, Depth]) -> tuple[jax.Array, Found]:
             block, depth = block_and_depth
-            x_BTD, rows = block.look(x_BTD, angles, depth, segment_ids_BT, queries_BC)
+            x_BTD, rows = block(
+                x_BTD, lambda h_BTD: block.attention.attention_rows(h_BTD, angles, depth, segment_ids_BT, queries_BC)
+            )
             return x_BTD, of_layer(rows)
 
         x_BTD, found = jax.lax.scan(layer, self._embed(tokens_BT), (self.blocks, depth_schedule(self.config)))
@@ -224,12 +204,11 @@ class Decoder(nnx.Module):
 
     def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes and dtypes of the cache entries (`extend`) for one token in each of `rows` rows."""
-        config = self.config
 
         def entries() -> tuple[jax.Array, ...]:
-            shape, sharding = (rows, 1, config.d_model), self.layout.act_BTD
-            x_BTD = jnp.zeros(shape, config.compute_dtype, out_sharding=sharding)
-            angles = rotary_angles(jnp.zeros((1, 1), jnp.int32), config.d_head, config.rope_theta)
+            shape, sharding = (rows, 1, self.config.d_model), self.layout.act_BTD
+            x_BTD = jnp.zeros(shape, self.config.compute_dtype, out_sharding=sharding)
+            angles = self._angles(1, None)
             _, entries = jax.lax.scan(
                 lambda _, block: (None, block.attention.project(x_BTD, angles)[1:]), None, self.blocks
             )
@@ -238,9 +217,9 @@ class Decoder(nnx.Module):
         return jax.eval_shape(entries)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return float32 logits `[B, T, V]`, given the output of `hidden`.
+        """Return float32 logits `[B, T, V]` of a few tokens, given the output of `hidden`.
 
-        Call this method for few tokens only. Losses compute logits in chunks instead.
+        For many tokens, `difftx.training.loss` computes logits in chunks.
         """
         return jnp.einsum(
             "BTD,VD->BTV",
@@ -254,11 +233,11 @@ class Decoder(nnx.Module):
         """Return the float32 matrix `[V, D]` that maps hidden states to logits."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
 
-    def _angles(self, tokens_BT: jax.Array, positions_BT: jax.Array | None) -> Angles:
-        positions = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT
+    def _angles(self, length: int, positions_BT: jax.Array | None) -> Angles:
+        positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
         return rotary_angles(positions, self.config.d_head, self.config.rope_theta)
 
-    def _zigzag(
+    def _to_zigzag(
         self, tokens_BT: jax.Array, positions_BT: jax.Array | None, segment_ids_BT: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         if positions_BT is None:
@@ -268,7 +247,7 @@ class Decoder(nnx.Module):
         return tokens_BT, positions_BT, None if segment_ids_BT is None else context.to_zigzag(segment_ids_BT)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
-        # The lookup is in float32, because the gradient of a frequent token is a sum of thousands of terms.
+        # Look up in float32, because the gradient of a frequent token is a sum of thousands of terms.
         tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)

@@ -58,3 +58,12 @@ def activation_bytes(config: Config, rows: int) -> int:
     of_input = 0 if model.remat == "offload" else model.d_model
     kept = of_input + {"dots": products, "none": 3 * products}.get(model.remat, 0)
     return tokens * (model.num_layers * kept * width + 2 * 4 * model.vocab_size)
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with three digits and a unit from B to TiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

@@ -26,7 +26,6 @@ class RMSNorm(nnx.Module):
         self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last axis of `x` and multiply by the gain."""
         gain = jnp.expand_dims(self.scale[...].astype(x.dtype), tuple(range(x.ndim - 1)))
         return rms_normalize(x, self.eps) * gain
 
@@ -42,7 +41,6 @@ class SwiGLU(nnx.Module):
         self.down_FD = projection(config, (F, D), 1, layout.mlp_out_FD, rngs=rngs, output=True)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the output of the MLP, `[B, T, D]` in the dtype of `x_BTD`."""
         layout, dtype = self.layout, x_BTD.dtype
         gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF.astype(dtype), out_sharding=layout.act_BTF)
         up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(dtype), out_sharding=layout.act_BTF)
@@ -59,15 +57,10 @@ def projection(
     rngs: nnx.Rngs,
     output: bool = False,
 ) -> nnx.Param:
-    """Return an initialised float32 weight.
+    """Return a float32 weight, initialised as `model.init` selects.
 
-    Args:
-        config: Config of the model, which selects the initialisation.
-        shape: Shape of the weight.
-        inputs: Number of leading axes that the product contracts.
-        spec: Sharding of the weight.
-        rngs: Random number generators.
-        output: Whether the weight is the last of a residual branch, which `model.zero_init_output` starts at zero.
+    The product contracts the first `inputs` axes. `output` marks the last weight of a residual branch, which
+    `model.zero_init_output` starts at zero.
     """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:

@@ -18,7 +18,7 @@ def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
     Args:
         c: Config with the sizes of the Transformer, changed in place.
-        architecture: Name of the other architecture.
+        architecture: Name of the new architecture.
         heads: Number of heads of the Transformer.
     """
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"

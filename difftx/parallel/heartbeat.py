@@ -1,11 +1,11 @@
 """Detection of processes that have died or that make no progress.
 
-If one process never enters a collective, the other processes hang forever without a message (jax issue 38503). With
-several processes, each one therefore runs a `Heartbeat` from its start. Each training process also runs a `Monitor`.
+If one process never enters a collective, the other processes hang forever without a message (jax issue 38503). Each of
+several processes therefore runs a `Heartbeat` from its start, and each training process runs a `Monitor`. Both end the
+process with exit code 1.
 """
 
 import atexit
-import dataclasses
 import faulthandler
 import itertools
 import os
@@ -25,7 +25,7 @@ from difftx.errors import explained
 # JAX's own heartbeat aborts the process (exit code 134) and names no host. It beats twice per timeout, so it may notice
 # a frozen process after half of its timeout. JAX gets this multiple of our timeout, so that `Heartbeat` acts first.
 JAX_FACTOR = 4
-_heartbeat: "Heartbeat | None" = None  # Heartbeat of this process; None if it is the only process.
+_heartbeat: "Heartbeat | None" = None  # None if this is the only process.
 
 
 def start(timeout_seconds: float) -> None:
@@ -35,30 +35,22 @@ def start(timeout_seconds: float) -> None:
 
 
 def service() -> Any:
-    """Return this process's client of the coordination service; None before joining and after leaving the service."""
+    """Return this process's client of the coordination service, or None outside of the service."""
     return distributed.global_state.client
 
 
-def who_am_i() -> str:
+def host_and_pid() -> str:
     """Return the host name and the process id as text."""
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
-def outlast_the_others() -> None:
+def wait_for_others_to_end() -> None:
     """Wait in process 0 for the other processes to end.
 
     Process 0 runs the coordination service, and JAX would abort the other processes when the service ends.
     """
     if _heartbeat is not None and distributed.global_state.process_id == 0:
         time.sleep(3 * _heartbeat.period)
-
-
-@dataclasses.dataclass
-class Peer:
-    """The last message from another process."""
-
-    text: str
-    heard: float  # time.monotonic() of the last change of `text`.
 
 
 class Heartbeat:
@@ -69,11 +61,12 @@ class Heartbeat:
         self.step = 0  # Last step of this process, sent with the heartbeat.
         state, now = distributed.global_state, time.monotonic()
         self._timeout, self._me, self._count = timeout_seconds, state.process_id, state.num_processes
-        self._peers = {process: Peer("", now) for process in range(self._count) if process != self._me}
+        # The last message of each other process, and the time at which this process received it.
+        self._peers = {process: ("", now) for process in range(self._count) if process != self._me}
         self._coordinator_heard = now
         self._ended = threading.Event()
         # Two threads, because a call to the service does not return while process 0 is frozen.
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._watch)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._send, self._watch)]
         for thread in self._threads:
             thread.start()
         # At exit, Python stops a daemon thread wherever it is. Inside JAX's C++ code, this aborts the process.
@@ -87,10 +80,10 @@ class Heartbeat:
             where = distributed.global_state.coordinator_address
             return [f"process 0, the coordinator at {where}, has been silent for {silence:.0f} s"]
         return [
-            f"process {process} of {self._count} ({peer.text.partition(' tick')[0] or 'since the start'}) has been "
-            f"silent for {now - peer.heard:.0f} s"
-            for process, peer in sorted(self._peers.items())
-            if now - peer.heard > seconds
+            f"process {process} of {self._count} ({text.partition(' tick')[0] or 'since the start'}) has been silent "
+            f"for {now - received:.0f} s"
+            for process, (text, received) in sorted(self._peers.items())
+            if now - received > seconds
         ]
 
     def _end(self) -> None:
@@ -101,27 +94,27 @@ class Heartbeat:
     def _watch(self) -> None:
         while not self._ended.wait(self.period):
             if silent := self.silent_peers(self._timeout):
-                _give_up("; ".join(silent))
+                _abort("; ".join(silent))
 
-    def _talk(self) -> None:
+    def _send(self) -> None:
         for tick in itertools.count():
-            self._exchange(tick)
+            self._exchange(f"{host_and_pid()} at step {self.step} tick {tick}")
             if self._ended.wait(self.period):
                 return
 
-    def _exchange(self, tick: int) -> None:
+    def _exchange(self, message: str) -> None:
         """Send this process's message, and read the messages of the other processes."""
         client = service()
         try:
-            client.key_value_set(f"difftx/alive/{self._me}", f"{who_am_i()} at step {self.step} tick {tick}", True)
-            heard = client.key_value_dir_get("difftx/alive")
+            client.key_value_set(f"difftx/alive/{self._me}", message, True)
+            received = client.key_value_dir_get("difftx/alive")
         except Exception:  # A lost message is not yet a lost process: `_watch` measures how long a process is silent.
             return
         self._coordinator_heard = time.monotonic()
-        for key, text in heard:
+        for key, text in received:
             process = int(key.rsplit("/", 1)[1])
-            if process != self._me and self._peers[process].text != text:
-                self._peers[process] = Peer(text, time.monotonic())
+            if process != self._me and self._peers[process][0] != text:
+                self._peers[process] = text, time.monotonic()
 
 
 class Monitor:
@@ -139,7 +132,6 @@ class Monitor:
         self._thread.start()
 
     def beat(self, step: int) -> None:
-        """Record that this process has reached `step`."""
         self._step, self._beat = step, time.monotonic()
         if _heartbeat is not None:
             _heartbeat.step = step
@@ -149,10 +141,10 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if error is not None and _heartbeat is not None and explained(error) is None:
-            # End now: a normal exit would wait in JAX for processes that no longer exist.
+            # End immediately: a normal exit would wait in JAX for processes that no longer exist.
             traceback.print_exception(error)
             time.sleep(3 * _heartbeat.period)
-            _give_up("; ".join(_heartbeat.silent_peers(2 * _heartbeat.period)) or f"{type(error).__name__}: {error}")
+            _abort("; ".join(_heartbeat.silent_peers(2 * _heartbeat.period)) or f"{type(error).__name__}: {error}")
         self._ended.set()
         self._thread.join()
 
@@ -160,18 +152,18 @@ class Monitor:
         while not self._ended.wait(self._config.watchdog_seconds / 20):
             stuck = time.monotonic() - self._beat
             if stuck > self._config.watchdog_seconds:
-                _give_up(
+                _abort(
                     f"no step finished for {stuck:.0f} s after step {self._step} (multihost.watchdog_seconds="
                     f"{self._config.watchdog_seconds})"
                 )
 
 
-def _give_up(reason: str) -> None:
-    """Print the reason and all stacks, and end the process even if its main thread is in a call that never returns."""
+def _abort(reason: str) -> None:
+    """Print the reason and all stacks, and end the process, even if its main thread is in a call that never returns."""
     me = distributed.global_state.process_id
     print(f"error: process {me} stops: {reason}; stacks of all threads:", file=sys.stderr)
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    outlast_the_others()
+    wait_for_others_to_end()
     os._exit(1)

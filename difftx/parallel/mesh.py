@@ -1,4 +1,8 @@
-"""The device mesh: axes `data`, `fsdp`, `context` and `tensor`, all explicit."""
+"""The device mesh, with four explicit axes.
+
+`data` replicates the parameters and shards the batch, `fsdp` shards parameters, moments and batch, `context` shards the
+tokens of a row, and `tensor` shards heads, MLP width and vocabulary.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,20 +33,20 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     if math.prod(sizes) != len(devices):
         asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
         raise UserError(
-            f"{asked}: they do not multiply to the {len(devices)} devices here; {_fitting(config, len(devices))}"
+            f"{asked}: these sizes do not multiply to the {len(devices)} devices here; {_fitting(config, len(devices))}"
         )
+    if config.slices > 1:
+        array = _sliced(config.slices, sizes, devices)
+    else:
+        # Allow a mesh that has to split axes of the physical torus, such as 8 × 8 on 4 × 4 × 4.
+        array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     # Explicit: every array's type carries its sharding, so Adam's moments are created where the parameters are, and
     # a mismatch is an error while tracing rather than a silent all-gather.
-    types = (jax.sharding.AxisType.Explicit,) * len(AXES)
-    if config.slices > 1:
-        return jax.sharding.Mesh(_sliced(config.slices, sizes, devices), AXES, types)
-    # Allow a mesh that has to split axes of the physical torus, such as 8 × 8 on 4 × 4 × 4.
-    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    return jax.sharding.Mesh(placed, AXES, types)
+    return jax.sharding.Mesh(array, AXES, (jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def _fitting(config: MeshConfig, devices: int) -> str:
-    """Return a hint, for an error, to change one axis so that the mesh covers the devices. Prefer the largest axis."""
+    """Return a hint to change one axis, if possible the largest, so that the mesh covers the devices."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
@@ -59,49 +63,47 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def check_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if a sharded dimension does not divide by its mesh axes."""
-    rows, shards = config.batch_rows // config.train.accumulation, batch_shards(mesh)
-    _check("train.global_batch_tokens", rows, f"{rows} rows a microbatch", shards, "mesh.data × mesh.fsdp")
-    length, context = config.data.sequence_length, mesh.shape["context"]
-    if config.mesh.context_method == "zigzag" and context > 1:
-        _check("data.sequence_length", length, None, 2 * context, "2 × mesh.context (mesh.context_method='zigzag')")
-    _check("data.sequence_length", length, None, context, "mesh.context")
+    """Raise `UserError` if a sharded dimension of the model or of a batch is not a multiple of its mesh axes."""
+    rows, length = config.batch_rows // config.train.accumulation, config.data.sequence_length
+    _check("train.global_batch_tokens", rows, batch_shards(mesh), "mesh.data × mesh.fsdp", unit=" rows per microbatch")
+    if config.mesh.context_method == "zigzag" and mesh.shape["context"] > 1:
+        axes = "2 × mesh.context (mesh.context_method='zigzag')"
+        _check("data.sequence_length", length, 2 * mesh.shape["context"], axes)
+    _check("data.sequence_length", length, mesh.shape["context"], "mesh.context")
     check_model_divisible(config, mesh)
 
 
 def check_model_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise `UserError` if a dimension of the model does not divide by its mesh axes."""
-    model, tensor, fsdp, context = config.model, mesh.shape["tensor"], mesh.shape["fsdp"], mesh.shape["context"]
-    _check("model.d_model", model.d_model, None, fsdp, "mesh.fsdp")
-    _check("model.num_heads", model.num_heads, None, tensor, "mesh.tensor")
-    _check("model.num_kv_heads", model.kv_heads, None, tensor, "mesh.tensor")
+    """Raise `UserError` if a sharded dimension of the model is not a multiple of its mesh axes."""
+    model, tensor = config.model, mesh.shape["tensor"]
+    _check("model.d_model", model.d_model, mesh.shape["fsdp"], "mesh.fsdp")
+    heads = {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
+    for field, size in (heads | {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.vocab_size}).items():
+        _check(field, size, tensor, "mesh.tensor")
     if config.mesh.context_method == "heads":
-        over_heads = "mesh.tensor × mesh.context"
-        hint = "; or mesh.context_method='zigzag', which cuts no heads"
-        _check("model.num_heads", model.num_heads, None, tensor * context, over_heads, hint)
-        _check("model.num_kv_heads", model.kv_heads, None, tensor * context, over_heads, hint)
-    _check("model.mlp_dim", model.mlp_dim, None, tensor, "mesh.tensor")
-    _check("model.vocab_size", model.vocab_size, None, tensor, "mesh.tensor")
+        hint = "; or mesh.context_method='zigzag', which does not shard heads over mesh.context"
+        for field, size in heads.items():
+            _check(field, size, tensor * mesh.shape["context"], "mesh.tensor × mesh.context", hint=hint)
 
 
-def _check(field: str, size: int, shown: str | None, parts: int, axes: str, hint: str = "") -> None:
-    if size % parts:
-        fix = math.ceil(size / parts) * parts
+def _check(field: str, size: int, shards: int, axes: str, *, unit: str = "", hint: str = "") -> None:
+    if size % shards:
+        fix = math.ceil(size / shards) * shards
         raise UserError(
-            f"{field}: {shown or size} cannot be cut into {axes} = {parts} shards; use a multiple, such as {fix}{hint}"
+            f"{field}: {size}{unit} cannot be split into {axes} = {shards} shards; use a multiple, such as {fix}{hint}"
         )
 
 
 def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Return the devices as `[data, fsdp, context, tensor]`, with whole slices along `data`.
+    """Return the devices as `[data, fsdp, context, tensor]`, with whole slices of a multi-slice pod along `data`.
 
-    Only communication along `data` then crosses the network between slices.
+    Only gradients then cross the network between slices.
     """
     per_slice = [sizes[0] // slices, *sizes[1:]]
     found = {getattr(device, "slice_index", None) for device in devices}
     if sizes[0] % slices or len(found) != slices:
         raise UserError(
-            f"mesh.slices={slices}: it must divide mesh.data={sizes[0]} and be the number of slices, "
-            f"which is {len(found)} here"
+            f"mesh.slices={slices}: it must divide mesh.data={sizes[0]} and be the number of slices, which is "
+            f"{len(found)} here"
         )
     return mesh_utils.create_hybrid_device_mesh(per_slice, [slices, 1, 1, 1], devices, allow_split_physical_axes=True)

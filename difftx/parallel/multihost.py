@@ -1,7 +1,7 @@
 """Coordination of several processes that train one model: start, barriers, agreement and stop.
 
-The functions use `jax.distributed` and its coordination service, a server in process 0 with barriers and a key-value
-store.
+The functions use the coordination service of `jax.distributed`, a server in process 0 with barriers and a key-value
+store. Process 0 ends last, because JAX aborts the other processes when the service ends.
 """
 
 import argparse
@@ -26,19 +26,20 @@ from difftx.config import MultihostConfig
 from difftx.errors import EXIT_BAD_INPUT, RunError, UserError, explained, install_hint, printable, shown
 from difftx.files import json_sha256
 from difftx.parallel import heartbeat
-from difftx.parallel.heartbeat import service, who_am_i
+from difftx.parallel.heartbeat import host_and_pid, service
 
 REPEAT_SECONDS = 1.0
 _decisions = itertools.count()
+_barriers = itertools.count()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads."""
-    group = parser.add_argument_group("several processes", "the same command on every host; see docs/operations.md")
-    group.add_argument("--distributed", action="store_true", help="one of many; Slurm, GKE or Cloud TPU say which")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, where nothing says it")
+    group = parser.add_argument_group("several processes", "run the same command on every host: docs/operations.md")
+    group.add_argument("--distributed", action="store_true", help="join the processes of the Slurm, GKE or TPU job")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, outside of such a job")
     group.add_argument("--processes", type=int, help="number of processes, with --coordinator")
-    group.add_argument("--process", type=int, help="number of this process, from 0, with --coordinator")
+    group.add_argument("--process", type=int, help="index of this process, from 0, with --coordinator")
 
 
 def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
@@ -49,20 +50,20 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
     Raises:
         UserError: flags are missing or wrong.
     """
-    by_hand = (flags.coordinator, flags.processes, flags.process)
-    if any(value is not None for value in by_hand) and None in by_hand:
+    given = [value is not None for value in (flags.coordinator, flags.processes, flags.process)]
+    if any(given) and not all(given):
         raise UserError("--coordinator=HOST:PORT, --processes=N and --process=I belong together; give all three")
     if not flags.distributed and flags.coordinator is None:
-        _refuse_a_lone_start()
+        _require_single_process()
         _require_devices()
         return
     # CPU devices need a library for collectives. Other devices ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeout = config.initialization_timeout_seconds
-    # When its own timeout expires, JAX aborts with a stack dump, which cannot be prevented. This timer expires earlier.
-    patience = threading.Timer(timeout, _give_up_start, [timeout])
-    patience.daemon = True
-    patience.start()
+    # When JAX's own timeout expires, JAX aborts with a stack dump. This timer expires earlier.
+    timer = threading.Timer(timeout, _abort_start, [timeout])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             flags.coordinator,
@@ -73,9 +74,9 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
             shutdown_timeout_seconds=heartbeat.JAX_FACTOR * config.heartbeat_timeout_seconds,
         )
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"the processes could not be joined: {str(error).splitlines()[0]}") from error
+        raise UserError(f"this process cannot join the others: {str(error).splitlines()[0]}") from error
     finally:
-        patience.cancel()
+        timer.cancel()
     if distributed.global_state.num_processes > 1:
         heartbeat.start(config.heartbeat_timeout_seconds)
     _require_devices()
@@ -94,42 +95,41 @@ def _require_devices() -> None:
         ) from error
 
 
-def is_lead() -> bool:
+def is_primary() -> bool:
     """Return whether this is the primary process, process 0, which alone writes shared files and messages."""
     return jax.process_index() == 0
 
 
 def say(text: str) -> None:
     """Print a text from the primary process, with control characters escaped."""
-    if is_lead():
+    if is_primary():
         print(printable(text), flush=True)
 
 
 def barrier(name: str, timeout_seconds: float) -> None:
-    """Wait until every process has reached the barrier `name`. Use each name only once.
+    """Wait until every process has reached the barrier `name`.
+
+    All processes must use the same barriers in the same order.
 
     Raises:
         TimeoutError: not all processes came in time, or the barrier failed. The message names the absent processes.
     """
     if jax.process_count() == 1:
         return
-    client, folder = service(), f"difftx/barrier/{name}"
-    client.key_value_set(f"{folder}/{jax.process_index()}", who_am_i())
+    number = next(_barriers)  # The coordination service accepts each name only once.
+    folder = f"difftx/barrier/{number}/{name}"
+    _publish(folder, host_and_pid())
     try:
-        client.wait_at_barrier(f"difftx {name}", int(timeout_seconds * 1000))
+        service().wait_at_barrier(f"difftx {number} {name}", int(timeout_seconds * 1000))
     except Exception as error:  # Whatever the error is, the list of absent processes helps most.
-        here = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
-        heartbeat.outlast_the_others()
-        absent = [str(process) for process in range(jax.process_count()) if process not in here]
-        raise TimeoutError(
-            f"barrier {name!r}: process {', '.join(absent)} of {jax.process_count()} did not come within "
-            f"{timeout_seconds:g} s"
-            if absent
-            else f"barrier {name!r}: {error}"
-        ) from error
+        present = _published(folder)
+        heartbeat.wait_for_others_to_end()
+        absent = ", ".join(str(process) for process in range(jax.process_count()) if process not in present)
+        why = f"process {absent} of {jax.process_count()} did not come within {timeout_seconds:g} s"
+        raise TimeoutError(f"barrier {name!r}: {why if absent else error}") from error
 
 
-def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
+def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
     The other processes wait for the result. All processes must make the same calls in the same order.
@@ -140,30 +140,31 @@ def decided_by_lead(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     if jax.process_count() == 1:
         return decide()
     client, key = service(), f"difftx/decision/{next(_decisions)}"
-    if is_lead():
+    if is_primary():
         try:
             answer = {"value": decide()}
         except Exception as error:
             explanation = explained(error)
             if explanation is None:
                 raise
-            answer = {"mistake" if isinstance(explanation, UserError) else "failure": str(explanation)}
+            answer = {"failure": [isinstance(explanation, UserError), str(explanation)]}
         client.key_value_set(key, json.dumps(answer))
     answer = json.loads(client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
-    if "mistake" in answer:
-        raise UserError(answer["mistake"])
     if "failure" in answer:
+        is_mistake, text = answer["failure"]
+        if is_mistake:
+            raise UserError(text)
         # After a RunError a process ends immediately. If process 0 did so first, JAX would abort the other processes.
         jax.distributed.shutdown()
-        raise RunError(answer["failure"])
+        raise RunError(text)
     return answer["value"]
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
     """Return the result of `make` after all processes have described their results by equal fields.
 
-    If `make` fails in one process, all processes end here, where they wait for each other anyway. In a later collective
-    they would hang forever.
+    Each process publishes the SHA-256 of its fields. Only after a mismatch do two processes publish the fields. If
+    `make` fails in one process, all processes end here. In a later collective they would hang forever.
 
     Args:
         what: Name of the comparison, for messages.
@@ -178,8 +179,8 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
     if jax.process_count() == 1:
         return make()
     name = f"agreement {next(_decisions)} on {what}"  # The name of each barrier must be unique.
-    client, folder, me = service(), f"difftx/{name}", jax.process_index()
-    notice: dict[str, Any] = {"who": f"process {me} of {jax.process_count()} ({who_am_i()})"}
+    folder = f"difftx/{name}"
+    notice: dict[str, Any] = {"who": f"process {jax.process_index()} of {jax.process_count()} ({host_and_pid()})"}
     try:
         made = make()
         fields = describe(made)
@@ -188,17 +189,16 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
         explanation = explained(error)
         text = str(explanation) if explanation else f"{type(error).__name__}: {error}"
         notice["failure"] = [isinstance(explanation, UserError), text]
-        client.key_value_set(f"{folder}/{me}", json.dumps(notice))
+        _publish(folder, json.dumps(notice))
         with contextlib.suppress(TimeoutError):  # Wait until the other processes can read the notice.
             barrier(name, timeout_seconds)
         raise
-    client.key_value_set(f"{folder}/{me}", json.dumps(notice))
+    _publish(folder, json.dumps(notice))
     try:
         barrier(name, timeout_seconds)
     except TimeoutError as error:
         raise RunError(str(error)) from error
-    texts = {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(folder)}
-    notices = [json.loads(texts[process]) for process in sorted(texts)]
+    notices = [json.loads(text) for _, text in sorted(_published(folder).items())]
     for other in notices:
         if "failure" in other:
             is_mistake, text = other["failure"]
@@ -239,7 +239,6 @@ class Interrupt:
         return self._agreed
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -253,16 +252,24 @@ class Interrupt:
             signal.raise_signal(number)
 
 
+def _publish(folder: str, text: str) -> None:
+    service().key_value_set(f"{folder}/{jax.process_index()}", text)
+
+
+def _published(folder: str) -> dict[int, str]:
+    """Return the texts that processes have published in `folder`, by process."""
+    return {int(key.rsplit("/", 1)[1]): text for key, text in service().key_value_dir_get(folder)}
+
+
 def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
     """Return a description of the first field that differs between process 0 and process `other`.
 
     All processes must call this function with their own fields.
     """
-    client, folder = service(), f"difftx/{name}"
     if jax.process_index() in (0, other):
-        client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(fields))
+        _publish(f"difftx/{name}", json.dumps(fields))
     old, new = (
-        json.loads(client.blocking_key_value_get(f"{folder}/{process}", int(timeout_seconds * 1000)))
+        json.loads(service().blocking_key_value_get(f"difftx/{name}/{process}", int(timeout_seconds * 1000)))
         for process in (0, other)
     )
     first, *rest = [name for name in old | new if old.get(name) != new.get(name)]
@@ -270,7 +277,7 @@ def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_
     return f"{first}={shown(new.get(first))}, but process 0 has {shown(old.get(first))}{more}"
 
 
-def _refuse_a_lone_start() -> None:
+def _require_single_process() -> None:
     """Raise `UserError` if the command runs on one host of a pod, or once per Slurm task, without --distributed."""
     # JAX may have set the variable to a sentence instead of host names.
     hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
@@ -278,26 +285,23 @@ def _refuse_a_lone_start() -> None:
     what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)
     if count > 1:
         raise UserError(
-            f"this is one of {what} {count} processes, started as if it were alone: add --distributed, and start the "
-            "same command on all of them"
+            f"this is one of {what} {count} processes, but it was started alone: add --distributed, and start the same "
+            "command on all of them"
         )
 
 
-def _give_up_start(timeout: int) -> None:
+def _abort_start(timeout: int) -> None:
+    """Print the probable reason why not all processes have joined, and end the process."""
     state = distributed.global_state
     address = state.coordinator_address or "an unknown coordinator"
-    here = f"process {state.process_id}"
     if state.process_id == 0:
         why = "other processes did not come; start the same command on every host"
     elif _answers(address):
         why = "process 0 is there, others are not; start the same command on every host"
     else:
         why = "process 0 does not answer there; start it, or open the port"
-    print(
-        f"error: {here} waited {timeout} s (multihost.initialization_timeout_seconds) at {address}: {why}",
-        file=sys.stderr,
-        flush=True,
-    )
+    waited = f"{timeout} s (multihost.initialization_timeout_seconds)"
+    print(f"error: process {state.process_id} waited {waited} at {address}: {why}", file=sys.stderr, flush=True)
     os._exit(EXIT_BAD_INPUT)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from difftx.config import Config
+from difftx.config.checks import divisor_below, divisors
 from difftx.errors import UserError
 
 
@@ -43,36 +44,28 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
     """Return the config with the mesh, remat policy and accumulation of the first rule that matches.
 
     A config whose `mesh.preset` is "none" is returned unchanged. The context axis and the slices stay as configured.
-
-    Args:
-        config: Config of the run.
-        kind: Kind of the devices, as JAX names it.
-        devices: Number of devices.
-        parameters: Number of parameters of the model.
+    `kind` is the kind of the devices, as JAX names it.
 
     Raises:
         UserError: no rule matches.
     """
     if config.mesh.preset == "none":
         return config
-    for preset in PRESETS:
-        if kind.startswith(preset.kind) and parameters <= preset.parameters:
-            break
-    else:
+    rules = (rule for rule in PRESETS if kind.startswith(rule.kind) and parameters <= rule.parameters)
+    preset = next(rules, None)
+    if preset is None:
         raise UserError(
             f"mesh.preset='auto': no rule for {kind!r} and {parameters:.3g} parameters in difftx/parallel/presets.py; "
             "use 'none' and choose mesh, model.remat and train.accumulation"
         )
     tensor = preset.tensor if devices % (preset.tensor * config.mesh.context) == 0 else 1
     per_slice = devices // (tensor * config.mesh.context * config.mesh.slices)
-    fsdp = max((n for n in range(1, min(preset.fsdp, per_slice) + 1) if per_slice % n == 0), default=1)
+    fsdp = divisor_below(preset.fsdp, per_slice) if per_slice else 1
     data = devices // (fsdp * tensor * config.mesh.context)
     rows = config.batch_rows // (data * fsdp)  # Rows per device and update.
-    wanted = preset.tokens * config.mesh.context
-    counts = [n for n in range(1, rows + 1) if rows % n == 0]
-    accumulation = next(
-        (n for n in counts if rows // n * config.data.sequence_length <= wanted), max(counts, default=1)
-    )
+    counts = divisors(rows) if rows else [1]
+    largest = preset.tokens * config.mesh.context
+    accumulation = next((n for n in counts if rows // n * config.data.sequence_length <= largest), counts[-1])
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, data=data, fsdp=fsdp, tensor=tensor),

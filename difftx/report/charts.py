@@ -50,16 +50,15 @@ def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
         shown = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
-        texts = [_tick(names[i]) for i in shown]
+        texts = [tick_text(names[i]) for i in shown]
         is_wide = set_ticks == axes.set_xticks and sum(map(len, texts)) > MOST_CHARACTERS
         set_ticks(list(shown), texts, parse_math=False, rotation=90 if is_wide else 0)
     if values.size <= MOST_CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 is_dark = np.dot(image.cmap(image.norm(value))[:3], (0.299, 0.587, 0.114)) < 0.5
-                axes.text(
-                    column, row, f"{value:.2f}", ha="center", va="center", color="white" if is_dark else "black", size=8
-                )
+                colour = "white" if is_dark else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour, size=8)
     label_axes(axes, chart)
     axes.grid(visible=False)
     axes.figure.colorbar(image, ax=axes).set_label(chart["value_label"], parse_math=False)
@@ -104,7 +103,7 @@ def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def as_floats(values: Sequence[float | None]) -> np.ndarray:
-    """Return a list of JSON numbers as an array, with NaN for null."""
+    """Return JSON numbers as an array, with NaN for null."""
     return np.array(values, float)
 
 
@@ -120,5 +119,6 @@ def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
     return files
 
 
-def _tick(value: float | str) -> str:
+def tick_text(value: float | str) -> str:
+    """Return the label of a heatmap's row or column."""
     return value if isinstance(value, str) else f"{value:g}"

@@ -1,7 +1,7 @@
 """Loss curves of several runs, as a figure and a table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,11 @@ import rich.table
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
+from difftx.report.charts import add_legend, as_floats, label_axes, save_figure, series_colours
 from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
-COLUMNS = (
-    "run",
-    "architecture",
-    "tokens",
-    "loss",
-    "perplexity",
-    "bits_per_byte",
-    "tokens_per_second",
-    "seconds",
-)
+COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
 
 
 def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[dict[str, Any]], list[Path]]:
@@ -54,20 +45,18 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     table = rich.table.Table(title="last evaluation of each run", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     # Long names are wrapped, not truncated, because names of a sweep's runs differ at their ends.
     table.add_column("run", overflow="fold")
-    for name in COLUMNS[1:]:
+    for name in COLUMNS:
         title = name.replace("_", "\n")
         table.add_column(title, justify="left" if name == "architecture" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(rich.markup.escape(_shown(row[name])) for name in COLUMNS))
+        table.add_row(*(rich.markup.escape(_shown(row[name])) for name in ("run", *COLUMNS)))
     return table
 
 
-def smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
+def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
     """Return the bias-corrected exponential moving average of the values, skipping non-finite ones.
 
-    Args:
-        values: Values to smooth.
-        half_life: Number of values after which a weight is halved.
+    The weight of a value is halved after `half_life` further values.
     """
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
@@ -80,17 +69,14 @@ def smoothed(values: Sequence[float], half_life: float = 10.0) -> list[float]:
 
 
 def validation_metric(runs: Sequence[RunRecord]) -> Metric:
-    """Return the metric to draw validations with: bits per byte if a run has it, or else the loss.
-
-    Bits per byte do not depend on the tokenizer.
-    """
+    """Return the metric to draw validations in: bits per byte, independent of the tokenizer, if a run has it."""
     return "bits_per_byte" if any(run.evaluations("bits_per_byte") for run in runs) else "loss"
 
 
-def training_losses(run: RunRecord) -> tuple[list[int], list[float]]:
+def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
     """Return the logged steps and the training loss at each, NaN for a non-finite loss."""
     rows = run.split("train")
-    return [row["step"] for row in rows], [float("nan") if row["loss"] is None else row["loss"] for row in rows]
+    return [row["step"] for row in rows], as_floats([row["loss"] for row in rows])
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:
@@ -121,8 +107,8 @@ def _draw(runs: Sequence[RunRecord], metric: Metric) -> matplotlib.figure.Figure
             for axes, x in zip(grid[1], run.progress(steps).values(), strict=True):
                 axes.plot(x, losses, color=colour, alpha=0.25, linewidth=0.8)
                 axes.plot(x, smoothed(losses), color=colour, label=run.name)
-    for panels, title, y in zip(grid, ("validation", "training, raw and smoothed"), (shown, "loss"), strict=False):
-        for axes, label in zip(panels, X_AXES.values(), strict=True):
+    for axes_of_row, title, y in zip(grid, ("validation", "training, raw and smoothed"), (shown, "loss"), strict=False):
+        for axes, label in zip(axes_of_row, X_AXES.values(), strict=True):
             label_axes(axes, {"title": title, "x_label": label, "y_label": METRIC_LABELS[y]})
     add_legend(grid[0][0])
     return figure

@@ -1,4 +1,4 @@
-"""Interactive figures made with Bokeh: the `LineChart` and `Heatmap` of difftx/evals/result.py, and others."""
+"""Interactive figures made with Bokeh: the `LineChart` and `Heatmap` of difftx/evals/result.py, and bars."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ import bokeh.palettes
 import bokeh.plotting
 import numpy as np
 
-from difftx.report.charts import as_floats, colour_limits, series_colours
+from difftx.report.charts import as_floats, colour_limits, series_colours, tick_text
 
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
 MOST_NAMED_LINES = 7  # Most lines of a figure that has a legend.
-# Sides of the pointer's x at which the tooltips of a few lines appear, so that they do not overlap. A figure with more
-# lines, such as one per layer, shows only the tooltip of the line under the pointer.
+# Sides of the pointer at which the tooltips of up to four lines appear, so that the tooltips do not overlap. A figure
+# with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
 TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
 # Bokeh draws canvases with the page's colours, but a legend is HTML with colours of its own, which this style replaces.
 LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
@@ -44,29 +44,21 @@ def line_figure(
     lines: Sequence[Line], *, x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
 ) -> bokeh.plotting.figure:
     """Draw lines over a common x axis; a tooltip shows each line's value at the nearest x."""
-    figure = _figure(x_label, y_label, x_axis_type=_axis(log_x), y_axis_type=_axis(log_y))
+    scales = {"x_axis_type": "log" if log_x else "linear", "y_axis_type": "log" if log_y else "linear"}
+    figure = _figure(x_label, y_label, **scales)
     is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
     hovered = []
     for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines first, below the others.
         if line.band:
             figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
-        shown = figure.line(
-            line.x,
-            line.y,
-            source=line.source,
-            color=line.colour,
-            name=line.name,
-            alpha=0.3 if line.faint else 1.0,
-            line_width=1 if line.faint else 2,
-            **_legend_label(line.name, is_named and not line.faint),
-        )
+        style: dict[str, Any] = {"source": line.source, "color": line.colour}
         if line.faint:
+            figure.line(line.x, line.y, name=line.name, alpha=0.3, line_width=1, **style)
             continue
-        hovered.append(shown)
+        style |= {"legend_label": line.name} if is_named else {}
+        hovered.append(figure.line(line.x, line.y, name=line.name, alpha=1.0, line_width=2, **style))
         if len(line.source.data[line.x]) < 30:  # Markers, since a line of one point is invisible.
-            figure.scatter(
-                line.x, line.y, source=line.source, color=line.colour, size=6, **_legend_label(line.name, is_named)
-            )
+            figure.scatter(line.x, line.y, size=6, **style)
     for i, shown in enumerate(hovered):
         # The tooltips have no axis labels, since two tooltips with labels would not fit on a phone.
         hover = _hover(shown, [("", "$name"), ("x", f"@{{{shown.glyph.x}}}"), ("y", f"@{{{shown.glyph.y}}}")])
@@ -91,7 +83,7 @@ def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequ
 
 def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
     """Draw crosses at points, such as skipped updates."""
-    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, **_legend_label(name))
+    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, legend_label=name)
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
@@ -116,11 +108,9 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh
                 "share": [f"{values[name] / (sum(row.values()) or 1):.1%}" for name, row in rows.items()],
             }
         )
-        shown = figure.hbar(
-            y="row", left="left", right="right", height=0.6, source=source, color=colour, legend_label=part
-        )
-        tooltips = [("", "@row"), ("", "@part"), (x_label, "@value"), ("share", "@share")]
-        figure.add_tools(_hover(shown, tooltips))
+        style = {"height": 0.6, "source": source, "color": colour, "legend_label": part}
+        shown = figure.hbar(y="row", left="left", right="right", **style)
+        figure.add_tools(_hover(shown, [("", "@row"), ("", "@part"), (x_label, "@value"), ("share", "@share")]))
         left = {name: left[name] + values[name] for name in rows}
     figure.ygrid.visible = False
     _place_legend(figure)
@@ -132,16 +122,11 @@ def _line_chart(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
         names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
         columns: dict[str, Any] = {name: as_floats(series[name]) for name in names}
-        band = ("low", "high") if {"low", "high"} <= columns.keys() else None
         source = bokeh.models.ColumnDataSource(columns)
+        band = ("low", "high") if {"low", "high"} <= set(names) else None
         lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, band=band))
-    return line_figure(
-        lines,
-        x_label=chart["x_label"],
-        y_label=chart["y_label"],
-        log_x=bool(chart.get("log_x")),
-        log_y=bool(chart.get("log_y")),
-    )
+    scales = {name: bool(chart.get(name)) for name in ("log_x", "log_y")}
+    return line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **scales)
 
 
 def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
@@ -155,30 +140,23 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
         frame_height=HEIGHT + 60,
     )
     data: dict[str, Any] = {"image": [values]}
-    across, down = "$x{0}", "$y{0}"
+    column_text, row_text = "$x{0}", "$y{0}"
     if values.size <= MOST_NAMED_CELLS:
-        data["column"] = [[[_name(x) for x in columns] for _ in rows]]
-        data["row"] = [[[_name(y)] * len(columns) for y in rows]]
-        across, down = "@column", "@row"
+        data["column"] = [[[tick_text(x) for x in columns] for _ in rows]]
+        data["row"] = [[[tick_text(y)] * len(columns) for y in rows]]
+        column_text, row_text = "@column", "@row"
     low, high = colour_limits(chart)
     palette = bokeh.palettes.interp_palette(bokeh.palettes.RdBu11, 256) if low < 0 < high else "Viridis256"
     mapper = bokeh.models.LinearColorMapper(palette=palette, low=low, high=high, nan_color=GREY)
-    shown = figure.image(
-        "image",
-        source=bokeh.models.ColumnDataSource(data),
-        x=-0.5,
-        y=-0.5,
-        dw=len(columns),
-        dh=len(rows),
-    )
+    source = bokeh.models.ColumnDataSource(data)
+    shown = figure.image("image", source=source, x=-0.5, y=-0.5, dw=len(columns), dh=len(rows))
     shown.glyph.color_mapper = mapper
-    figure.add_tools(
-        _hover(shown, [(chart["x_label"], across), (chart["y_label"], down), (chart["value_label"], "@image")])
-    )
+    tooltips = [(chart["x_label"], column_text), (chart["y_label"], row_text), (chart["value_label"], "@image")]
+    figure.add_tools(_hover(shown, tooltips))
     for axis, names in ((figure.xaxis, columns), (figure.yaxis, rows)):
         ticks = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
         axis.ticker = bokeh.models.FixedTicker(ticks=list(ticks))
-        axis.major_label_overrides = {i: _name(names[i]) for i in ticks}
+        axis.major_label_overrides = {i: tick_text(names[i]) for i in ticks}
     figure.grid.visible = False
     bar = bokeh.models.ColorBar(color_mapper=mapper, title=chart["value_label"], width=12, background_fill_alpha=0)
     figure.add_layout(bar, "right")
@@ -211,15 +189,3 @@ def _place_legend(figure: bokeh.plotting.figure) -> None:
     legend.location, legend.margin = "top_left", 0
     legend.stylesheets = [LEGEND_STYLE]
     figure.add_layout(legend, "below")
-
-
-def _legend_label(name: str, is_named: bool = True) -> dict[str, Any]:
-    return {"legend_label": name} if is_named else {}
-
-
-def _axis(log: bool) -> str:
-    return "log" if log else "linear"
-
-
-def _name(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"

@@ -34,7 +34,9 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         panels.gradients(runs),
         panels.wall_time(runs),
     ]
-    figures: dict[str, bokeh.model.Model] = {panel.id: panel.figure for section in sections for panel in section.panels}
+    figures: dict[str, bokeh.model.Model] = {
+        panel.figure.id: panel.figure for section in sections for panel in section.panels
+    }
     document = bokeh.document.Document()
     with document.models.freeze():  # Or Bokeh would traverse all figures for each one added.
         for figure in figures.values():

@@ -5,7 +5,7 @@ import dataclasses
 import glob
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from difftx.files import read_json, require_local
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
-COLUMNS = ("architecture", "size", "tokens")  # Columns of a table, besides the metric.
 # Files that commands write into run directories or next to them. A glob of runs may match these files too.
 OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class LossPoint:
     """One validation of a run."""
 
     architecture: str
@@ -30,7 +29,7 @@ class Point:
     is_last: bool  # Whether it is the run's last point. Earlier points have less data and a higher learning rate.
 
 
-def read_points(pattern: str, metric: Metric) -> tuple[list[Point], list[str]]:
+def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
     """Return the points of the tables or run directories that match a glob, and notes on unfinished runs.
 
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
@@ -68,35 +67,29 @@ def _is_other_output(path: Path) -> bool:
     return not (isinstance(content, list) and any(isinstance(row, dict) and "size" in row for row in content))
 
 
-def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[Point], str | None]:
+def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str | None]:
+    """Return a run's points, and a note if the run has no validation at its last step."""
     rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
-    size, batch = count_parameters(run.config.model).total, run.config.train.global_batch_tokens
-    ended = bool(rows) and rows[-1]["step"] == run.steps
-    points = [
-        Point(
-            run.config.model.architecture,
-            float(size),
-            float(row["step"] * batch),
-            row[metric],
-            ended and row is rows[-1],
-        )
-        for row in rows
-    ]
-    if ended:
+    architecture, size = run.config.model.architecture, float(count_parameters(run.config.model).total)
+    points = []
+    for row in rows:
+        tokens = float(row["step"] * run.config.train.global_batch_tokens)
+        is_last = row is rows[-1] and row["step"] == run.steps
+        points.append(LossPoint(architecture, size, tokens, row[metric], is_last))
+    if points and points[-1].is_last:
         return points, None
     last = f"its last validation is at step {rows[-1]['step']:,}" if rows else f"it has no validation in {metric}"
     return points, f"{run.name}: {last}, of {run.steps:,}: not a point of loss against size"
 
 
-def _points_of_table(path: Path, metric: Metric) -> list[Point]:
-    rows = list(_rows_of_csv(path) if path.suffix == ".csv" else _rows_of_json(path))
-    found: dict[tuple[Any, ...], list[Point]] = {}
-    for where, row in rows:
-        values = [_number(row, name, where) for name in (*COLUMNS[1:], metric)]
-        key = (str(row["architecture"]), values[0], str(row.get("seed")))
-        found.setdefault(key, []).append(Point(key[0], *values, is_last=False))
+def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
+    runs: dict[tuple[Any, ...], list[LossPoint]] = {}
+    for where, row in _rows_of_csv(path) if path.suffix == ".csv" else _rows_of_json(path):
+        size, tokens, loss = (_positive_number(row, name, where) for name in ("size", "tokens", metric))
+        point = LossPoint(str(row["architecture"]), size, tokens, loss, is_last=False)
+        runs.setdefault((point.architecture, size, str(row.get("seed"))), []).append(point)
     points = []
-    for run in found.values():
+    for run in runs.values():
         *earlier, last = sorted(run, key=lambda point: point.tokens)
         points += [*earlier, dataclasses.replace(last, is_last=True)]
     return points
@@ -118,14 +111,14 @@ def _rows_of_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f'{path}: not a list of points, such as [{{"architecture": …, "size": …, …}}]')
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise UserError(f"{path}: point {number} is not an object with the fields {', '.join(COLUMNS)} and a loss")
+            raise UserError(f"{path}: point {number} is not an object with architecture, size, tokens and a loss")
         yield f"{path}: point {number}", row
 
 
-def _number(row: dict[str, Any], name: str, where: str) -> float:
-    for needed in ("architecture", name):
-        if row.get(needed) in (None, ""):
-            raise UserError(f"{where} has no {needed!r}.{did_you_mean(needed, map(str, row))}")
+def _positive_number(row: dict[str, Any], name: str, where: str) -> float:
+    for required in ("architecture", name):
+        if row.get(required) in (None, ""):
+            raise UserError(f"{where} has no {required!r}.{did_you_mean(required, map(str, row))}")
     try:
         value = float(row[name])
     except (TypeError, ValueError):
@@ -133,21 +126,3 @@ def _number(row: dict[str, Any], name: str, where: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise UserError(f"{where}: {name}={row[name]!r} is not a positive number")
     return value
-
-
-def group_sizes(sizes: Sequence[float], *, within: float = 1.02) -> list[list[float]]:
-    """Group the distinct sizes, ascending, so that matched models of different architectures share a group.
-
-    A differential model has slightly more parameters than its Transformer: λ vectors and norm gains.
-
-    Args:
-        sizes: Numbers of parameters.
-        within: Largest ratio of a size to the smallest one in its group.
-    """
-    groups: list[list[float]] = []
-    for size in sorted(set(sizes)):
-        if groups and size <= groups[-1][0] * within:
-            groups[-1].append(size)
-        else:
-            groups.append([size])
-    return groups

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any, Literal
 
 from difftx.config import Config
 from difftx.errors import UserError, printable
-from difftx.files import read_file, read_json, require_local
+from difftx.files import parse_json_lines, read_file, read_json, require_local
 from difftx.model.flops import flops_per_token
-from difftx.training.manifest import read_manifest, steps_in
+from difftx.training.checkpoint.manifest import read_manifest, steps_in
+from difftx.training.checkpoint.reading import open_checkpoint
 from difftx.training.metrics import read_metrics
-from difftx.training.reading import open_checkpoint
 from difftx.training.run import read_config
 
 Metric = Literal["loss", "bits_per_byte"]
+Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, both ascending.
 X_AXES = {"steps": "steps", "tokens": "training tokens", "flops": "training FLOPs", "seconds": "seconds of training"}
 
 
@@ -36,42 +36,28 @@ class RunRecord:
     journal: list[dict[str, Any]]  # Entries of journal.jsonl: actions of the guards, each with its step and event.
     skipped: int  # Number of invalid lines in these two files, such as half-written ones.
 
-    @functools.cached_property
-    def results(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Suite → step → result, without the results in `outdated`."""
-        kept = {
-            suite: {step: result for step, result in steps.items() if (suite, step) not in self.outdated}
-            for suite, steps in self._all_results.items()
-        }
-        return {suite: steps for suite, steps in kept.items() if steps}
+    @property
+    def results(self) -> Results:
+        """The results of the suites, without those in `outdated`."""
+        return self._results_and_outdated[0]
 
-    @functools.cached_property
+    @property
     def outdated(self) -> list[tuple[str, int]]:
         """(Suite, step) of each result that was computed with other weights than that step's checkpoint has now."""
-        steps = {step for of_suite in self._all_results.values() for step in of_suite}
-        weights = {step: _weights_of(self.workdir, step) for step in steps}
-        return [
-            (suite, step)
-            for suite, of_suite in self._all_results.items()
-            for step, result in of_suite.items()
-            if weights[step] not in (None, result.get("weights"))
-        ]
+        return self._results_and_outdated[1]
 
     @functools.cached_property
-    def _all_results(self) -> dict[str, dict[int, dict[str, Any]]]:
-        return read_results(self.workdir)
+    def _results_and_outdated(self) -> tuple[Results, list[tuple[str, int]]]:
+        return _read_results(self.workdir)
 
     def split(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a split, such as "train", "valid", "goodput" or "lambda_crossing"."""
+        """Return the rows of a split, such as "train", "valid" or "goodput"."""
         return [row for row in self.rows if row["split"] == name]
 
     def evaluations(self, metric: Metric) -> list[dict[str, Any]]:
         """Return the rows of suite "loss" that have the metric; synthetic tasks have no bits per byte."""
-        return [
-            row
-            for row in self.split("valid")
-            if row.get("suite") == "loss" and isinstance(row.get(metric), int | float)
-        ]
+        rows = [row for row in self.split("valid") if row.get("suite") == "loss"]
+        return [row for row in rows if isinstance(row.get(metric), int | float)]
 
     def progress(self, steps: Sequence[int]) -> dict[str, list[float]]:
         """Return the run's progress after each step, for each quantity of `X_AXES`.
@@ -108,7 +94,7 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
     """Read the run directories that match a glob, in the order of their names.
 
     Args:
-        pattern: Glob of directories; those without a metrics.jsonl are ignored.
+        pattern: Glob. Directories without a metrics.jsonl are ignored.
         flag: Name of the flag that gives the glob, for messages.
 
     Raises:
@@ -127,18 +113,14 @@ def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
     Raises:
         UserError: A directory is not a run, or has no training steps.
     """
-    return [_read_run(workdir, name) for workdir, name in zip(workdirs, _names(workdirs), strict=True)]
+    return [_read_run(workdir, name) for workdir, name in zip(workdirs, _unique_names(workdirs), strict=True)]
 
 
 def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
-    """Raise an error if a metric cannot compare the runs.
-
-    Raises:
-        UserError: The metric is the loss in nats per token, and two runs have different tokenizers.
-    """
+    """Raise `UserError` if the metric is the loss in nats per token and two runs have different tokenizers."""
     if metric == "loss" and (pair := different_tokenizers(runs)):
         raise UserError(
-            f"{pair[0]} and {pair[1]} have different tokenizers, so that their losses a token do not compare; "
+            f"{pair[0]} and {pair[1]} have different tokenizers, so their losses per token cannot be compared; "
             "use --metric=bits_per_byte"
         )
 
@@ -154,23 +136,6 @@ def different_tokenizers(runs: Sequence[RunRecord]) -> tuple[str, str] | None:
     return None
 
 
-def read_results(workdir: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return suite → step → contents of `<workdir>/evals/<suite>/<step>.json`.
-
-    Raises:
-        UserError: A file is not a suite's result.
-    """
-    results: dict[str, dict[int, dict[str, Any]]] = {}
-    for path in sorted(workdir.glob("evals/*/*.json")):
-        if not re.fullmatch("[0-9]{1,18}", path.stem):
-            continue
-        result = printable_json(read_json(path))
-        if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
-            raise UserError(f"{path}: not the result of a suite, it has no numbers; delete it, or run the suite again")
-        results.setdefault(path.parent.name, {})[int(path.stem)] = result
-    return {suite: dict(sorted(steps.items())) for suite, steps in results.items()}
-
-
 def printable_json(value: Any) -> Any:
     """Return a JSON value with `printable` applied to all strings, including the names of fields."""
     if isinstance(value, str):
@@ -182,73 +147,80 @@ def printable_json(value: Any) -> Any:
     return value
 
 
-def _weights_of(workdir: Path, step: int) -> str | None:
-    """Return the identity of the parameters in a step's checkpoint, or None if no readable checkpoint exists."""
+def _read_results(workdir: Path) -> tuple[Results, list[tuple[str, int]]]:
+    """Read all `<workdir>/evals/<suite>/<step>.json`; return `RunRecord.results` and `RunRecord.outdated`.
+
+    Raises:
+        UserError: A file is not a suite's result.
+    """
+    results: Results = {}
+    outdated = []
+    weights_of_step = functools.cache(lambda step: _weights(workdir, step))
+    paths = [path for path in workdir.glob("evals/*/*.json") if re.fullmatch("[0-9]{1,18}", path.stem)]
+    for path in sorted(paths, key=lambda path: (path.parent.name, int(path.stem))):
+        suite, step = path.parent.name, int(path.stem)
+        result = printable_json(read_json(path))
+        if not isinstance(result, dict) or not isinstance(result.get("numbers"), dict):
+            raise UserError(f"{path}: not the result of a suite, it has no numbers; delete it, or run the suite again")
+        if weights_of_step(step) in (None, result.get("weights")):
+            results.setdefault(suite, {})[step] = result
+        else:
+            outdated.append((suite, step))
+    return results, outdated
+
+
+def _weights(workdir: Path, step: int) -> str | None:
+    """Return the identifier of the parameters in a step's checkpoint, or None if no readable checkpoint exists."""
     try:
         return read_manifest(workdir / "checkpoints" / str(step)).weights
     except UserError:
         return None
 
 
-def _config_of_run(workdir: Path) -> tuple[Config, int]:
-    """Return the config of the newest readable checkpoint, and the number of steps in config.json.
+def _config_of_newest_checkpoint(workdir: Path, now: Config) -> Config:
+    """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none.
 
-    The two may differ, because a restart with another config writes config.json before its first checkpoint. Without a
-    checkpoint, the config is that of config.json.
+    The two may differ, because a restart with another config writes config.json before its first checkpoint.
     """
-    now = read_config(workdir)
     folder = workdir / "checkpoints"
     for step in reversed(steps_in(folder)):
         with contextlib.suppress(UserError):  # `difftx checkpoint verify` reports the reason.
-            return open_checkpoint(folder / str(step), now).config, now.train.steps
-    return now, now.train.steps
+            return open_checkpoint(folder / str(step), now).config
+    return now
 
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
-    config, steps = _config_of_run(workdir)
-    path = workdir / "metrics.jsonl"
+    now, path = read_config(workdir), workdir / "metrics.jsonl"
+    config = _config_of_newest_checkpoint(workdir, now)
     rows, skipped = read_metrics(path)
     if skipped:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    journal, broken = _read_journal(workdir / "journal.jsonl")
+    content = read_file(workdir / "journal.jsonl") or b""
+    entries = parse_json_lines(content, {"step": int, "event": object})
     return RunRecord(
         name=name,
         workdir=workdir,
         config=config,
-        steps=steps,
+        steps=now.train.steps,
         manifest=_read_manifest(workdir),
         rows=[row if row["split"] == "train" else printable_json(row) for row in rows],
-        journal=printable_json(journal),
-        skipped=skipped + broken,
+        journal=printable_json([entry for entry in entries if entry is not None]),
+        skipped=skipped + entries.count(None),
     )
-
-
-def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
-    entries, broken = [], 0
-    for line in (read_file(path) or b"").decode(errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and "event" in entry:
-            entries.append(entry)
-        else:
-            broken += 1
-    return entries, broken
 
 
 def _read_manifest(workdir: Path) -> dict[str, Any]:
     path = workdir / "manifest.json"
     manifest = printable_json(read_json(path)) if path.exists() else {}
     if not isinstance(manifest, dict) or not all(isinstance(manifest.get(k, {}), dict) for k in ("data", "devices")):
-        raise UserError(f"{path}: not the description of a run; delete it, and training writes it anew")
+        raise UserError(f"{path}: not the description of a run; delete it, and training writes it again")
     return manifest
 
 
-def _names(workdirs: Sequence[Path]) -> list[str]:
-    """Return the folders' names; folders that share a name get their whole paths instead."""
+def _unique_names(workdirs: Sequence[Path]) -> list[str]:
+    """Return the name of each folder, or its whole path if two folders have the same name."""
     names = [printable(workdir.resolve().name) for workdir in workdirs]
     whole = [printable(str(workdir)) for workdir in workdirs]
     return [name if names.count(name) == 1 else path for name, path in zip(names, whole, strict=True)]

@@ -16,12 +16,15 @@ from difftx.errors import UserError, printable
 from difftx.files import write_atomically
 from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
 from difftx.report.curves import METRIC_LABELS
-from difftx.report.points import Point, group_sizes, read_points
+from difftx.report.points import LossPoint, read_points
 from difftx.report.runs import Metric
 
-REFERENCE = "transformer"  # Architecture that the others are compared with, if it is among them.
+REFERENCE = "transformer"  # Architecture that all others are compared with, if there are points of it.
 RESAMPLES = 1000
 SEED = 0
+# Largest ratio of two sizes that count as equal. A differential model has slightly more parameters, λ vectors and norm
+# gains, than its Transformer.
+EQUAL_SIZES = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Study:
     quantity: str  # "size" (parameters) or "tokens".
     title: str
     fits: dict[str, Fit]  # Architecture → fit.
-    reference: str  # Architecture that the others are compared with.
+    reference: str  # Architecture that all others are compared with.
     matches: dict[str, list[Match]]  # Architecture except the reference → points of equal loss, ascending.
     drawn: dict[str, Match]  # Architecture → the match that the figure shows.
     notes: list[str]
@@ -46,22 +49,19 @@ def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[lis
         UserError: There are too few points for both fits, or two curves never reach the same loss.
     """
     points, notes = read_points(pattern, metric)
-    chosen = {"size": _points_by_size(points), "tokens": _points_by_tokens(points)}
-    lacks = {quantity: _lack(quantity, points) for quantity, points in chosen.items()}
-    if all(lacks.values()):
+    chosen = {"size": [point for point in points if point.is_last], "tokens": _points_of_one_size(points)}
+    missing = {quantity: _missing_points(quantity, found) for quantity, found in chosen.items()}
+    if all(missing.values()):
         raise UserError(
-            f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {'; '.join(map(str, lacks.values()))}"
+            f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {'; '.join(map(str, missing.values()))}"
         )
-    studies = [
-        _study(quantity, found, notes if quantity == "size" else [])
-        for quantity, found in chosen.items()
-        if not lacks[quantity]
-    ]
+    notes_of = {"size": notes, "tokens": []}
+    studies = [_study(name, found, notes_of[name]) for name, found in chosen.items() if not missing[name]]
     files = [file for study in studies for file in save_figure(_draw(study, metric), out / f"scaling_{study.quantity}")]
     written = {
         "metric": metric,
-        "studies": [_as_json(study) for study in studies],
-        "not_fitted": {quantity: lack for quantity, lack in lacks.items() if lack},
+        "studies": [_study_as_json(study) for study in studies],
+        "not_fitted": {quantity: reason for quantity, reason in missing.items() if reason},
     }
     write_atomically(out / "scaling.json", json.dumps(written, indent=2) + "\n")
     return studies, [*files, out / "scaling.json"]
@@ -73,48 +73,46 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
     for title in ("architecture", "points", "a", "b", "c"):
         laws.add_column(title, justify="left" if title == "architecture" else "right")
     for name, fit in study.fits.items():
-        shown = [f"{getattr(fit.law, p):.4g} ({_range(fit.interval(p))})" for p in "abc"]
-        laws.add_row(rich.markup.escape(printable(name)), str(len(fit.x)), *shown)
+        parameters = []
+        for p in "abc":
+            low, high = fit.interval(p)
+            parameters.append(f"{getattr(fit.law, p):.4g} ({low:.3g} to {high:.3g})")
+        laws.add_row(rich.markup.escape(printable(name)), str(len(fit.x)), *parameters)
     matches = rich.table.Table(title=f"{study.quantity} with which an architecture matches the {study.reference}")
-    for title in ("architecture", study.quantity, study.reference, "loss", "needs of it", ""):
+    for title in ("architecture", study.quantity, study.reference, "loss", "ratio", ""):
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
     for name, found in study.matches.items():
-        shown_name = rich.markup.escape(printable(name))
         for match in found:
-            mark = f"extrapolated beyond {LARGEST_EXTRAPOLATION:g}× the data" if match.extrapolated else ""
+            sizes = _count(match.x), _count(match.reference_x)
             low, high = match.interval
             ratio = f"{match.ratio:.1%} ({low:.1%} to {high:.1%})"
-            matches.add_row(
-                shown_name,
-                _count(match.x),
-                _count(match.reference_x),
-                f"{match.loss:.4f}",
-                ratio,
-                mark,
-            )
+            mark = f"extrapolated beyond {LARGEST_EXTRAPOLATION:g}× the data" if match.extrapolated else ""
+            matches.add_row(rich.markup.escape(printable(name)), *sizes, f"{match.loss:.4f}", ratio, mark)
     return laws, matches
 
 
-def _points_by_size(points: Sequence[Point]) -> list[Point]:
-    """Return the last point of each run."""
-    return [point for point in points if point.is_last]
-
-
-def _points_by_tokens(points: Sequence[Point]) -> list[Point]:
+def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
     """Return the points of the largest size at which all architectures have enough different numbers of tokens.
 
     If there is no such size, return the points of the size that comes closest.
     """
+    groups: list[list[LossPoint]] = []
+    for point in sorted(points, key=lambda point: point.size):
+        if groups and point.size <= groups[-1][0].size * EQUAL_SIZES:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    architectures = _architectures(points)
 
-    def fewest(of_size: list[Point]) -> int:
-        return min(len({p.tokens for p in of_size if p.architecture == name}) for name in _architectures(points))
+    def rank(group: list[LossPoint]) -> tuple[int, float]:
+        tokens = [{point.tokens for point in group if point.architecture == name} for name in architectures]
+        return min(*map(len, tokens), FEWEST_SIZES), group[0].size
 
-    groups = group_sizes([point.size for point in points])
-    by_size = [[point for point in points if point.size in sizes] for sizes in groups]
-    return max(by_size, key=lambda found: (min(fewest(found), FEWEST_SIZES), found[0].size))
+    chosen = max(groups, key=rank)
+    return [point for point in points if chosen[0].size <= point.size <= chosen[-1].size]
 
 
-def _lack(quantity: str, points: Sequence[Point]) -> str | None:
+def _missing_points(quantity: str, points: Sequence[LossPoint]) -> str | None:
     """Return a text on the points that are missing for a fit, or None if there are enough."""
     counts = {
         name: len({getattr(point, quantity) for point in points if point.architecture == name})
@@ -127,36 +125,26 @@ def _lack(quantity: str, points: Sequence[Point]) -> str | None:
     return f"loss against {quantity} needs {FEWEST_SIZES} {what} of each architecture: {found}"
 
 
-def _architectures(points: Sequence[Point]) -> list[str]:
+def _architectures(points: Sequence[LossPoint]) -> list[str]:
     return sorted({point.architecture for point in points})
 
 
-def _study(quantity: str, points: Sequence[Point], notes: Sequence[str]) -> Study:
-    names = _architectures(points)
-    fits = {
-        name: Fit.of(
-            np.array([getattr(point, quantity) for point in points if point.architecture == name]),
-            np.array([point.loss for point in points if point.architecture == name]),
-            resamples=RESAMPLES,
-            seed=SEED,
-        )
-        for name in names
-    }
-    reference = REFERENCE if REFERENCE in fits else names[0]
-    others = [name for name in names if name != reference]
-    matches = {name: _matches(quantity, name, reference, fits) for name in others}
-    drawn = {name: _match_to_draw(matches[name], fits[name], fits[reference]) for name in others}
-    notes = list(notes)
-    if quantity == "size":
-        title = "loss against parameters"
-        tokens = sorted({point.tokens for point in points})
-        if tokens[-1] > 1.01 * tokens[0]:
-            notes.append(
-                f"the models have seen different numbers of tokens, {_count(tokens[0])} to {_count(tokens[-1])}"
-            )
-    else:
+def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> Study:
+    fits = {}
+    for name in _architectures(points):
+        of_name = [point for point in points if point.architecture == name]
+        x, loss = np.array([getattr(point, quantity) for point in of_name]), np.array([point.loss for point in of_name])
+        fits[name] = Fit.of(x, loss, resamples=RESAMPLES, seed=SEED)
+    reference = REFERENCE if REFERENCE in fits else next(iter(fits))
+    matches = {name: _matches(quantity, name, reference, fits) for name in fits if name != reference}
+    drawn = {name: _match_to_draw(found, fits[name], fits[reference]) for name, found in matches.items()}
+    if quantity == "tokens":
         title = f"loss against tokens, models of {_count(points[0].size)} parameters"
-    return Study(quantity, title, fits, reference, matches, drawn, notes)
+        return Study(quantity, title, fits, reference, matches, drawn, [*notes])
+    fewest, most = min(point.tokens for point in points), max(point.tokens for point in points)
+    if most > 1.01 * fewest:
+        notes = [*notes, f"the models have seen different numbers of tokens, {_count(fewest)} to {_count(most)}"]
+    return Study(quantity, "loss against parameters", fits, reference, matches, drawn, [*notes])
 
 
 def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> list[Match]:
@@ -190,53 +178,42 @@ def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
     """Draw the points, the fits with their bands, and the matches, as in the paper's Figure 3."""
     figure = matplotlib.figure.Figure(figsize=(6.5, 4.5), layout="constrained")
     axes = figure.subplots()
-    colours = dict(zip(study.fits, series_colours(len(study.fits)), strict=True))
-    for name, fit in study.fits.items():
+    for (name, fit), colour in zip(study.fits.items(), series_colours(len(study.fits)), strict=True):
         low, high = fit.x.min(), fit.x.max()
-        reached = [match.reference_x if name == study.reference else match.x for match in study.drawn.values()]
-        beyond = np.geomspace(min([low, *reached]), max([high, *reached]), 200)
+        matched = [match.reference_x if name == study.reference else match.x for match in study.drawn.values()]
+        beyond = np.geomspace(min([low, *matched]), max([high, *matched]), 200)
         within = np.geomspace(low, high, 200)
-        axes.plot(fit.x, fit.loss, "o", color=colours[name])
-        axes.plot(within, fit.law(within), color=colours[name], label=f"{name}: {_law_text(fit)}")
-        axes.plot(beyond, fit.law(beyond), "--", color=colours[name], linewidth=1)
-        axes.fill_between(beyond, *fit.band(beyond), color=colours[name], alpha=0.15, linewidth=0)
+        axes.plot(fit.x, fit.loss, "o", color=colour)
+        axes.plot(within, fit.law(within), color=colour, label=f"{name}: {_law_text(fit)}")
+        axes.plot(beyond, fit.law(beyond), "--", color=colour, linewidth=1)
+        axes.fill_between(beyond, *fit.band(beyond), color=colour, alpha=0.15, linewidth=0)
     for match in study.drawn.values():
-        axes.annotate(
-            "",
-            (match.x, match.loss),
-            (match.reference_x, match.loss),
-            arrowprops={"arrowstyle": "<->", "linestyle": ":"},
-        )
+        arrow = {"arrowstyle": "<->", "linestyle": ":"}
+        axes.annotate("", (match.x, match.loss), (match.reference_x, match.loss), arrowprops=arrow)
         text = f"{match.ratio:.1%}" + (" (extrapolated)" if match.extrapolated else "")
         middle = float(np.sqrt(match.x * match.reference_x))
         axes.annotate(text, (middle, match.loss), (0, -4), textcoords="offset points", ha="center", va="top")
-    x_label = "parameters" if study.quantity == "size" else "training tokens"
-    label_axes(
-        axes,
-        {
-            "title": study.title,
-            "x_label": f"{x_label} (log scale)",
-            "y_label": f"validation {METRIC_LABELS[metric]}",
-            "log_x": True,
-        },
-    )
+    x_label = f"{'parameters' if study.quantity == 'size' else 'training tokens'} (log scale)"
+    y_label = f"validation {METRIC_LABELS[metric]}"
+    label_axes(axes, {"title": study.title, "x_label": x_label, "y_label": y_label, "log_x": True})
     add_legend(axes)
     return figure
 
 
-def _as_json(study: Study) -> dict[str, Any]:
+def _study_as_json(study: Study) -> dict[str, Any]:
+    fits = {
+        name: {
+            "points": [{study.quantity: x, "loss": loss} for x, loss in zip(fit.x, fit.loss, strict=True)],
+            **{p: getattr(fit.law, p) for p in "abc"},
+            "intervals": {p: fit.interval(p) for p in "abc"},
+        }
+        for name, fit in study.fits.items()
+    }
     return {
         "quantity": study.quantity,
         "title": study.title,
         "reference": study.reference,
-        "fits": {
-            name: {
-                "points": [{study.quantity: x, "loss": loss} for x, loss in zip(fit.x, fit.loss, strict=True)],
-                **{p: getattr(fit.law, p) for p in "abc"},
-                "intervals": {p: fit.interval(p) for p in "abc"},
-            }
-            for name, fit in study.fits.items()
-        },
+        "fits": fits,
         "matches": {name: [_match_as_json(match) for match in found] for name, found in study.matches.items()},
         "drawn": {name: _match_as_json(match) for name, match in study.drawn.items()},
         "notes": study.notes,
@@ -251,10 +228,6 @@ def _match_as_json(match: Match) -> dict[str, Any]:
 
 def _law_text(fit: Fit) -> str:
     return f"{fit.law.a:.3g}·x^-{fit.law.b:.3g} + {fit.law.c:.3g}"
-
-
-def _range(interval: tuple[float, float]) -> str:
-    return f"{interval[0]:.3g} to {interval[1]:.3g}"
 
 
 def _count(number: float) -> str:

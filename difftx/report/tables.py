@@ -27,7 +27,8 @@ def run_headers(runs: Sequence[RunRecord]) -> Table:
     """Return a table with a description of each run: model, progress, devices, data and versions."""
     columns = [_header(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
-    return Table(["", *(run.name for run in runs)], [[name, *(c.get(name, "–") for c in columns)] for name in names])
+    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    return Table(["", *(run.name for run in runs)], rows)
 
 
 def config_changes(runs: Sequence[RunRecord]) -> Table:
@@ -42,32 +43,31 @@ def config_changes(runs: Sequence[RunRecord]) -> Table:
 
 
 def results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, Table]]:
-    """Return (suite, table) for each suite: the numbers of each run's newest result and their differences.
+    """Return (suite, table) for each suite: the numbers of each run's newest result.
 
-    Differences are relative to the first run that has the suite.
+    Each run after the first one has a column with the differences from the first run that has the suite.
 
     Args:
         runs: Runs to compare.
         comparable: Whether all runs have the same tokenizer. If not, only bits per byte have differences.
     """
-    found = {run.name: run.results for run in runs}
-    named = []
-    for suite in dict.fromkeys(suite for of_run in found.values() for suite in of_run):
-        newest = {run: max(steps[suite].items()) for run, steps in found.items() if suite in steps}
-        header, (base, *_) = ["number"], newest
-        for run, (step, _) in newest.items():
-            header += [f"{run} (step {step:,})", *(["difference"] if run != base else [])]
+    tables = []
+    for suite in dict.fromkeys(suite for run in runs for suite in run.results):
+        newest = {run.name: max(run.results[suite].items()) for run in runs if suite in run.results}
+        (first, (step, result)), *others = newest.items()
+        base, header = result["numbers"], ["number", f"{first} (step {step:,})"]
+        for run, (step, _) in others:
+            header += [f"{run} (step {step:,})", "difference"]
         rows = []
         for name in dict.fromkeys(name for _, result in newest.values() for name in result["numbers"]):
-            row = [name]
-            for run, (_, result) in newest.items():
-                value, before = result["numbers"].get(name), newest[base][1]["numbers"].get(name)
-                row.append(shown(value))
-                if run != base:
-                    row.append(_difference(before, value) if comparable or name == "bits_per_byte" else "–")
+            row = [name, shown(base.get(name))]
+            for _, (_, result) in others:
+                value = result["numbers"].get(name)
+                is_comparable = comparable or name == "bits_per_byte"
+                row += [shown(value), _difference(base.get(name), value) if is_comparable else "–"]
             rows.append(row)
-        named.append((suite, Table(header, rows)))
-    return named
+        tables.append((suite, Table(header, rows)))
+    return tables
 
 
 def samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
@@ -81,10 +81,7 @@ def samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
 
 
 def chart_values(chart: Mapping[str, Any]) -> Table | None:
-    """Return a chart's values as a table; lines have at most `MOST_ROWS` rows.
-
-    A heatmap of more than `MOST_VALUES` cells has no table: the result is None.
-    """
+    """Return a chart's values as a table, or None for a heatmap of more than `MOST_VALUES` cells."""
     if chart["kind"] == "line":
         return series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
     if len(chart["x"]) * len(chart["y"]) > MOST_VALUES:
@@ -94,26 +91,28 @@ def chart_values(chart: Mapping[str, Any]) -> Table | None:
 
 
 def series_values(x_label: str, series: Mapping[str, tuple[Any, Any]]) -> Table:
-    """Return up to `MOST_ROWS` values of each line as a table, at evenly spaced points of the first line.
-
-    Each line contributes its value at the nearest x.
+    """Return the values of lines at up to `MOST_ROWS` evenly spaced points of the first line.
 
     Args:
         x_label: Header of the first column.
-        series: Name of a line → (x, y).
+        series: Name of a line → its x and y values. The table has the y value at the nearest x.
     """
     if not series:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)
-    picked = first[np.unique(np.linspace(0, len(first) - 1, min(len(first), MOST_ROWS)).round().astype(int))]
     rows = []
-    for x in picked if len(first) else []:
+    for x in first[evenly_spaced(len(first), MOST_ROWS)]:
         row = [shown(float(x))]
         for xs, ys in series.values():
             xs = np.array(xs, float)
             row.append(shown(ys[int(np.argmin(np.abs(xs - x)))]) if len(xs) else "–")
         rows.append(row)
     return Table([x_label, *series], rows)
+
+
+def evenly_spaced(count: int, most: int) -> np.ndarray:
+    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))
 
 
 def event_text(entry: Mapping[str, Any]) -> str:
@@ -123,10 +122,7 @@ def event_text(entry: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a table: fractions with five significant digits, whole numbers in full.
-
-    Fractions of 100,000 and more have four digits; None is a dash.
-    """
+    """Return a value as text for a table: whole numbers in full, fractions with four or five significant digits."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):

@@ -12,28 +12,30 @@ from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.parallel import multihost
 from difftx.registry import loaded_extensions
-from difftx.training.manifest import package_versions
+from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.run import Run
 
-# Each process has its own address and number. The config's fields and the extensions' contents are compared instead of
-# the files that they come from.
+# Flags that may differ. Of --config and --extension, the fields and the contents are compared.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
-# Hosts may keep copies of the data, the tokenizer and the cache at different places: `open_run` compares the contents.
+# Fields of `data` that may differ between hosts: `open_run` compares the contents.
 OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
     """Compare difftx, the packages, the extensions, the command's flags and the config with the other processes.
 
-    Call this function as soon as the processes have joined: a difference could make one process wait or fail where the
-    other processes do not.
+    Call this function as soon as the processes have joined, because a difference could make one process wait forever.
 
     Raises:
         UserError: a value differs; every process raises the error.
     """
 
     def fields() -> dict[str, Any]:
-        own = {f"--{name}": _as_json(value) for name, value in vars(flags).items() if name not in OWN_FLAGS}
+        own = {
+            f"--{name}": os.path.abspath(value) if isinstance(value, Path) else value
+            for name, value in vars(flags).items()
+            if name not in OWN_FLAGS
+        }
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
@@ -59,11 +61,7 @@ def open_run(config: Config, workdir: Path, check: Callable[[Run], None] = lambd
 
 
 def check_everywhere(run: Run, check: Callable[[Run], None]) -> None:
-    """Check a run in every process. If the check fails in one process, all processes end.
-
-    Raises:
-        UserError: the run fails `check` in any process.
-    """
+    """Check a run in every process, and raise `UserError` in every process if the check fails in any."""
     multihost.agree("the checks", lambda: check(run), lambda _: {}, run.config.multihost.barrier_timeout_seconds)
 
 
@@ -86,7 +84,7 @@ def config_fields(config: Config) -> dict[str, Any]:
 
 
 def data_fields(run: Run) -> dict[str, Any]:
-    """Return the properties that identify the rows of a run's training and validation data."""
+    """Return values that identify the rows of a run's training and validation data."""
     signature = {f"data: {name}": value for name, value in run.data.signature.items()}
     return signature | {f"data: validation set {name}": rows.fingerprint for name, rows in run.data.valid.items()}
 
@@ -97,7 +95,3 @@ def _flat(value: Any, name: str) -> dict[str, Any]:
     return {
         full: leaf for key, inner in value.items() for full, leaf in _flat(inner, f"{name}.{key}".lstrip(".")).items()
     }
-
-
-def _as_json(value: Any) -> Any:
-    return os.path.abspath(value) if isinstance(value, Path) else value

@@ -19,8 +19,6 @@ NEUTRAL_FIELDS = (
 # Changing these fields alters a run's numbers, but a run may still resume with a new value.
 CONTINUABLE_GROUPS = ("guards",)
 CONTINUABLE_FIELDS = ("train.steps", "checkpoint.init_from")
-
-
 # Neutral fields that a reader must take from the checkpoint: the accumulation divides the rows of the training batch.
 KEPT_FIELDS = ("train.accumulation",)
 
@@ -61,12 +59,9 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
 
 
 def config_for_reader(trained: Config, now: Config) -> Config:
-    """Return the config to read a checkpoint with: `trained`, with the neutral fields of `now`.
+    """Return the config to read a checkpoint with: the checkpoint's config with the neutral fields of `now`.
 
-    Args:
-        trained: Config of the checkpoint. It determines the model and the data.
-        now: Config of the run directory with the reader's overrides. It determines the mesh, the evaluation and the
-            other neutral fields.
+    `now` is the config of the run directory with the reader's overrides.
     """
     raw = values_of(trained)
     for change in changed_fields(trained, now):

@@ -1,4 +1,4 @@
-"""The wall time of a run over all its attempts, by section: rows of split "goodput" in metrics.jsonl, and a table."""
+"""Accounting of a run's wall time by section, such as training, evaluation and saving, over all attempts."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ import rich.table
 
 from difftx.training.metrics import read_metrics
 
-# Productive work first, then overhead, then work that a later attempt repeated.
+# Name of each section → its row in the table.
 SECTIONS = {
     "train": "training steps",
     "data_wait": "waiting for data",
@@ -21,20 +21,28 @@ SECTIONS = {
     "save": "saving",
     "lost_work": "steps done again",
 }
-STEPS = ("train", "data_wait")  # Sections that become lost work when a later attempt repeats their steps.
+STEPS = ("train", "data_wait")  # If an attempt repeats steps, the earlier time in these sections becomes "lost_work".
 
 
 class Goodput:
-    """A clock that runs in one section at a time, so that the sections add up to the wall time."""
+    """A stopwatch that is always in exactly one section, so that the seconds of all sections add up to the wall time.
+
+    Its rows go to metrics.jsonl with split "goodput". Goodput is the share of the wall time in section "train".
+    """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        """Start in section "init"; `began` is the value of `clock` at its beginning."""
+        """Start in section "init".
+
+        Args:
+            began: Value of `clock` when the section began, which may be in the past.
+            clock: Function that returns the time in seconds.
+        """
         self._clock, self._began, self._since, self._section = clock, began, began, "init"
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
-        self._earlier_wall = 0.0
+        self._earlier_wall = 0.0  # Wall time of earlier attempts, in seconds.
 
     def switch(self, section: str) -> str:
-        """Switch to a section and return the previous one."""
+        """End the current section and begin another. Return the name of the section that ended."""
         now, before = self._clock(), self._section
         self._seconds[before] += now - self._since
         self._since, self._section = now, section
@@ -42,7 +50,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Count the time of the block as section `name`, then return to the previous section."""
+        """Spend the block in section `name`, then return to the section before it."""
         before = self.switch(name)
         try:
             yield
@@ -50,16 +58,17 @@ class Goodput:
             self.switch(before)
 
     def resume(self, metrics: Path, step: int) -> None:
-        """Add the time of earlier attempts. Their steps after `step`, where this attempt continues, count as lost work.
+        """Add the time of the earlier attempts. The time of their steps after `step` counts as lost work.
 
-        For an attempt that was killed, the train rows after its last goodput row give the remaining time.
+        The last goodput row has the time up to that row. If an attempt was killed after that row, its remaining time is
+        estimated from its train rows.
 
         Args:
-            metrics: Path of metrics.jsonl, before the rows after `step` are dropped. The file may be absent.
-            step: 0 or the restored step.
+            metrics: Path of metrics.jsonl, which must still have the rows after `step`. The file may be absent.
+            step: Step that this attempt resumes from, 0 without a checkpoint.
         """
-        newest = kept = dict.fromkeys(SECTIONS, 0.0)
-        unaccounted, last_step = 0.0, 0
+        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # Seconds in the last goodput row, and in the last up to `step`.
+        unaccounted, last_step = 0.0, 0  # Seconds of train rows after the last goodput row.
         for row in read_metrics(metrics)[0]:
             if row["split"] == "goodput":
                 numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
@@ -68,7 +77,7 @@ class Goodput:
                 newest, unaccounted = numbers, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
-                # `step_seconds` measures one step, and rows may be several steps apart.
+                # A row has the seconds of one step, but stands for all steps since the row before it.
                 unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
             last_step = row["step"]
         lost = unaccounted + sum(newest[name] - kept[name] for name in STEPS)
@@ -78,7 +87,7 @@ class Goodput:
         self._earlier_wall += sum(newest.values()) + unaccounted
 
     def row(self) -> dict[str, float]:
-        """Return the seconds of each section, the total seconds, and the share of training steps (0 to 1)."""
+        """Return the seconds of each section, the wall time of all attempts in seconds, and the goodput (0 to 1)."""
         self.switch(self._section)
         wall = self._earlier_wall + self._since - self._began
         seconds = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
@@ -86,7 +95,7 @@ class Goodput:
 
 
 def format_goodput(row: dict[str, float]) -> rich.table.Table:
-    """Format a row of `Goodput.row` as a table for a terminal."""
+    """Return a table of the sections' seconds and shares, made from a result of `Goodput.row`."""
     wall = row["wall_seconds"]
     table = rich.table.Table(title="wall time of the run")
     table.add_column("")

@@ -1,7 +1,7 @@
 """Detection of bad steps, and the stop or rewind that follows them.
 
 The train step itself skips an update whose loss or gradient is not finite (`state.py`). On the host, a `Guard` judges
-the metrics of each step, one step late like all metrics. The metrics are replicated, so all processes decide alike.
+the metrics of each step. The metrics are replicated, so all processes make the same decision.
 
 A step is bad if its update was skipped or if its loss is a spike. After enough bad steps in a row, the run either stops
 or rewinds. A rewind continues from the last regular checkpoint that a good step followed. It skips the data of the bad
@@ -17,7 +17,6 @@ A resumed run makes the same decisions as an uninterrupted run, because
 
 import collections
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Collection
@@ -27,11 +26,12 @@ from typing import Any
 from difftx.config import Config, GuardsConfig
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_FAILED, UserError
-from difftx.files import json_sha256, read_file, write_atomically
-from difftx.parallel.multihost import barrier, is_lead, say
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.retention import remove
+from difftx.files import JsonLines, parse_json_lines, read_file, schema_error, with_sha256, without_sha256
+from difftx.parallel.multihost import barrier, is_primary, say
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.retention import remove
 
+REWIND_ENTRY = {"step": int, "rewinds": int, "skipped_examples": [int]}
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
 
@@ -49,7 +49,6 @@ class Rewind:
     """A decision to continue from an earlier checkpoint."""
 
     bad: BadSteps
-    target: int  # Step of the checkpoint; 0 is the start of the run.
     examples: int  # Position where the data continue, in examples since the start of the run.
     number: int  # Number of this rewind in the run, from 1.
 
@@ -71,7 +70,7 @@ class Guard:
         return self._first_bad is None and self.tripped is None
 
     def observe(self, step: int, loss: float, *, skipped: bool) -> None:
-        """Judge the next step; set `tripped` if the consecutive bad steps reach a limit."""
+        """Judge the next step, and set `tripped` if the consecutive bad steps reach a limit."""
         if not skipped and not self._is_spike(loss):
             self._losses.append(loss)
             self._first_bad, self._skipped, self._spikes = None, 0, 0
@@ -89,22 +88,15 @@ class Guard:
                 self.tripped = BadSteps(self._first_bad, step, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON.
-
-        The state has no counts of bad steps, so it is complete only after a good step.
-        """
+        """Return the state for `restore`, as JSON. It has no counts of bad steps, so call this after a good step."""
         return {"losses": list(self._losses), "rewinds": self.rewinds}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
         self._losses.extend(state["losses"])
         self.rewinds = state["rewinds"]
 
     def _is_spike(self, loss: float) -> bool:
-        """Return whether the loss is far above the window's median, relative to the window's MAD.
-
-        No loss is a spike until the window is full.
-        """
+        """Return whether the loss is far above the median of the window, which must be full, relative to its MAD."""
         threshold = self._config.spike_threshold
         if threshold is None or len(self._losses) < self._config.spike_window_steps:
             return False
@@ -113,30 +105,29 @@ class Guard:
         return deviation > 0 and loss - median > threshold * deviation  # A MAD of 0 allows no spikes.
 
 
-class Journal:
+class GuardJournal:
     """The entries of `<workdir>/journal.jsonl`, one per rewind or stop.
 
-    Every process holds the entries; process 0 writes the file.
+    Every process holds the entries; the primary process writes the file.
     """
 
     def __init__(self, workdir: Path):
-        self.path = workdir / "journal.jsonl"
+        self._file = JsonLines(workdir / "journal.jsonl")
         self.entries: list[dict[str, Any]] = []
-        for number, line in enumerate((read_file(self.path) or b"").splitlines(), 1):
-            try:
-                self.entries.append(_check_entry(json.loads(line)))
-            except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-                raise UserError(f"{self.path}: line {number} is no entry of a journal; delete that line") from error
+        lines = parse_json_lines(read_file(self._file.path) or b"")
+        for number, entry in enumerate(map(without_sha256, lines), start=1):
+            if entry is None or not _is_valid(entry):
+                raise UserError(f"{self._file.path}: line {number} is not a valid entry; delete that line")
+            self.entries.append(entry)
 
     def add(self, event: str, step: int, bad: BadSteps, attempt: int, **details: Any) -> None:
-        """Append an entry. Process 0 writes the entry to disk before it returns."""
+        """Append an entry. The primary process writes the entry to disk before it returns."""
         steps = [bad.first, bad.last]
         self.entries.append(
             {"event": event, "step": step, "reason": bad.reason, "bad_steps": steps, "attempt": attempt, **details}
         )
-        if is_lead():
-            lines = [json.dumps(entry | {"sha256": json_sha256(entry)}) for entry in self.entries]
-            write_atomically(self.path, "".join(line + "\n" for line in lines))
+        if is_primary():
+            self._file.rewrite(map(with_sha256, self.entries))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
         """Record a rewind to the checkpoint of `step`, which was written after `examples` examples."""
@@ -149,24 +140,19 @@ class Journal:
         The loader then skips the data that the rewind skipped.
         """
         rewinds = [entry for entry in self.entries if entry["event"] == "rewind" and entry["step"] == step]
-        # A checkpoint that was written after the rewind already includes the rewind.
+        # The state of a checkpoint that was written after the rewind already includes the rewind.
         if rewinds and rewinds[-1]["rewinds"] > guard.rewinds:
             guard.rewinds = rewinds[-1]["rewinds"]
             loader.restore(loader.state() | {"examples": rewinds[-1]["skipped_examples"][1]})
 
 
 def act_on_bad_steps(
-    guard: Guard, config: Config, journal: Journal, checkpointer: Checkpointer, examples: int, attempt: int
+    guard: Guard, config: Config, journal: GuardJournal, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | int:
-    """Prepare a rewind, or record that the run stops; return the rewind or the exit code. All processes call it.
+    """Prepare a rewind, or record that the run stops; return the rewind or the exit code.
 
-    Args:
-        guard: Guard that has tripped.
-        config: Config of the run.
-        journal: Journal of the run.
-        checkpointer: Closed checkpointer of the run.
-        examples: Number of examples consumed up to and including the last bad step.
-        attempt: Number of this attempt.
+    All processes must call this function, after `guard` has tripped and `checkpointer` is closed. `examples` is the
+    number of examples consumed up to and including the last bad step.
     """
     bad, steps = guard.tripped, checkpointer.steps()
     assert bad is not None
@@ -181,11 +167,11 @@ def act_on_bad_steps(
     where = f"steps {bad.first} to {bad.last}: {bad.reason}"
     if why is not None or target is None:
         journal.add("stop", bad.last, bad, attempt)
-        if is_lead():
+        if is_primary():
             print(f"error: {where}; stopped, {why}", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    rewind = Rewind(bad, target, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
-    if is_lead():
+    rewind = Rewind(bad, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
+    if is_primary():
         # Newest first: after a kill in between, the run resumes from an older step and repeats the rewind.
         later = sorted((step for step in steps if step > target), reverse=True)
         remove(checkpointer.folder / str(step) for step in later)
@@ -195,27 +181,18 @@ def act_on_bad_steps(
 
 
 def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
-    """Return the step of the last regular checkpoint that a good step followed.
+    """Return the step of the last regular checkpoint that a good step followed, or None if none is left.
 
-    The checkpoint right before the first bad step does not qualify: it may contain the cause. Return 0, the start of
-    the run, if no such checkpoint was due yet, and None if none is left.
+    The checkpoint right before the first bad step does not qualify, because it may contain the cause. If no checkpoint
+    that qualifies was due yet, return 0, the start of the run.
     """
     if first_bad <= every_steps + 1:
         return 0
     return max((step for step in steps if step % every_steps == 0 and step + 1 < first_bad), default=None)
 
 
-def _check_entry(entry: Any) -> dict[str, Any]:
-    """Return the entry without its checksum.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the entry is corrupt, or `Journal.resume` could not read it.
-    """
-    if entry.pop("sha256") != json_sha256(entry):
-        raise ValueError("SHA-256")
-    if entry["event"] == "rewind":
-        for number in (entry["step"], entry["rewinds"], *entry["skipped_examples"]):
-            if type(number) is not int or number < 0:
-                raise ValueError(number)
-        _, _ = entry["skipped_examples"]
-    return entry
+def _is_valid(entry: dict[str, Any]) -> bool:
+    """Return whether an entry has the fields that `GuardJournal.resume` reads."""
+    if entry.get("event") == "rewind":
+        return schema_error(entry, REWIND_ENTRY) is None and len(entry["skipped_examples"]) == 2
+    return "event" in entry

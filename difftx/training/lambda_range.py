@@ -27,13 +27,13 @@ class LambdaRange:
 
 
 def warning(step: int, layer: int, value: float) -> str:
-    """Return the message that reports a crossing."""
+    """Return the message about a layer whose λ left the range."""
     if math.isnan(value):
         what = "is not a number"
     elif value < LOWEST:
-        what = "the second map is added to the first"
+        what = "the second attention weights are added to the first"
     else:
-        what = "the second map dominates the first"
+        what = "the second attention weights dominate the first"
     return (
         f"step {step}: λ of layer {layer} is {value:.4g}, outside of [{LOWEST:g}, {HIGHEST:g}]: {what}, so that the "
         'layer no longer cancels noise; see "When λ leaves its range" in docs/operations.md'

@@ -1,5 +1,6 @@
-"""The training loop."""
+"""The training loop: a session of one or more attempts at a run."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +12,24 @@ import rich
 from difftx import kernels
 from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Batch, Loader
-from difftx.data.progress import Work
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
-from difftx.parallel.multihost import Interrupt, barrier, decided_by_lead, is_lead, say
-from difftx.training.checkpoint import Checkpointer
+from difftx.parallel.multihost import Interrupt, barrier, decide_on_primary, is_primary, say
+from difftx.progress import Advance, Work
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
-from difftx.training.guards import Guard, Journal, Rewind, act_on_bad_steps
+from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.lambda_range import SPLIT, LambdaRange, warning
-from difftx.training.metrics import MetricsWriter, Progress, read_newest_metrics
+from difftx.training.metrics import MetricsWriter, read_newest_metrics
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, TrainState, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
+
+PROGRESS_LABEL = "{what} {done}/{total}"
+PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
 def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
@@ -47,142 +51,165 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
             kernels.check_gradients(run.config.model.d_head)
         run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
-            step_fn = jax.jit(make_train_step(run.config), donate_argnums=0)
-            journal, outcome = Journal(run.workdir), None
-            while not isinstance(outcome, int):
-                goodput = Goodput(time.perf_counter() if began is None else began)
-                outcome = _train(
-                    run,
-                    evaluate,
-                    step_fn,
-                    journal,
-                    goodput,
-                    interrupt,
-                    monitor,
-                    rewind=outcome,
-                    allow_config_change=allow_config_change,
-                )
-                began = None
-            return outcome
+            step = jax.jit(make_train_step(run.config), donate_argnums=0)
+            session = Session(run, evaluate, step, GuardJournal(run.workdir), interrupt, monitor, allow_config_change)
+            return session.train(time.perf_counter() if began is None else began)
     finally:
         interrupt.close()
 
 
-def _train(
-    run: Run,
-    evaluate: Evaluate,
-    step_fn: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
-    journal: Journal,
-    goodput: Goodput,
-    interrupt: Interrupt,
-    monitor: Monitor,
-    *,
-    rewind: Rewind | None,
-    allow_config_change: bool,
-) -> int | Rewind:
-    """Train until the last step, a signal or bad steps; return the exit code, or the rewind for the next call."""
-    config, steps = run.config, run.config.train.steps
-    patience = config.multihost.barrier_timeout_seconds
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """The training in one process: attempts at the run until an attempt ends with an exit code."""
 
-    # ── State: the workdir's newest checkpoint, else weights of another run, else new parameters ──
-    checkpointer = Checkpointer(run.workdir, config.checkpoint, save_seconds=config.multihost.barrier_timeout_seconds)
-    loader = Loader(
-        run.data.examples,
-        rows=config.batch_rows,
-        prefetch_batches=config.data.prefetch_batches,
-        sharding=run.batch_sharding,
-        signature=run.data.signature,
-        vocab_size=config.model.vocab_size,
-        where=run.data.where,
-    )
-    guard = Guard(config.guards)
-    with goodput.section("restore" if decided_by_lead(checkpointer.steps, patience) else "init"):
-        state, start = starting_state(run, checkpointer, loader, guard, allow_config_change=allow_config_change)
-    if is_lead():
-        run.write_description()
-        goodput.resume(run.workdir / "metrics.jsonl", start)
-    writer = MetricsWriter(run.workdir, config.logging, start, enabled=is_lead())
-    if rewind is not None:
-        journal.add_rewind(rewind, start, loader.state()["examples"], writer.attempt)
-    journal.resume(start, guard, loader)
-    first_example = loader.state()["examples"]
-    again = f", rewind {guard.rewinds}" if guard.rewinds else ""  # The name of each barrier must be unique.
-    barrier(f"start{again}", patience)
+    run: Run
+    evaluate: Evaluate
+    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    journal: GuardJournal
+    interrupt: Interrupt
+    monitor: Monitor
+    allow_config_change: bool
 
-    with Progress(steps, start, enabled=is_lead()) as progress:
-        progress.note(f"{run.workdir}: attempt {writer.attempt}, from step {start} to {steps}")
-        reporter = Reporter(run, writer, progress, guard)
-        writer.write("goodput", start, goodput.row())
-        step = start
+    def train(self, began: float) -> int:
+        outcome = Attempt(self, Goodput(began)).train()
+        while isinstance(outcome, Rewind):
+            outcome = Attempt(self, Goodput(time.perf_counter()), outcome).train()
+        return outcome
 
-        # ── Steps ──
-        goodput.switch("compile" if rewind is None else "train")  # The first call of `step_fn` compiles it.
-        while step < steps and guard.tripped is None and not interrupt.requested(step):
-            waited = time.perf_counter()
-            with goodput.section("data_wait"):
-                batch = next(loader)
-            data_wait = time.perf_counter() - waited
-            # An accidental transfer between host and device would stall every device: make it an error.
-            with jax.transfer_guard("disallow"):
-                state, metrics = step_fn(state, batch)
-            goodput.switch("train")
-            step += 1
-            monitor.beat(step)
-            reporter.push(step, metrics, data_wait)
-            checkpointer.check()
 
-            if step % config.eval.every_steps == 0 or step == steps:
-                barrier(f"evaluation after step {step}{again}", patience)
-                reporter.flush()
-                with goodput.section("eval"):
-                    # Progress of the evaluation shows the watchdog that the process does not hang.
-                    work = Work(enabled=False, on_advance=functools.partial(monitor.beat, step))
-                    suites = config.eval.suites if guard.tripped is None else ()
-                    results = evaluate(run, state.params, step, suites, work, checkpointer.weights_id(step))
-                monitor.beat(step)
-                for suite, result in results.items():
-                    writer.write("valid", step, {"suite": suite, **result.numbers})
-                    shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())
-                    progress.note(f"step {step}  {suite}: {shown}")
-                writer.write("goodput", step, goodput.row())
-                reporter.restart_clock()
-            if step % config.checkpoint.every_steps == 0:
-                barrier(f"checkpoint of step {step}{again}", patience)
-                reporter.flush()  # Before the save, so that metrics.jsonl has every step up to the checkpoint.
-                writer.write("goodput", step, goodput.row())
-                if guard.calm:
-                    with goodput.section("save"):
-                        checkpointer.save(state, loader.state() | {"guard": guard.state()}, config)
-                reporter.restart_clock()
+class Attempt:
+    """Training from a starting state to the last step, a signal or bad steps."""
 
-        # ── End: the last step, a signal, or bad steps ──
+    def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
+        """Restore or create the state, after `rewind`, the outcome of the session's previous attempt."""
+        run, config = session.run, session.run.config
+        self._session, self._goodput, self._config = session, goodput, config
+        self._patience = config.multihost.barrier_timeout_seconds
+        self._checkpointer = Checkpointer(run.workdir, config.checkpoint, save_seconds=self._patience)
+        self._loader = Loader(
+            run.data.examples,
+            rows=config.batch_rows,
+            prefetch_batches=config.data.prefetch_batches,
+            sharding=run.batch_sharding,
+            signature=run.data.signature,
+            vocab_size=config.model.vocab_size,
+            where=run.data.where,
+        )
+        self._guard = Guard(config.guards)
+        with goodput.section("restore" if decide_on_primary(self._checkpointer.steps, self._patience) else "init"):
+            self._state, self._start = starting_state(
+                run, self._checkpointer, self._loader, self._guard, allow_config_change=session.allow_config_change
+            )
+        if is_primary():
+            run.write_description()
+            goodput.resume(run.workdir / "metrics.jsonl", self._start)
+        self._writer = MetricsWriter(run.workdir, config.logging, self._start, enabled=is_primary())
+        if rewind is not None:
+            session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
+        session.journal.resume(self._start, self._guard, self._loader)
+        self._first_example = self._loader.state()["examples"]
+        self._first_section = "compile" if rewind is None else "train"  # A session's first step compiles it.
+        self._step = self._start
+        barrier("start", self._patience)
+
+    def train(self) -> int | Rewind:
+        """Return the exit code of the session, or the rewind that the next attempt begins with."""
+        config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
+        display = Work(enabled=is_primary(), is_output=True)
+        task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
+        with display, task as advance:
+            attempt = self._writer.attempt
+            display.note(f"{self._session.run.workdir}: attempt {attempt}, from step {self._start} to {steps}")
+            reporter = Reporter(self._session.run, self._writer, display, advance, self._guard)
+            self._write_goodput()
+            self._goodput.switch(self._first_section)
+            while self._step < steps and self._guard.tripped is None and not interrupt.requested(self._step):
+                self._take_step(reporter)
+                if self._step % config.eval.every_steps == 0 or self._step == steps:
+                    self._evaluate(reporter, display)
+                if self._step % config.checkpoint.every_steps == 0:
+                    self._save(reporter)
+            reporter.flush()
+            self._goodput.switch("save")
+            saved = self._guard.calm or (self._step == steps and self._guard.tripped is None)
+            if saved:
+                self._checkpointer.save_and_wait(self._state, self._data_state(), config)
+            self._checkpointer.close()
+        return self._finish(saved)
+
+    def _take_step(self, reporter: "Reporter") -> None:
+        waited = time.perf_counter()
+        with self._goodput.section("data_wait"):
+            batch = next(self._loader)
+        data_wait = time.perf_counter() - waited
+        # An accidental transfer between host and device would stall every device: make it an error.
+        with jax.transfer_guard("disallow"):
+            self._state, metrics = self._session.step(self._state, batch)
+        self._goodput.switch("train")
+        self._step += 1
+        self._session.monitor.beat(self._step)
+        reporter.push(self._step, metrics, data_wait)
+        self._checkpointer.check()
+
+    def _evaluate(self, reporter: "Reporter", display: Work) -> None:
+        session, step = self._session, self._step
+        barrier(f"evaluation after step {step}", self._patience)
         reporter.flush()
-        goodput.switch("save")
-        saved = guard.calm or (step == steps and guard.tripped is None)
-        if saved:
-            checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, config)
-        checkpointer.close()
+        with self._goodput.section("eval"):
+            # Progress of the evaluation shows the watchdog that the process does not hang.
+            work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
+            suites = self._config.eval.suites if self._guard.tripped is None else ()
+            weights = self._checkpointer.weights_id(step)
+            results = session.evaluate(session.run, self._state.params, step, suites, work, weights)
+        session.monitor.beat(step)
+        for suite, result in results.items():
+            self._writer.write("valid", step, {"suite": suite, **result.numbers})
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in result.numbers.items())
+            display.note(f"step {step}  {suite}: {shown}")
+        self._write_goodput()
+        reporter.restart_clock()
 
-    outcome: int | Rewind = 0 if step == steps else EXIT_PREEMPTED
-    if guard.tripped is not None:
-        consumed = first_example + (guard.tripped.last - start) * config.batch_rows
-        outcome = act_on_bad_steps(guard, config, journal, checkpointer, consumed, writer.attempt)
-    elif step < steps:
-        what = "checkpoint saved" if saved else "nothing saved between bad steps"
-        say(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
-    row = goodput.row()
-    writer.write("goodput", step, row)
-    writer.close()
-    if is_lead() and isinstance(outcome, int):
-        rich.print(format_goodput(row))
-    return outcome
+    def _save(self, reporter: "Reporter") -> None:
+        barrier(f"checkpoint of step {self._step}", self._patience)
+        reporter.flush()  # Before the save, so that metrics.jsonl has every step up to the checkpoint.
+        self._write_goodput()
+        if self._guard.calm:
+            with self._goodput.section("save"):
+                self._checkpointer.save(self._state, self._data_state(), self._config)
+        reporter.restart_clock()
+
+    def _finish(self, saved: bool) -> int | Rewind:
+        config, guard, step = self._config, self._guard, self._step
+        outcome: int | Rewind = 0 if step == config.train.steps else EXIT_PREEMPTED
+        if guard.tripped is not None:
+            consumed = self._first_example + (guard.tripped.last - self._start) * config.batch_rows
+            journal, attempt = self._session.journal, self._writer.attempt
+            outcome = act_on_bad_steps(guard, config, journal, self._checkpointer, consumed, attempt)
+        elif step < config.train.steps:
+            what = "checkpoint saved" if saved else "nothing saved between bad steps"
+            say(f"stopped by a signal at step {step}, {what}; run the same command again to continue")
+        row = self._write_goodput()
+        self._writer.close()
+        if is_primary() and isinstance(outcome, int):
+            rich.print(format_goodput(row))
+        return outcome
+
+    def _data_state(self) -> dict[str, Any]:
+        """Return the state of the loader and the guard, which a checkpoint stores with the train state."""
+        return self._loader.state() | {"guard": self._guard.state()}
+
+    def _write_goodput(self) -> dict[str, float]:
+        row = self._goodput.row()
+        self._writer.write("goodput", self._step, row)
+        return row
 
 
 class Reporter:
     """A reporter of each step's metrics, one step late: it fetches them after the next step has been dispatched."""
 
-    def __init__(self, run: Run, writer: MetricsWriter, progress: Progress, guard: Guard):
-        self._config, self._writer, self._progress, self._guard = run.config, writer, progress, guard
+    def __init__(self, run: Run, writer: MetricsWriter, display: Work, advance: Advance, guard: Guard):
+        self._config, self._writer, self._guard = run.config, writer, guard
+        self._display, self._advance = display, advance
         model, length = run.config.model, run.config.data.sequence_length
         peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
         self._mfu_per_rate = {
@@ -190,7 +217,7 @@ class Reporter:
             for name, causal in (("mfu", False), ("mfu_causal", True))
             if peak is not None
         }
-        self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_lead() else ())
+        self._lambda_range = LambdaRange(read_newest_metrics(writer.path) if is_primary() else ())
         self._pending: tuple[int, Metrics, float] | None = None
         self._last = time.perf_counter()
 
@@ -212,10 +239,11 @@ class Reporter:
         for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers are numbered from 1.
             value = float(row["lambda"][layer - 1])
             self._writer.write(SPLIT, step, {"layer": layer, "value": value})
-            self._progress.note(warning(step, layer, value))
-        self._progress.update(step, row)
+            self._display.note(warning(step, layer, value))
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+        self._advance(1, f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {speed}")
         if row["skipped"]:
-            self._progress.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
+            self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
         """Exclude the time since the last step from the duration of the next step."""

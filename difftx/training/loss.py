@@ -1,8 +1,8 @@
 """Negative log-likelihood (NLL) of the next token, with the vocabulary sharded across devices.
 
-Logits exist for one chunk of tokens at a time, and each device holds the logits of its shard of the vocabulary. All
-float32 logits of a row of 64K tokens, for a vocabulary of 100,288 entries, would take 26 GB. When the loss is
-differentiated, the forward pass also computes the gradient of each chunk, so no logit is stored or computed twice.
+Logits exist for one chunk of tokens at a time, because all float32 logits of a row of 64K tokens would take 26 GB for a
+vocabulary of 100,288 entries. When the loss is differentiated, the forward pass also computes the gradient of each
+chunk, so no logit is stored or computed twice.
 """
 #   B = batch, T = tokens, D = model width, V = vocabulary; on one device: N = tokens of all rows, C = tokens of a chunk
 
@@ -107,11 +107,9 @@ def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
-    """Compute a chunk's logits.
+    """Return a chunk's logits on this device, their log-sum-exp and the target's logit over all devices, and a mask.
 
-    Returns:
-        This device's logits; the log-sum-exp over all devices; the target's logit, from whichever device holds it; and
-        the mask of the targets in this device's logits.
+    The mask marks the targets in this device's logits.
     """
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
@@ -129,12 +127,12 @@ def _chunks(table_VD: jax.Array, **arrays_BT: jax.Array) -> dict[str, jax.Array]
     count = -(-N * table_VD.shape[0] // CHUNK_LOGITS)
     size = -(-N // count)
 
-    def cut(x_BT: jax.Array) -> jax.Array:
+    def split(x_BT: jax.Array) -> jax.Array:
         x_N = x_BT.reshape(N, *x_BT.shape[2:])
         padded = jnp.pad(x_N, [(0, count * size - N)] + [(0, 0)] * (x_N.ndim - 1))
         return padded.reshape(count, size, *x_N.shape[1:])
 
-    return {name: cut(x_BT) for name, x_BT in arrays_BT.items()}
+    return {name: split(x_BT) for name, x_BT in arrays_BT.items()}
 
 
 def _joined(x_chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:

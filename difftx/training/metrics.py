@@ -1,4 +1,4 @@
-"""Reporting of a run: metrics.jsonl, TensorBoard, Weights & Biases and the progress line."""
+"""The numbers of a run: metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import contextlib
 import errno
@@ -12,21 +12,19 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-import rich.progress
 from tensorboardX.event_file_writer import EventsWriter, directory_check
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
 from difftx.errors import RunError, UserError, install_hint
-from difftx.files import read_file, write_atomically
+from difftx.files import JsonLines, parse_json_lines, read_file
 
-PLAIN_LINE_SECONDS = 10.0
 NEWEST_BYTES = 65_536
-# Fields that the rows of each split must have, in addition to "split", "step" and "attempt".
+ROW = {"split": str, "step": int, "attempt": int}
+# Fields that the rows of each split must have, in addition to those of `ROW`.
 REQUIRED = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
@@ -38,8 +36,7 @@ REQUIRED = {
 class MetricsWriter:
     """A writer of rows of numbers to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
-    When it opens metrics.jsonl, the writer drops the rows of earlier attempts after `start_step`. With several
-    processes, only the writer of one process is `enabled`; the writers of the other processes write nothing.
+    It first drops the rows of earlier attempts after `start_step`. Unless it is `enabled`, it does nothing.
     """
 
     def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
@@ -65,12 +62,8 @@ class MetricsWriter:
         """
         if self._file is None:
             return
-        row = {
-            "split": split,
-            "step": step,
-            "attempt": self.attempt,
-            **{k: _plain(v) for k, v in values.items()},
-        }
+        numbers = {name: _plain(value) for name, value in values.items()}
+        row = {"split": split, "step": step, "attempt": self.attempt, **numbers}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         scalars = _scalars(row)
         try:
@@ -91,7 +84,6 @@ class MetricsWriter:
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:
-        """Close metrics.jsonl, TensorBoard and Weights & Biases."""
         if self._file:
             self._file.close()
         if self._tensorboard:
@@ -108,14 +100,10 @@ class MetricsWriter:
         self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Drop the rows and evaluations after `start_step`, and incomplete lines.
-
-        Returns:
-            The remaining rows, and the number of this attempt, from 1.
-        """
+        """Drop rows and evaluations after `start_step`; return the rest and the number of this attempt, from 1."""
         rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        JsonLines(self.path).rewrite(kept)
         for path in self.path.parent.glob("evals/*/*"):  # Evaluations of discarded parameters.
             if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -123,51 +111,28 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl, and the number of invalid lines, which are skipped.
-
-    A file that does not exist has no rows.
-
-    Raises:
-        UserError: `path` is a folder.
-        UnreadableError: the file cannot be read.
-    """
-    return _parse_rows((read_file(path) or b"").decode(errors="replace"))
+    """Return the rows of a metrics.jsonl, which may be absent, and the number of invalid lines, which are skipped."""
+    return _parse_rows(read_file(path) or b"")
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens.
-
-    This is cheap enough to watch a long run. A file that does not exist or cannot be read has no rows: training itself
-    raises the error.
-    """
+    """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens; none if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
-            return _parse_rows(file.read().decode(errors="replace"))[0]
+            return _parse_rows(file.read())[0]
     except OSError:
         return []
 
 
-def _parse_rows(text: str) -> tuple[list[dict[str, Any]], int]:
-    rows, skipped = [], 0
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if _is_row(row):
-            rows.append(row)
-        else:
-            skipped += 1
-    return rows, skipped
+def _parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    found = parse_json_lines(content, ROW)
+    rows = [row for row in found if row is not None and _has_numbers(row)]
+    return rows, len(found) - len(rows)
 
 
-def _is_row(row: Any) -> bool:
-    """Return whether `row` is a row of `MetricsWriter.write`, with the numbers that readers of metrics.jsonl expect."""
-    if not isinstance(row, dict) or not isinstance(row.get("split"), str):
-        return False
-    if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("step", "attempt")):
-        return False
+def _has_numbers(row: dict[str, Any]) -> bool:
+    """Return whether a row has the fields that readers of metrics.jsonl expect, and only finite numbers."""
     required = REQUIRED.get(row["split"], {})
     if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
@@ -180,63 +145,6 @@ def _is_row(row: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
-
-
-class Progress:
-    """A live progress line in a terminal, or a plain line every 10 seconds where the output is not a terminal.
-
-    With several processes, only the progress line of one process is `enabled`.
-    """
-
-    def __init__(self, total_steps: int, start_step: int, *, enabled: bool = True):
-        self._total, self._start, self._enabled = total_steps, start_step, enabled
-        self._began = self._printed = time.monotonic()
-        self._bar = self._task = None
-        if enabled and sys.stdout.isatty():
-            columns = [
-                rich.progress.TextColumn("step {task.completed}/{task.total}"),
-                rich.progress.BarColumn(),
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.TimeRemainingColumn(),
-            ]
-            self._bar = rich.progress.Progress(*columns)
-            self._task = self._bar.add_task("", total=total_steps, completed=start_step)
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, step: int, row: Mapping[str, Any]) -> None:
-        """Show the loss, gradient norm and speed of a step."""
-        if not self._enabled:
-            return
-        text = f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {row['tokens_per_second']:,.0f} tokens/s"
-        now = time.monotonic()
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, description=text)
-        elif now - self._printed > PLAIN_LINE_SECONDS or step == self._total:
-            left = (now - self._began) / max(1, step - self._start) * (self._total - step)
-            print(f"step {step}/{self._total}  {text}  {left:.0f} s left", flush=True)
-            self._printed = now
-
-    def note(self, text: str) -> None:
-        """Print a line above the progress line."""
-        if not self._enabled:
-            return
-        if self._bar:
-            self._bar.console.print(text, highlight=False, markup=False)
-        else:
-            print(text, flush=True)
 
 
 def _plain(value: Any) -> Any:
@@ -261,8 +169,8 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
     """Open an event file of TensorBoard.
 
-    tensorboardX's SummaryWriter is not used: it writes in a thread, and `flush` does not wait for that thread. A kill
-    would drop steps that metrics.jsonl has, and a full disk would end only the thread.
+    tensorboardX's SummaryWriter would write in a thread, for which `flush` does not wait. A kill would drop steps that
+    metrics.jsonl has, and a full disk would end only the thread.
     """
     directory_check(str(folder))
     # The name of an event file has the time in seconds. The attempt separates two files of the same second.
@@ -281,8 +189,7 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         raise UserError(
             f"logging.wandb_project={project!r}: wandb is not installed: {install_hint('wandb')}; or set it to none"
         ) from error
-    # W&B accepts each step once. So each attempt is a separate W&B run, which begins with the rows of earlier
-    # attempts. The newest run of a group has every step once.
+    # W&B accepts each step once, so each attempt is a separate W&B run that begins with the rows of earlier attempts.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"
     return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")

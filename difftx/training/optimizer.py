@@ -44,13 +44,9 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransformation:
-    """Return the optimizer that `optimizer.name` names.
+    """Return the optimizer that `optimizer.name` names, after clipping by the global norm if that is configured.
 
-    If `optimizer.clip_norm` is set, gradients are clipped by their global norm first.
-
-    Args:
-        config: Config of the run.
-        decayed: Tree of booleans that selects the parameters with weight decay. None selects the model's matrices.
+    `decayed` is a tree of booleans that selects the parameters with weight decay; None selects the model's matrices.
     """
     decayed = decay_mask(config) if decayed is None else decayed
     optimizer = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), decayed)

@@ -8,13 +8,13 @@ from difftx.config import Config
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
 from difftx.files import size_of
-from difftx.parallel.multihost import decided_by_lead, say
+from difftx.parallel.multihost import decide_on_primary, say
 from difftx.registry import changed_extensions
 from difftx.training.changes import changed_fields
-from difftx.training.checkpoint import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, config_of, restore_params
+from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
+from difftx.training.checkpoint.reading import read_newest
 from difftx.training.guards import Guard
-from difftx.training.manifest import MANIFEST, damage, package_versions, read_manifest
-from difftx.training.reading import read_newest
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 
@@ -54,20 +54,18 @@ def _resume(
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
             say(f"{name}: {before} → {version}, since the checkpoint of step {step}")
-    data = manifest.data
-    data_changes = signature_changes(data, run.data.signature)
+    data_changes = signature_changes(manifest.data, run.data.signature)
     refused = [f"extension {change}" for change in changed_extensions(manifest.extensions)]
     if allow_config_change:
         for change in refused:
             say(f"changed since the checkpoint: {change} (not safe)")
     if allow_config_change or not refused:  # A changed extension may be unable to read the checkpoint's config.
-        refused += _unsafe_changes(
-            checkpointer.config(step), run.config, data_changes, print_unsafe=allow_config_change
-        )
+        trained = config_of(checkpointer.folder / str(step))
+        refused += _unsafe_changes(trained, run.config, data_changes, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
         raise UserError(
             f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
-            "restore what changed, use a new --workdir, or go on all the same with --allow_config_change"
+            "restore what changed, use a new --workdir, or continue nevertheless with --allow_config_change"
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
     state, loader_state = checkpointer.restore(step, abstract, run.mesh)
@@ -96,7 +94,7 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_
 
 def _weights_of(run: Run, source: Path) -> object:
     """Return the parameters stored in `source`, the directory of a run or of one checkpoint."""
-    if decided_by_lead(lambda: _is_checkpoint(source), DECISION_SECONDS):
+    if decide_on_primary(lambda: _is_checkpoint(source), DECISION_SECONDS):
         return _params_in(run, source, source.resolve())
     reader = Checkpointer(source)
     params = read_newest(reader, lambda step: _params_in(run, source, reader.folder / str(step)))
@@ -119,13 +117,9 @@ def _params_in(run: Run, source: Path, folder: Path) -> object:
 
 
 def _is_checkpoint(source: Path) -> bool:
-    """Return whether `source` is the folder of one checkpoint.
-
-    Raises:
-        UserError: `source` is the folder of a checkpoint that does not verify.
-    """
+    """Return whether `source` is the folder of one checkpoint. Raise `UserError` if it does not verify."""
     if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
         return False
-    if why := damage(source, content=True):
+    if why := why_invalid(source, content=True):
         raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
     return True

@@ -10,8 +10,9 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import tiktoken
@@ -23,16 +24,18 @@ from difftx.config.build import config_from_dict
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import misfit, read_file, read_json, remove_temporaries, size_of, write_atomically
+from difftx.files import read_file, read_json, remove_temporaries, schema_error, size_of, write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.parallel.multihost import barrier, decided_by_lead, is_lead
+from difftx.parallel.multihost import barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
 from difftx.registry import require_extensions
-from difftx.training.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
+from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
 from difftx.training.optimizer import make_optimizer
 
+RUN_FORMAT = 1  # Format of a run's files except checkpoints. Increase it when this version cannot read older files.
+DESCRIPTION_SHAPE = {"format": int, "extensions": EXTENSIONS_SHAPE}
 LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
 
@@ -48,13 +51,13 @@ class Run:
     data: Sources
 
     @classmethod
-    def open(cls, config: Config, workdir: Path) -> "Run":
-        """Build the mesh, and open the tokenizer and the data.
+    def open(cls, config: Config, workdir: Path, mesh: jax.sharding.Mesh | None = None) -> "Run":
+        """Open the tokenizer and the data. Without `mesh`, build the mesh of `config.mesh` over all devices.
 
         Raises:
             UserError: the config does not fit the devices, the data or the tokenizer.
         """
-        mesh = make_mesh(config.mesh)
+        mesh = mesh or make_mesh(config.mesh)
         check_divisible(config, mesh)
         check_attention(config)
         make_optimizer(config)  # Raises for an unknown optimizer or schedule.
@@ -64,7 +67,7 @@ class Run:
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """The sharding of a `[rows, tokens]` batch."""
+        """The sharding of an array `[rows, tokens]`."""
         return jax.NamedSharding(self.mesh, Layout().act_BT)
 
     @property
@@ -74,44 +77,33 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the workdir against a second training, and wait for a training that is about to end.
-
-        Raises:
-            UserError: the other training has not ended within one minute.
-        """
-        with _lock_of(self.workdir) if is_lead() else contextlib.nullcontext():
-            # Until process 0 holds the lock, another training may still save: no process may read the newest step yet.
+        """Lock the workdir; raise `UserError` if another training holds the lock for a minute."""
+        with _lock_of(self.workdir) if is_primary() else contextlib.nullcontext():
+            # Until the primary process has the lock, another training may still save a newer checkpoint.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
     def check_records(self) -> None:
-        """Check that the files that training reads and replaces are readable; all processes get the same result.
+        """Check that training can read and replace the files of an earlier attempt. All processes get the same result.
 
         Raises:
-            UserError: one of the files is a folder.
+            UserError: one of the files is a folder, or the run has another format.
             UnreadableError: one of the files cannot be read.
         """
 
         def check() -> None:
             for name in RECORDS:
                 read_file(self.workdir / name)
+            if size_of(self.workdir / MANIFEST) is not None:
+                read_description(self.workdir)
 
-        decided_by_lead(check, self.config.multihost.barrier_timeout_seconds)
+        decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
     def write_description(self) -> None:
         """Write `manifest.json` and `config.json`, atomically."""
-        self.workdir.mkdir(parents=True, exist_ok=True)
         devices = self.mesh.devices.flatten()
         manifest = {
-            "commit": _git_commit(),
-            "python": platform.python_version(),
-            "packages": package_versions(),
-            "extensions": describe_extensions(),
-            "devices": {
-                "kind": devices[0].device_kind,
-                "count": len(devices),
-                "mesh": dict(self.mesh.shape),
-            },
+            "devices": {"kind": devices[0].device_kind, "count": len(devices), "mesh": dict(self.mesh.shape)},
             "data": {
                 **self.data.signature,
                 "train_tokens": {name: rows.tokens for name, rows in self.data.train.items()},
@@ -119,9 +111,7 @@ class Run:
                 "notes": self.data.notes,
             },
         }
-        write_atomically(self.workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        # After the manifest, which names the extensions without which the config cannot be read.
-        write_atomically(self.workdir / "config.json", self.config.to_json())
+        write_description(self.workdir, self.config, manifest)
 
 
 def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
@@ -160,39 +150,67 @@ def fit_to_devices(config: Config) -> Config:
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
+def write_description(workdir: Path, config: Config, details: Mapping[str, Any] | None = None) -> None:
+    """Write the files that make a folder the directory of a run, atomically: `manifest.json` and `config.json`.
+
+    Args:
+        workdir: Directory of the run. It is created if it does not exist.
+        config: Config of the run.
+        details: More fields of `manifest.json`.
+    """
+    manifest = {
+        "format": RUN_FORMAT,
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "extensions": describe_extensions(),
+        **(details or {}),
+    }
+    workdir.mkdir(parents=True, exist_ok=True)
+    # The manifest first, because it names the extensions without which the config cannot be read.
+    write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_atomically(workdir / "config.json", config.to_json())
+
+
 def read_config(workdir: Path) -> Config:
     """Return the config of an existing run directory.
 
     Raises:
-        UserError: there is none, it is not a config of this version, or it requires an extension that is not loaded.
+        UserError: there is none, the run has another format, or it requires an extension that is not loaded.
         UnreadableError: it cannot be read.
     """
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
-        raise UserError(f"--workdir={workdir}: no config.json there, so it is no run; train one with train.py")
-    require_extensions(_extensions_of(workdir), f"--workdir={workdir}")
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
+    require_extensions(read_description(workdir)["extensions"], f"--workdir={workdir}")
     return config_from_dict(read_json(path))
 
 
-def _extensions_of(workdir: Path) -> list[dict[str, str]]:
-    """Return the extensions that a run's manifest records; an imported run has no manifest."""
+def read_description(workdir: Path) -> dict[str, Any]:
+    """Return the content of a run's `manifest.json`.
+
+    Raises:
+        UserError: the run has another format, or the file is corrupt.
+        UnreadableError: the file cannot be read.
+    """
     path = workdir / MANIFEST
-    if size_of(path) is None:
-        return []
-    manifest = read_json(path)
-    extensions = manifest.get("extensions", []) if isinstance(manifest, dict) else None
-    if why := misfit(extensions, EXTENSIONS_SHAPE, "extensions"):
+    manifest = read_json(path) if size_of(path) is not None else {}
+    if isinstance(manifest, dict) and (number := manifest.get("format")) != RUN_FORMAT:
+        found = f"format {number}" if schema_error(number, int) is None else "no format number"
+        raise UserError(
+            f"{workdir}: {MANIFEST} has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; "
+            "use the version that wrote the run, or train again in a new --workdir"
+        )
+    if why := schema_error(manifest, DESCRIPTION_SHAPE):
         raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
-    assert isinstance(extensions, list)
-    return extensions
+    return manifest
 
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
-    """Lock both the folder itself and its file `.lock`, which also names the process that holds the lock.
+    """Lock the folder, and its file `.lock`, which names the process that holds the lock.
 
-    The lock of the folder remains if `.lock` is deleted. The lock of `.lock` is needed because NFS locks only files and
-    because earlier versions of difftx use no other lock.
+    The lock of the folder remains if `.lock` is deleted. NFS cannot lock folders, only files.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
@@ -213,7 +231,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
     """Lock an open file or folder; return False if the file system does not support this.
 
     Raises:
-        UserError: at the deadline another process still holds the lock. The file `path` names that process.
+        UserError: at the deadline, the process that the file `path` names still holds the lock.
     """
     holder = None
     while True:
@@ -238,17 +256,11 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
 
 
 def _git_commit() -> str | None:
-    """Return the git commit of this source tree, with "+" for uncommitted changes, or None outside of git."""
-    here = Path(__file__).parent
+    """Return the commit of this source tree, with "+" if it has uncommitted changes, or None outside of git."""
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": True}
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        status = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **options)
+        status = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from difftx import errors
 from difftx.data import loader
-from difftx.training import checkpoint, metrics
+from difftx.training import metrics
+from difftx.training.checkpoint import checkpointer as checkpoint
 
 
 def poison(batches: set[int]) -> None:
@@ -33,7 +34,7 @@ def poison(batches: set[int]) -> None:
 
 
 def restores_what_does_not_verify() -> None:
-    mock.patch.object(checkpoint, "damage", return_value=None).start()
+    mock.patch.object(checkpoint, "why_invalid", return_value=None).start()
 
 
 def starts_anew_where_nothing_verifies() -> None:
@@ -49,15 +50,15 @@ def starts_anew_where_nothing_verifies() -> None:
 
 
 def quarantines_what_cannot_be_read() -> None:
-    damage = checkpoint.damage
+    why_invalid = checkpoint.why_invalid
 
     def rash(*args: object, **kwargs: object) -> str | None:
         try:
-            return damage(*args, **kwargs)
+            return why_invalid(*args, **kwargs)
         except errors.UnreadableError as error:
             return str(error)
 
-    mock.patch.object(checkpoint, "damage", rash).start()
+    mock.patch.object(checkpoint, "why_invalid", rash).start()
 
 
 def goes_on_a_batch_later() -> None:

@@ -41,7 +41,7 @@ def quarantined(folder: Path) -> dict[Path, int]:
 
 
 def verifies(folder: Path, step: int | None = None) -> bool:
-    """Whether a checkpoint is whole, as docs/design.md §6 says; its step is its name, or `step`."""
+    """Whether a checkpoint is whole, as docs/files.md says; its step is its name, or `step`."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         recorded = manifest.pop("sha256")

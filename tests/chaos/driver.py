@@ -523,7 +523,7 @@ class Run:
             self._damaged_steps |= {int(step) for line in changed for step in re.findall(r'"step": (\d+),', line)}
         if not self._wait(lambda: "attempt " in self._log()):
             if name == "journal.jsonl" and self._codes() == [MISTAKE]:
-                self._refused("is no entry of a journal; delete that line")
+                self._refused("is not a valid entry; delete that line")
                 line = int(
                     re.search(r"line (\d+) is", (self._folder / f"start {self._starts - 1:02}/0.log").read_text())[1]
                 )

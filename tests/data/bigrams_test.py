@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from difftx.commands.data import main as data_command
+from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BYTES_PER_ITEM, as_bigrams, count_bigrams, read_bigrams, write_bigrams
-from difftx.data.commands import main as data_command
-from difftx.data.prepare import main as prepare
-from difftx.data.progress import Work
 from difftx.data.store import TokenStore, open_store, read_meta
 from difftx.errors import UserError
+from difftx.progress import Work
 
 TOKENIZER = {"name": "bytes", "vocabulary_sha256": "f" * 64}
 
@@ -100,8 +100,8 @@ def test_the_command_counts_training_documents(prepared, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--min_count=0"], "--min_count=0: at least 1"),
-        (["--max_memory_mib=0"], "--max_memory_mib=0: at least 1"),
+        (["--min_count=0"], "--min_count=0: must be at least 1"),
+        (["--max_memory_mib=0"], "--max_memory_mib=0: must be at least 1"),
         (["--out=no/such/folder/file"], "--out=no/such/folder/file: name a file"),
     ],
 )
@@ -117,7 +117,7 @@ def test_what_is_no_store_is_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("corrupt", "message"),
     [
         (lambda raw: raw[:-1], "bytes, its header says"),
         (lambda raw: raw + b"\0", "bytes, its header says"),
@@ -126,18 +126,18 @@ def test_what_is_no_store_is_not_counted(tmp_path):
         (lambda raw: b"", "not a file of bigrams"),
         (lambda raw: b'{"format": 1}\n', "not a file of bigrams"),
         (lambda raw: b"[" * 100_000 + b"\n", "not a file of bigrams"),
-        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrems": '), "the header is damaged: the text: no 'bigrams'"),
-        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrams":-'), "the header is damaged: bigrams: not a count"),
+        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrems": '), "the header is corrupt: the text: no 'bigrams'"),
+        (lambda raw: raw.replace(b'"bigrams": ', b'"bigrams":-'), "the header is corrupt: bigrams: not a count"),
         (
             lambda raw: raw.replace(b'"tokenizer": {', b'"tokenized": {'),
-            "the header is damaged: the text: no 'tokenizer'",
+            "the header is corrupt: the text: no 'tokenizer'",
         ),
     ],
 )
-def test_a_file_that_is_not_whole_is_refused(tmp_path, damage, message):
+def test_a_file_that_is_not_whole_is_refused(tmp_path, corrupt, message):
     path = tmp_path / "counts"
     write([store_of([[1, 2, 3]])], path)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(corrupt(path.read_bytes()))
     with pytest.raises(UserError, match=f"eval.bigrams_path='{path}': .*{message}"):
         read_bigrams(path, "f" * 64, field="eval.bigrams_path")
 

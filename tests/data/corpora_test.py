@@ -26,14 +26,14 @@ def all_tokens(store):
 
 
 def test_every_byte_is_in_exactly_one_split(config, text_file):
-    corpus = corpus_of(config, text_file, valid_fraction=0.3)
-    train, valid = documents_of(corpus.train), documents_of(corpus.valid["valid"])
+    train_store, valid_store = corpus_of(config, text_file, valid_fraction=0.3)
+    train, valid = documents_of(train_store), documents_of(valid_store)
     text = text_file.read_bytes()
     assert len(train) + len(valid) == -(-len(text) // DOCUMENT_BYTES)
     assert sum(map(len, train + valid)) == len(text)
     assert all(part in text for part in train + valid)
     assert not set(train) & set(valid)
-    ends = all_tokens(corpus.train)[corpus.train.offsets[1:].astype(int) - 1]
+    ends = all_tokens(train_store)[train_store.offsets[1:].astype(int) - 1]
     assert (ends == ENCODING.eot_token).all()
 
 
@@ -41,17 +41,17 @@ def test_duplicates_count_once_and_file_order_does_not_matter(config, text_file,
     alone = corpus_of(config, text_file)
     (tmp_path / "a_copy.txt").write_bytes(text_file.read_bytes())
     twice = corpus_of(config, tmp_path / "*.txt")
-    assert alone.train.fingerprint == twice.train.fingerprint
-    assert alone.valid["valid"].fingerprint == twice.valid["valid"].fingerprint
-    np.testing.assert_array_equal(all_tokens(alone.train), all_tokens(twice.train))
+    for one, other in zip(alone, twice, strict=True):
+        assert one.fingerprint == other.fingerprint
+    np.testing.assert_array_equal(all_tokens(alone[0]), all_tokens(twice[0]))
 
 
 def test_a_long_line_stays_whole(config, tmp_path):
     lines = ["a" * (DOCUMENT_BYTES + 5) + "\n", "b" * 900 + "\n", "c" * DOCUMENT_BYTES + "\n"]
     path = tmp_path / "lines.txt"
     path.write_text("".join(lines))
-    corpus = corpus_of(config, path)
-    found = documents_of(corpus.train) + documents_of(corpus.valid["valid"])
+    train, valid = corpus_of(config, path)
+    found = documents_of(train) + documents_of(valid)
     assert sorted(found) == sorted(line.encode() for line in lines)
 
 

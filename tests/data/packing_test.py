@@ -203,7 +203,7 @@ def as_before(data):
 @pytest.mark.parametrize(
     "damage", [flipped, lambda d: d[:-8], lambda d: d[:3], lambda d: b"", lambda d: d + bytes(8), as_before]
 )
-def test_a_damaged_index_is_built_again_and_said(tmp_path, capsys, damage):
+def test_a_corrupt_index_is_built_again_and_said(tmp_path, capsys, damage):
     store = store_of([5, 3, 4, 9, 2, 7, 1])
     sound = rows_of(store, 8, "best_fit", tmp_path)
     [path] = tmp_path.iterdir()
@@ -212,7 +212,7 @@ def test_a_damaged_index_is_built_again_and_said(tmp_path, capsys, damage):
     assert capsys.readouterr().out == ""
     healed = rows_of(store, 8, "best_fit", tmp_path)
     out = capsys.readouterr().out
-    assert out.startswith(f"{path}: damaged")
+    assert out.startswith(f"{path}: corrupt")
     assert out.count("\n") == 1
     assert path.read_bytes() == content
     for index in range(len(sound)):
@@ -239,7 +239,7 @@ print(hashlib.sha256(np.concatenate([index.first, index.starts, index.lengths]))
 
 
 def test_processes_that_build_the_same_index_get_the_same_one(tmp_path):
-    """A damaged file is there, so that all of them write."""
+    """A corrupt file is there, so that all of them write."""
     offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 600, 200_000))])
     packing.cached_best_fit(offsets, 512, tmp_path / "cache")
     [path] = (tmp_path / "cache").iterdir()
@@ -256,7 +256,7 @@ def test_processes_that_build_the_same_index_get_the_same_one(tmp_path):
     expected = best_fit(offsets, 512)
     parts = np.concatenate([expected.first, expected.starts, expected.lengths])
     assert {lines[-1] for lines in outputs} == {hashlib.sha256(parts).hexdigest()}
-    assert any("damaged" in lines[0] for lines in outputs)
+    assert any("corrupt" in lines[0] for lines in outputs)
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [path.name]
     assert path.read_bytes() == content
 

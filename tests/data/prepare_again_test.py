@@ -1,4 +1,4 @@
-"""difftx prepare called again: after our own advice, and with damaged files of an unfinished run."""
+"""difftx prepare called again: after our own advice, and with corrupt files of an unfinished run."""
 
 import gzip
 import json
@@ -8,10 +8,11 @@ import subprocess
 
 import numpy as np
 import pytest
+from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
 
-from data.prepare_test import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
-from difftx.data import readers, records
-from difftx.data.readers import Document, Fields, sources_of, validation_start
+from difftx.data import records
+from difftx.data.prepare import readers
+from difftx.data.prepare.readers import Document, Fields, sources_of, validation_start
 from difftx.data.records import read_records
 from difftx.data.store import open_store
 from difftx.errors import UserError
@@ -127,27 +128,31 @@ def drop_a_part(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("name", "corrupt", "message"),
     [
-        (".prepare/units/00001-000000.npz", flip, "damaged; tokenising that part of the input again"),
-        (".prepare/units/00001-000000.npz", lambda f: f.write_bytes(f.read_bytes()[:900]), "damaged; tokenising"),
-        (".prepare/units/00002-000000.npz", lambda f: f.write_bytes(b""), "damaged; tokenising"),
-        (".prepare/units/00000-000000.npz", drop_a_part, "damaged; tokenising"),
-        (".prepare/shards/train-00001.json", rewrite_record, "it or its shard is damaged; writing the shard again"),
-        (".prepare/shards/train-00001.json", lambda f: f.write_text("[1]"), "it or its shard is damaged"),
-        ("train/00001.tokens", flip, "train-00001.json: it or its shard is damaged"),
-        ("valid/00000.offsets", lambda f: f.unlink(), "valid-00000.json: it or its shard is damaged"),
-        (".prepare/job.json", lambda f: f.write_text("[1]"), "job.json: damaged; preparing everything again"),
-        (".prepare/job.json", flip, "job.json: damaged; preparing everything again"),
+        (".prepare/units/00001-000000.npz", flip, "corrupt; tokenising that part of the input again"),
+        (".prepare/units/00001-000000.npz", lambda f: f.write_bytes(f.read_bytes()[:900]), "corrupt; tokenising"),
+        (".prepare/units/00002-000000.npz", lambda f: f.write_bytes(b""), "corrupt; tokenising"),
+        (".prepare/units/00000-000000.npz", drop_a_part, "corrupt; tokenising"),
+        (
+            ".prepare/shards/train-00001.json",
+            rewrite_record,
+            "the record or its shard is corrupt; writing the shard again",
+        ),
+        (".prepare/shards/train-00001.json", lambda f: f.write_text("[1]"), "the record or its shard is corrupt"),
+        ("train/00001.tokens", flip, "train-00001.json: the record or its shard is corrupt"),
+        ("valid/00000.offsets", lambda f: f.unlink(), "valid-00000.json: the record or its shard is corrupt"),
+        (".prepare/job.json", lambda f: f.write_text("[1]"), "job.json: corrupt; preparing everything again"),
+        (".prepare/job.json", flip, "job.json: corrupt; preparing everything again"),
     ],
 )
-def test_damaged_files_of_an_unfinished_run_are_made_again(unfinished, tmp_path, name, damage, said):
+def test_corrupt_files_of_an_unfinished_run_are_made_again(unfinished, tmp_path, name, corrupt, message):
     source, flags, sound = unfinished
     out = shutil.copytree(source, tmp_path / "out")
-    damage(out / name)
+    corrupt(out / name)
     result = prepared(out, *flags)
     [line] = result.stderr.splitlines()
-    assert said in line
+    assert message in line
     assert str(out) in line
     assert tree(out) == sound
 

@@ -11,51 +11,18 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from helpers.data_prepare import COMMAND, ENVIRONMENT, prepare, prepared, refused, texts_of, tree
 
 from difftx.data.store import open_store, read_meta
 from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 
-COMMAND = [sys.executable, "-m", "difftx", "prepare", "--tokenizer=bytes"]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
-
-
-def prepare(*flags, **options):
-    return subprocess.run(
-        [*COMMAND, *map(str, flags)], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **options
-    )
-
-
-def prepared(out, *flags):
-    result = prepare(f"--out={out}", *flags)
-    assert result.returncode == 0, result.stderr
-    return result
-
-
-def refused(out, *flags):
-    """Run a command that must fail; return its one line."""
-    result = prepare(f"--out={out}", *flags)
-    assert result.returncode == 2, result.stderr
-    assert not (out / "meta.json").exists()
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in result.stderr
-    return line
-
-
-def tree(folder):
-    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
-
-
-def texts_of(store):
-    tokens = store.slice(0, len(store))
-    return [bytes(tokens[int(a) : int(b) - 1].astype(np.uint8)).decode() for a, b in itertools.pairwise(store.offsets)]
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +162,7 @@ def test_stopped_by_a_signal_it_says_so_and_goes_on(flags, reference, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75, error
-    assert "the same command goes on" in error
+    assert "the same command resumes" in error
     assert "Traceback" not in error
     assert not (out / "meta.json").exists()
     prepared(out, *flags)
@@ -281,7 +248,7 @@ def bad_inputs(folder):
     (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
     yield (
         [f"--input={folder}/latin.txt"],
-        "latin.txt: byte 2 is not UTF-8; repair it, or leave such out with --on_error",
+        "latin.txt: byte 2 is not UTF-8; repair it, or leave such documents out with --on_error",
     )
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
     yield [f"--input={folder}/broken.jsonl"], "broken.jsonl: line 2: broken JSON"

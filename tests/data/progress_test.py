@@ -1,6 +1,6 @@
 import types
 
-from difftx.data import progress
+from difftx import progress
 
 
 def test_a_line_every_ten_seconds_says_how_long_it_still_takes(monkeypatch, capsys):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data import readers
-from difftx.data.readers import Document, Fields, sources_of, zstd
+from difftx.data.prepare import readers
+from difftx.data.prepare.readers import Document, Fields, sources_of
+from difftx.data.streams import zstd
 from difftx.errors import UserError
 
 FIELDS = Fields("text", "id")
@@ -119,7 +120,7 @@ def test_a_truncated_file_says_so_after_its_whole_units(tmp_path, monkeypatch, s
     assert (len(good) > 0) == (kind == "jsonl")
 
 
-def test_damaged_and_empty_files_are_named(tmp_path):
+def test_corrupt_and_empty_files_are_named(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
         file.write(b'{"text": "x", "id": 1}\n' * 5000)
     data = bytearray((tmp_path / "a.jsonl.gz").read_bytes())
@@ -130,7 +131,7 @@ def test_damaged_and_empty_files_are_named(tmp_path):
     (tmp_path / "d.txt").write_bytes(b"ab\xffc")
     problems = [str(d) for d in read(tmp_path) if isinstance(d, UserError)]
     expected = [
-        "a.jsonl.gz: the compressed file is damaged",
+        "a.jsonl.gz: the compressed file is corrupt",
         "b.jsonl: the file is empty",
         "c.txt: the file is empty",
         "d.txt: byte 2 is not UTF-8",

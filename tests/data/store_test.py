@@ -13,7 +13,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data.commands import main as data_command
+from difftx.commands.data import main as data_command
 from difftx.data.corpora import load_corpus
 from difftx.data.store import TokenStore, open_store, read_meta, store_tokenizer, write_meta
 from difftx.data.tokenizer import fingerprint, load_tokenizer
@@ -109,17 +109,17 @@ def verify(folder):
 @pytest.mark.parametrize("kind", ["tokens", "offsets", "ids"])
 def test_a_flipped_bit_is_found(store, config, kind):
     assert verify(store).returncode == 0
-    damaged = store / "train" / f"00001.{kind}"
-    data = bytearray(damaged.read_bytes())
+    corrupt_file = store / "train" / f"00001.{kind}"
+    data = bytearray(corrupt_file.read_bytes())
     data[len(data) // 2] ^= 16
-    damaged.write_bytes(data)
+    corrupt_file.write_bytes(data)
     result = verify(store)
     assert result.returncode == 2
-    assert f"{damaged}: damaged" in result.stderr
+    assert f"{corrupt_file}: corrupt" in result.stderr
     assert "00000" not in result.stdout + result.stderr
     settings = dataclasses.replace(config().data, path=str(store))
-    assert load_corpus(settings, load_tokenizer("bytes")).train  # Not looked for unless asked.
-    with pytest.raises(UserError, match=rf"00001\.{kind}: damaged"):
+    assert load_corpus(settings, load_tokenizer("bytes"))  # Not looked for unless asked.
+    with pytest.raises(UserError, match=rf"00001\.{kind}: corrupt"):
         load_corpus(dataclasses.replace(settings, verify=True), load_tokenizer("bytes"))
 
 
@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_found(store, config, kind):
         (lambda d: (d / "meta.json").write_text("{}"), r"meta\.json: not a store of format 1"),
         (
             lambda d: (d / "meta.json").write_text((d / "meta.json").read_text().replace("uint16", "uint32")),
-            r"meta\.json: damaged",
+            r"meta\.json: corrupt",
         ),
     ],
 )
@@ -179,7 +179,7 @@ def test_verify_counts_and_finds_strangers(store):
     write_meta(store, meta)
     result = verify(store)
     assert "the documents of train's shards do not add up" in result.stdout
-    assert "00099.tokens: not of this store" in result.stdout
+    assert "00099.tokens: does not belong to this store" in result.stdout
 
 
 def test_the_tokenizer_must_be_the_stores(store, config):
@@ -192,8 +192,8 @@ def test_the_tokenizer_must_be_the_stores(store, config):
 
 
 def test_a_store_is_a_corpus(prepared, config):
-    corpus = load_corpus(dataclasses.replace(config().data, path=str(prepared)), load_tokenizer("bytes"))
-    for split, opened in {"train": corpus.train, "valid": corpus.valid["valid"]}.items():
+    train, valid = load_corpus(dataclasses.replace(config().data, path=str(prepared)), load_tokenizer("bytes"))
+    for split, opened in {"train": train, "valid": valid}.items():
         np.testing.assert_array_equal(opened.slice(0, len(opened)), whole(prepared, split)[0])
 
 

@@ -106,7 +106,7 @@ def test_what_cannot_be_made_is_named(rows_of, config):
         (lambda: rows_of("mqar", sequence_length=23), r"data.sequence_length=23 .* 24 tokens"),
         (lambda: rows_of("retrieval", sequence_length=21), r"data.sequence_length=21 .* 22 tokens"),
         (lambda: rows_of("mqar", pairs=25), "data.synthetic.vocab_size=50 has no 25 .* at least 52"),
-        (lambda: config(data__path="synthetic:copy"), "data.synthetic.vocab_size=8192 is more than model.vocab_size"),
+        (lambda: config(data__path="synthetic:copy"), "data.synthetic.vocab_size=8192 exceeds model.vocab_size"),
     ]
     for make, message in cases:
         with pytest.raises(UserError, match=message):

@@ -6,22 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from difftx.data import readers
-from difftx.data.job import Job
-from difftx.data.readers import Fields, sources_of
-from difftx.data.units import encode_unit, finished_units, unit_file, units_to_do
-from difftx.data.workers import Workers
+from difftx.data.prepare import readers
+from difftx.data.prepare.job import Job
+from difftx.data.prepare.readers import Fields, sources_of
+from difftx.data.prepare.units import encode_unit, finished_units, unit_file, units_to_do
+from difftx.data.prepare.workers import Workers
 from difftx.errors import UserError
 
 
 def job_in(folder):
     job = Job(
+        input=f"{folder}/*.jsonl",
+        valid_input=None,
         out=folder / "out",
         tokenizer="bytes",
         fields=Fields("text", None),
         valid_fraction=0.1,
         shard_tokens=1000,
-        skip=False,
+        skip_unreadable=False,
+        workers=2,
+        runner="local",
+        runner_options="",
     )
     job.units.mkdir(parents=True)
     return job
@@ -33,7 +38,8 @@ def test_only_what_has_no_file_is_read_again(tmp_path, monkeypatch, done):
     for name in ("a", "b"):
         lines = (json.dumps({"text": f"{name} {i} " * 5}) + "\n" for i in range(60))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    job, sources = job_in(tmp_path), sources_of(f"{tmp_path}/*.jsonl", valid=False, first_index=0)
+    job = job_in(tmp_path)
+    sources = sources_of(job.input, valid=False, first_index=0)
     units = list(units_to_do(job, sources))
     assert len([unit for unit in units if unit.source == 0]) > 4
     for number in done:
@@ -43,9 +49,9 @@ def test_only_what_has_no_file_is_read_again(tmp_path, monkeypatch, done):
         encode_unit(job, unit)
     assert not list(units_to_do(job, sources))
     for source in sources:
-        position, index, states = finished_units(job, source)
-        assert (position, index) == (source.size, -1)
-        assert len(states) == len([unit for unit in units if unit.source == source.index])
+        summaries = finished_units(job, source)
+        assert (summaries[-1].end, summaries[-1].last) == (source.size, True)
+        assert len(summaries) == len([unit for unit in units if unit.source == source.index])
     assert unit_file(job, 1, 0).exists()
 
 
@@ -60,5 +66,5 @@ def fail_in_turn(job: Job, task: int) -> None:
 
 def test_of_several_errors_the_first_in_the_input_is_raised(tmp_path):
     job = job_in(tmp_path)
-    with Workers(2, job) as workers, pytest.raises(UserError, match="task 0"):
-        list(workers._map(fail_in_turn, job, [0, 1]))
+    with Workers(job) as workers, pytest.raises(UserError, match="task 0"):
+        list(workers._map(fail_in_turn, [0, 1]))

@@ -7,6 +7,7 @@ import pytest
 
 from difftx import kernels
 from difftx.kernels import target
+from difftx.kernels.backend import AttentionCall
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU here; see benchmarks/gpu_pending.md")
 
@@ -48,7 +49,7 @@ def test_output_and_gradients(backend, case):
     lam = jnp.asarray(rng.normal(size=(B, T, H)), jnp.float32)
     weights = jnp.asarray(rng.normal(size=(B, T, H, 2 * D)), jnp.float32)
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (B, T))), jnp.int32) if options["segments"] else None
-    if reason := kernels._diff_unsupported(backend, q, k, v, ids, options["window"]):
+    if reason := kernels.BACKENDS["diff_attention"][backend].why_unsupported(AttentionCall(q, k, v, ids)):
         pytest.skip(f"{backend} on {target.device_kind()}: {reason}")
     arguments = (lam, ids, options["window"], weights)
     actual = gradients(backend, q, k, v, *arguments)

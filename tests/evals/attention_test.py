@@ -16,9 +16,9 @@ from difftx import evals
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.evals import attention
-from difftx.evals.map_statistics import PARTS, UNSEEN, row_pictures, row_statistics
-from difftx.evals.needle_prompts import NeedlePrompts
+from difftx.evals.attention import suite as attention
+from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
+from difftx.evals.needle.prompts import NeedlePrompts
 from difftx.kernels.rows import MapRows
 from difftx.training.run import Run
 from difftx.training.state import init_state
@@ -145,7 +145,8 @@ def planted(config, mesh):
 def expected_of(run, architecture):
     """Return (depth, layer, name) → the mean over prompts and heads, from the prompts' text."""
     found = {}
-    for prompt in attention.prompts_of(run):
+    prompts = attention.prompts_of(run)
+    for prompt in map(prompts.prompt, prompts.items):
         part = np.full(len(prompt.tokens), PARTS.index("noise"))
         text = run.tokenizer.decode(prompt.tokens)
         assert len(text) == len(prompt.tokens)
@@ -231,8 +232,8 @@ def check_charts(result, expected, depths, architecture):
     ("changes", "message"),
     [
         ({"layers": "3"}, r"eval.attention.layers=\(3,\): the model has 2 layers; use 1 … 2"),
-        ({"layers": "0"}, "different layers, from 1 on"),
-        ({"layers": "1,1"}, "different layers, from 1 on"),
+        ({"layers": "0"}, "eval.attention.layers=0 must be positive"),
+        ({"layers": "1,1"}, r"eval.attention.layers=\(1, 1\): the entries must differ"),
         ({"queries": 5}, "eval.attention.queries=5 must lie in 1 … needles=4"),
         ({"length": 600}, "eval.attention.length: 600 tokens are more than the model's context"),
         ({"length": 100}, "eval.attention.length: 100 tokens do not hold 4 needles.*or other eval.attention.needles"),
@@ -256,7 +257,9 @@ def test_prompts_are_those_of_the_suite_needle(tmp_path):
     cases = json.dumps([{"needles": 4, "queries": 2}])
     config = config_of(tmp_path, "diff", **{"eval.needle.cases": cases, "eval.needle.samples": 3})
     run = Run.open(config, tmp_path / "run")
-    assert list(attention.prompts_of(run)) == list(NeedlePrompts(run))
+    prompts, needle = attention.prompts_of(run), NeedlePrompts(run)
+    assert prompts.items == needle.items
+    assert [prompts.prompt(item) for item in prompts.items] == [needle.prompt(item) for item in needle.items]
 
 
 def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):

@@ -1,30 +1,30 @@
-import contextlib
-import copy
 import dataclasses
-import sys
-import types
+import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import suite_config
+from golden.inputs import write_all
+from helpers.evals_params import one_device, params_of
+from helpers.evals_results import LOSS_SUITES, flat
 
 from difftx import evals
 from difftx.errors import UserError
-from difftx.inference.generate import Completion
 from difftx.parallel.mesh import make_mesh
+from difftx.progress import Work
 from difftx.training.run import Run
-from evals.loss_test import params_of
 
-SUITES = ["loss", "recall", "position"]
-
-
-def flat(value):
-    if isinstance(value, dict):
-        return [x for item in value.values() for x in flat(item)]
-    if isinstance(value, (list, tuple)):
-        return [x for item in value for x in flat(item)]
-    return [value] if isinstance(value, (int, float)) else []
+SMALL_TASK = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4}
+QUICK = {
+    "loss",
+    "recall",
+    "position",
+    "exact_match",
+    "sample",
+    "outliers",
+    "quantize",
+}  # Others compile more.
 
 
 @pytest.mark.long
@@ -36,7 +36,7 @@ def flat(value):
         ("best_fit", 1, {"context": 8, "context_method": "zigzag"}),  # More devices than heads.
     ],
 )
-def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path, monkeypatch, packing, rows, axes):
+def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path, packing, rows, axes):
     def results(devices, rows, **axes):
         changes = {f"mesh__{axis}": size for axis, size in axes.items()}
         packed = {"data__packing": packing, "data__document_mask": packing == "best_fit"}
@@ -49,9 +49,8 @@ def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path
             **packed,
             **changes,
         )
-        monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
-        run = Run.open(made, tmp_path / f"{devices}-{rows}")
-        found = evals.evaluate(run, params_of(run), 0, SUITES)
+        run = Run.open(made, tmp_path / f"{devices}-{rows}", make_mesh(made.mesh, jax.devices()[:devices]))
+        found = evals.evaluate(run, params_of(run), 0, LOSS_SUITES)
         return flat({name: dataclasses.asdict(result) for name, result in found.items()})
 
     expected = results(1, 3)
@@ -62,44 +61,65 @@ def test_results_depend_neither_on_mesh_nor_on_batch(config, text_file, tmp_path
 class Watched:
     """A group of the config that notes which of its fields are read."""
 
-    def __init__(self, group, read):
-        self._group, self._read = group, read
+    def __init__(self, group):
+        self._group, self.read = group, set()
 
     def __getattr__(self, name):
-        self._read.add(name)
+        self.read.add(name)
         return getattr(self._group, name)
 
 
-def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, text_file, tmp_path, monkeypatch):
-    """With no model behind the suites, which read the same fields all the same."""
-    monkeypatch.setattr(evals.Evaluation, "nll", lambda self, source, limit, what: np.ones((len(source), 32)))
-    monkeypatch.setattr("difftx.evals.throughput._compiled", lambda *_: lambda: None)
-    monkeypatch.setattr("difftx.evals.throughput.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
-    completion = Completion(tokens=[], text="", ended_by="limit")
-    monkeypatch.setattr("difftx.evals.sample.generate", lambda lm, requests, *_: [completion] * len(requests))
-    monkeypatch.setattr("difftx.evals.outliers._add_batch", lambda *arguments: arguments[-1])
-    monkeypatch.setattr("difftx.evals.gradients.init_state", lambda _: types.SimpleNamespace(params=jnp.zeros(())))
-    monkeypatch.setattr("difftx.evals.gradients._sum_and_gradient", lambda *_: jnp.zeros(()))
-    monkeypatch.setattr("difftx.evals.gradients._measure", lambda *_: (1.0, 1.0, {}, {}))
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # Not installed, so that it does not ask the network for tasks.
-    monkeypatch.setitem(sys.modules, "math_verify", types.ModuleType("math_verify"))  # Installed.
-    run = Run.open(config(data__path=text_file, mesh__fsdp=8), tmp_path)
-    for suite in evals.SUITES.keys() - {"exact_match"}:  # Which needs a task.
-        read = set()
-        watched = dataclasses.replace(run, config=copy.copy(run.config))
-        object.__setattr__(watched.config, "eval", Watched(run.config.eval, read))
-        # Some refuse so short a context, no files, no tasks, and no values, once they have read what they read.
-        refuses = suite in ("needle", "icl", "hallucination", "harness", "math", "attention", "outliers")
-        refused = pytest.raises(UserError) if refuses else contextlib.nullcontext()
-        with jax.set_mesh(run.mesh), refused:
-            evals.SUITES[suite].evaluate(evals.Evaluation(watched, None, evals.Work(enabled=False)))
-        assert read - {"__class__"} == set(evals.fields_of(run.config, suite))
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    """A run with data for every suite of text, whose settings let suites end soon."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    write_all(folder)
+    trec = {"name": "trec", "train": f"{folder}/icl_train.jsonl", "test": f"{folder}/icl_test.jsonl", "text": "text"}
+    trec |= {"label": "label", "text_word": "Question", "label_word": "Type"}
+    news = {"name": "news", "path": f"{folder}/towns.jsonl", "kind": "summarisation", "document": "context"}
+    news |= {"question": None, "answers": "summary", "new_tokens": 4}
+    sums = {"name": "gsm8k", "format": "gsm8k", "test": f"{folder}/gsm8k_test.jsonl", "train_format": None}
+    fields = {
+        "loss_tokens": 1024, "position_documents": 2, "sample_tokens": 4, "throughput_rounds": 1, "throughput_steps": 1,
+        "needle.samples": 1, "needle.depths": 0.5, "needle.new_tokens": 4,
+        "needle.cases": json.dumps([{"needles": 1, "queries": 1}]),
+        "attention.samples": 1, "attention.needles": 1,
+        "icl.tasks": json.dumps([trec]), "icl.shots": 1, "icl.questions": 2, "icl.permutations": 1,
+        "hallucination.sets": json.dumps([news]), "hallucination.samples": 1,
+        "harness.tasks": "boolq", "harness.data_path": folder / "harness", "harness.limit": 1, "harness.num_fewshot": 0,
+        "math.tasks": json.dumps([sums | {"train": f"{folder}/gsm8k_train.jsonl"}]), "math.questions": 1,
+        "math.shots": 1, "math.new_tokens": 4,
+        "outliers.tokens": 512, "gradients.tokens": 512, "gradients.at_initialization": "as_configured",
+        "quantize.bits": "16",
+    }  # fmt: skip
+    changes = {f"eval.{name}": value for name, value in fields.items()}
+    sizes = {"mesh.fsdp": 1, "model.num_layers": 1, "train.global_batch_tokens": 1024}
+    return Run.open(suite_config(folder, 512, **sizes, **changes), folder, one_device())
+
+
+@pytest.mark.parametrize(
+    "suite", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in evals.SUITES]
+)
+def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path, text_run, suite):
+    if module := {"harness": "lm_eval", "math": "math_verify"}.get(suite):
+        pytest.importorskip(module, reason="the extra `eval` is not installed")
+    run = text_run
+    if suite == "exact_match":
+        run = Run.open(config(data__path="synthetic:mqar", **SMALL_TASK), tmp_path, one_device())
+    params = params_of(run)
+    watched = Watched(run.config.eval)
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, eval=watched))
+    watched.read.clear()  # The fields that the config itself checks.
+    with jax.set_mesh(run.mesh):
+        result = evals.SUITES[suite].evaluate(evals.Evaluation(run, params, Work(enabled=False)))
+    assert result.numbers
+    assert watched.read - {"__class__"} == set(evals.fields_of(text_run.config, suite))
 
 
 def test_what_a_suite_needs_is_asked_before_it_runs(config, text_file, tmp_path):
     text = Run.open(config("transformer", data__path=text_file, mesh__fsdp=8, model__num_heads=1), tmp_path)
-    small = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "mesh__fsdp": 8}
-    task = Run.open(config(data__path="synthetic:mqar", **small), tmp_path)
+    task = Run.open(config(data__path="synthetic:mqar", mesh__fsdp=8, **SMALL_TASK), tmp_path)
     evals.check_run(text, ["loss", "recall", "position", "sample"])
     evals.check_run(task, ["loss", "exact_match", "throughput"])
     reasons = (

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.evals_params import params_of
 
 from difftx import evals
 from difftx.errors import UserError
 from difftx.training.run import Run
 from difftx.training.state import graph
-from evals.loss_test import params_of
 
 SMALL = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4, "data__synthetic__distractors": 5}
 SMALL |= {"data__synthetic__valid_examples": 21}

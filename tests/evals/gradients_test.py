@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.evals_params import random_params
 
 from difftx import evals
 from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError
-from difftx.evals.gradients import starts
+from difftx.evals.gradients import initial_configs
 from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
 from difftx.training.state import init_state
-from evals.outliers_test import drawn
 
 ROWS = 3  # Of 32 tokens; a batch has eight, so that there is filler.
 
@@ -97,10 +97,9 @@ def expected_norms(gradient):
 MLP = {"gate": "DF", "up": "DF", "down": "FD"}
 
 
-def open_run(config, text_file, tmp_path, monkeypatch, devices, *args, **changes):
-    monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
+def open_run(config, text_file, tmp_path, devices, *args, **changes):
     made = config(*args, data__path=text_file, eval__gradients__tokens=ROWS * 32, model__num_heads=2, **changes)
-    return Run.open(made, tmp_path)
+    return Run.open(made, tmp_path, make_mesh(made.mesh, jax.devices()[:devices]))
 
 
 def check(found, numbers, prefix, value, gradient):
@@ -116,12 +115,12 @@ def check(found, numbers, prefix, value, gradient):
     ("name", "axes"),
     [pytest.param("diff", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.long), ("transformer", {})],
 )
-def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, monkeypatch, name, axes):
+def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, name, axes):
     changes = {f"mesh__{axis}": size for axis, size in axes.items()}
     devices = int(np.prod(list(axes.values())))
     changes["eval__gradients__at_initialization"] = ""
-    run = open_run(config, text_file, tmp_path, monkeypatch, devices, name, **changes)
-    params = drawn(run)
+    run = open_run(config, text_file, tmp_path, devices, name, **changes)
+    params = random_params(run)
     result = evals.evaluate(run, params, 0, ["gradients"])["gradients"]
     value, gradient = gradient_by_hand(run, params, scale=True, norm=True)
     found = result.details["by_layer"]["checkpoint"]
@@ -141,15 +140,15 @@ def test_norms_and_cosines_of_a_checkpoint(config, text_file, tmp_path, monkeypa
 
 
 @pytest.mark.exhaustive
-def test_where_training_starts_from(config, text_file, tmp_path, monkeypatch):
+def test_where_training_starts_from(config, text_file, tmp_path):
     """Of a run whose output matrices start at zero: by hand, from the parameters of the same seed."""
     arms = {"no_scale": (False, True), "no_norm": (True, False), "counterpart": (True, True)}
     changes = {"eval__gradients__at_initialization": ",".join(arms), "model__zero_init_output": "true"}
-    run = open_run(config, text_file, tmp_path, monkeypatch, 1, **changes)
-    result = evals.evaluate(run, drawn(run), 0, ["gradients"])["gradients"]
+    run = open_run(config, text_file, tmp_path, 1, **changes)
+    result = evals.evaluate(run, random_params(run), 0, ["gradients"])["gradients"]
     assert result.details["by_layer"].keys() == {"checkpoint", *arms}
     for arm, (scale, norm) in arms.items():
-        start = starts(run.config)[arm]
+        start = initial_configs(run.config)[arm]
         with jax.set_mesh(run.mesh):
             params = jax.jit(lambda start=start: init_state(start).params)()
         assert np.any(params["blocks"]["mlp"]["down_FD"])
@@ -160,7 +159,7 @@ def test_where_training_starts_from(config, text_file, tmp_path, monkeypatch):
 
 def test_which_starts_there_are(config):
     def arms(name, **changes):
-        return list(starts(config(name, **changes)))
+        return list(initial_configs(config(name, **changes)))
 
     assert arms("transformer") == ["as_configured", "counterpart"]
     assert arms("diff", model__head_norm="none") == ["as_configured", "no_scale", "counterpart"]
@@ -168,9 +167,9 @@ def test_which_starts_there_are(config):
     assert arms("signed_mask") == ["as_configured", "no_scale", "no_norm", "no_scale_no_norm"]
     odd = config("transformer", model__num_heads=1)
     with pytest.raises(UserError, match=r"model\.num_heads=1: .*eval\.gradients\.at_initialization"):
-        starts(odd)
+        initial_configs(odd)
     without = dataclasses.replace(odd.eval.gradients, at_initialization=("as_configured",))
-    assert list(starts(dataclasses.replace(odd, eval=dataclasses.replace(odd.eval, gradients=without))))
+    assert list(initial_configs(dataclasses.replace(odd, eval=dataclasses.replace(odd.eval, gradients=without))))
 
 
 def test_which_matrices_variants_have(config, mesh_of):

@@ -1,4 +1,3 @@
-import gzip
 import json
 import re
 import subprocess
@@ -8,56 +7,30 @@ import types
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment, suite_config
+from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
 
 from difftx import evals
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.hallucination_prompts import STOP, HallucinationSet
+from difftx.evals.hallucination.prompts import STOP, HallucinationSet
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 from evals.chat_server import KEY, ChatServer, completion, verdict_on
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "eval" / "hotpotqa_distractor_100.jsonl.gz"
-KINDS = {"qa": "question_answering", "news": "summarisation"}
 QUESTION = re.compile(r"Document:\n(.*)\n\nQuestion: (.*)\nAnswer:$", re.DOTALL)
 SUMMARY = re.compile(r"Document:\n(.*)\n\nSummary of the document:$", re.DOTALL)
-
-
-def long_bench(count, words=20):
-    """Documents about people and towns, with LongBench's fields."""
-    rng = np.random.default_rng(0)
-    records = []
-    for number in range(count):
-        filler = " ".join(rng.choice(["rain", "fell", "on", "stone", "walls"], words + number))
-        town = f"Town{number * 7}"
-        record = {"input": f"Where does person {number} live?", "answers": [town, f"in {town}"], "length": words}
-        records.append(record | {"context": f"Person {number} lives in {town}. {filler}", "all_classes": None})
-    return records
-
-
-def write(path, records):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
-    write(folder / "qa.jsonl.gz", long_bench(30))
+    write_lines(folder / "qa.jsonl.gz", long_bench(30))
     news = [{"text": record["context"], "summary": f"All about {record['answers'][0]}."} for record in long_bench(12)]
-    write(folder / "news.jsonl", news)
+    write_lines(folder / "news.jsonl", news)
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     return folder
-
-
-def set_of(folder, name="qa", **changes):
-    fields = {
-        "qa": {"path": f"{folder}/qa.jsonl.gz", "document": "context", "question": "input", "answers": "answers"},
-        "news": {"path": f"{folder}/news.jsonl", "document": "text", "question": None, "answers": "summary"},
-    }[name]
-    return {"name": name, "kind": KINDS[name], "new_tokens": 16, **fields} | changes
 
 
 def config_of(folder, *sets, window=512, **changes):
@@ -79,7 +52,7 @@ class Reader:
 
     def __init__(self, monkeypatch, answer):
         self.answer, self.prompts = answer, []
-        monkeypatch.setattr("difftx.evals.hallucination.generate", self)
+        monkeypatch.setattr("difftx.evals.hallucination.suite.generate", self)
 
     def __call__(self, lm, requests, sampling, *, stop):
         assert sampling.temperature == 0
@@ -235,11 +208,11 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
                 raise Killed
             return killed(lm, requests, sampling, stop=stop)
 
-        monkeypatch.setattr("difftx.evals.hallucination.generate", die)
+        monkeypatch.setattr("difftx.evals.hallucination.suite.generate", die)
         with pytest.raises(Killed):
             evaluated(config, tmp_path / "killed")
         assert (tmp_path / "killed" / "evals" / "hallucination" / "3.items.jsonl").is_file()
-    monkeypatch.setattr("difftx.evals.hallucination.generate", killed)
+    monkeypatch.setattr("difftx.evals.hallucination.suite.generate", killed)
     assert evaluated(config, tmp_path / "killed") == expected
     assert sorted(killed.prompts) == sorted(whole.prompts)
     assert len(whole.prompts) == 42
@@ -273,7 +246,7 @@ GOOD = {"context": "Some text.", "input": "What?", "answers": ["This"]}
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
     path = tmp_path / "qa.jsonl"
     if records is not None:
-        write(path, records)
+        write_lines(path, records)
     with pytest.raises(UserError, match=message):
         loaded(config_of(folder, set_of(folder, path=str(path), **changes)))
 

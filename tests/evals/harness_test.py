@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from conftest import suite_config
 from flax import nnx
+from helpers.evals_params import params_from
 
 from difftx import evals
 from difftx.config.build import override
 from difftx.errors import UserError
-from difftx.evals.harness import PAPER_METRICS, averages
-from difftx.evals.harness_data import data_files, splits
+from difftx.evals.harness.data import data_files, splits
+from difftx.evals.harness.suite import PAPER_METRICS, averages
 from difftx.training.run import Run
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 WINDOW = 256
 WORDS = ["why", "the", "red", "stone", "falls", "on", "naïve", "rivers", "so", "slowly", "42"]
@@ -104,24 +105,13 @@ def config_of(folder, **changes):
     return suite_config(folder, WINDOW, **{"eval.harness.data_path": folder} | changes)
 
 
-def params_of(run, draw):
-    with jax.set_mesh(run.mesh):
-        shapes = jax.eval_shape(lambda: init_state(run.config).params)
-
-    def put(path, leaf):
-        drawn = draw(jax.tree_util.keystr(path), leaf.shape).astype(leaf.dtype)
-        return jax.device_put(drawn, jax.NamedSharding(run.mesh, leaf.sharding.spec))
-
-    return jax.tree.map_with_path(put, shapes)
-
-
 def random_params(run):
     rng = np.random.default_rng(0)
 
     def draw(name, shape):  # Far from uniform, so that what is attended to matters.
         return ("scale" in name) + (0.02 if "embedding" in name else 0.3) * rng.normal(size=shape)
 
-    return params_of(run, draw)
+    return params_from(run, draw)
 
 
 def uniform_params(run):
@@ -133,7 +123,7 @@ def uniform_params(run):
             return np.where(np.arange(shape[0])[:, None] < 256, 0.0, -1000.0) * np.ones(shape)
         return np.full(shape, float("embedding" in name or "scale" in name))
 
-    return params_of(run, draw)
+    return params_from(run, draw)
 
 
 def evaluated(config, workdir, params=random_params):
@@ -162,28 +152,28 @@ def test_without_lm_eval_a_line_says_what_to_install(folder, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("task", "records", "message"),
     [
-        ("piqa", None, r"data_path=.*: no piqa_val.jsonl there, plain or compressed. Did you mean 'piqa_vall.jsonl'"),
-        ("piqa", [{"query": "a", "choices": ["b", "c"], "gold": 2}], "gold=2 must be a number of choices, 0 … 1"),
-        ("piqa", [{"query": "a", "choices": ["b", "c"], "gold": True}], "line 1: gold=True must be a number"),
+        ("piqa", None, r"data_path=.* has no piqa_val.jsonl, plain or compressed. Did you mean 'piqa_vall.jsonl'"),
+        ("piqa", [{"query": "a", "choices": ["b", "c"], "gold": 2}], "gold=2 must be an index of choices, 0 … 1"),
+        ("piqa", [{"query": "a", "choices": ["b", "c"], "gold": True}], "line 1: gold=True must be an index"),
         ("piqa", [{"query": "a", "choices": [], "gold": 0}], r"line 1: choices=\[\] must be a list of texts"),
         ("piqa", [{"query": "a", "choices": ["b", ""], "gold": 0}], "line 1: choices=.* must be a list of texts"),
         ("piqa", [{"query": "", "choices": ["b"], "gold": 0}], "line 1: query='' must be text, and not empty"),
         ("piqa", [{"quary": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'query'. Did you mean 'quary'"),
         ("winogrande", [{"query": "a", "choices": ["b"], "gold": 0}], "line 1 has no field 'context_options'"),
         ("piqa", [ROWS["piqa"], {"query": "a", "choices": ["b", "c"], "gold": 0}],
-         r"piqa_val.jsonl: line 2: query='a' has not the form of the task, 'Question: …\\nAnswer:'; write the"),
-        ("piqa", [ROWS["piqa"] | {"choices": ["b", "c", "d"]}], "line 1: choices has 3 texts, and the task 2"),
-        ("piqa", [ROWS["piqa"] | {"query": "Question: a {b}?"}], r"query='Question: a {b}\?' has not the form"),
+         r"piqa_val.jsonl: line 2: query='a' does not have the task's form, 'Question: …\\nAnswer:'; write the"),
+        ("piqa", [ROWS["piqa"] | {"choices": ["b", "c", "d"]}], "line 1: choices has 3 texts, not 2"),
+        ("piqa", [ROWS["piqa"] | {"query": "Question: a {b}?"}], r"query='Question: a {b}\?' does not have the task's"),
         ("boolq", [ROWS["boolq"] | {"choices": ["yes", "no"]}], r"line 1: choices must be \['no', 'yes'\]"),
-        ("boolq", [ROWS["boolq"] | {"query": "is it so?"}], "query='is it so.' has not the form of the task"),
-        ("hellaswag", [ROWS["hellaswag"] | {"query": "no activity"}], "has not the form of the task, 'activity: con"),
+        ("boolq", [ROWS["boolq"] | {"query": "is it so?"}], "query='is it so.' does not have the task's form"),
+        ("hellaswag", [ROWS["hellaswag"] | {"query": "no activity"}], "does not have the task's form, 'activity: con"),
         ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c [step] d", "e"]}], "'c .step. d' has a mark in"),
-        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c"]}], "choices has 3 texts, and the task 4"),
-        ("openbookqa", [ROWS["piqa"] | {"choices": ["b"] * 4}], "has not the form of the task, 'the question alone'"),
-        ("arc_easy", [ROWS["openbookqa"]], "query='a' has not the form of the task"),
-        ("arc_challenge", [ROWS["piqa"] | {"choices": ["b"] * 6}], "choices has 6 texts, and the task 2 to 5"),
-        ("winogrande", [ROWS["winogrande"] | {"continuation": " left."}], "continuation=' left.' has not the form"),
-        ("winogrande", [ROWS["winogrande"] | {"context_options": ["a"]}], "context_options has 1 texts, and the task"),
+        ("hellaswag", [ROWS["hellaswag"] | {"choices": ["a", "b", "c"]}], "choices has 3 texts, not 4"),
+        ("openbookqa", [ROWS["piqa"] | {"choices": ["b"] * 4}], "does not have the task's form, 'the question alone'"),
+        ("arc_easy", [ROWS["openbookqa"]], "query='a' does not have the task's form"),
+        ("arc_challenge", [ROWS["piqa"] | {"choices": ["b"] * 6}], "choices has 6 texts, not 2 or 3 or 4 or 5"),
+        ("winogrande", [ROWS["winogrande"] | {"continuation": " left."}], "=' left.' does not have the task's form"),
+        ("winogrande", [ROWS["winogrande"] | {"context_options": ["a"]}], "context_options has 1 texts, not 2"),
         ("piqa", [], "the file has no questions"),
     ],
 )  # fmt: skip
@@ -196,11 +186,9 @@ def test_mistakes_in_files_name_file_and_line(tmp_path, task, records, message):
 
 def test_examples_need_a_file_of_enough(folder, tmp_path):
     write(tmp_path / "piqa_val.jsonl", [ROWS["piqa"]])
-    with pytest.raises(
-        UserError, match=r"no piqa_train.jsonl there, plain or compressed. Did you mean 'piqa_val.jsonl'"
-    ):
+    with pytest.raises(UserError, match=r"has no piqa_train.jsonl, plain or compressed. Did you mean 'piqa_val.jsonl'"):
         splits(task="piqa", data_path=str(tmp_path), num_fewshot=1, list_field="choices", test="val")
-    with pytest.raises(UserError, match="piqa_train has 5 examples, num_fewshot=5 too few"):
+    with pytest.raises(UserError, match="piqa_train has 5 examples, but num_fewshot=5 needs 6"):
         splits(task="piqa", data_path=str(folder), num_fewshot=5, list_field="choices", test="val")
 
 
@@ -214,8 +202,8 @@ def test_only_files_of_the_tasks_make_a_result_out_of_date(folder, tmp_path):
 def test_mistakes_in_the_config_are_named(folder):
     config = config_of(folder)
     for changes, message in [
-        ({"tasks": "piqa,piqa"}, r"eval.harness.tasks=.*each once"),
-        ({"tasks": ""}, "name one at least"),
+        ({"tasks": "piqa,piqa"}, r"eval.harness.tasks=.*the entries must differ"),
+        ({"tasks": ""}, "give at least one"),
         ({"num_fewshot": "-1"}, "eval.harness.num_fewshot=-1 must not be negative"),
         ({"limit": "0"}, "eval.harness.limit=0 must be positive"),
     ]:
@@ -249,7 +237,7 @@ def test_local_tasks_ask_what_lm_evals_own_ask(lm_eval, folder, task):
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    from difftx.evals.harness import LOCAL_TASKS
+    from difftx.evals.harness.suite import LOCAL_TASKS
 
     names = {"boolq": "super_glue/boolq/default", "winogrande": "winogrande/default"}
     names |= {"arc_challenge": "arc/arc_challenge", "arc_easy": "arc/arc_easy"}
@@ -312,7 +300,7 @@ def test_a_model_is_scored_as_by_a_slow_unbatched_pass(lm_eval, folder, tmp_path
     config = config_of(folder, truncate="true")
     run = Run.open(config, tmp_path)
     params = random_params(run)
-    from difftx.evals import harness_model
+    from difftx.evals.harness import model as harness_model
 
     asked, score = {}, harness_model.score_all
 
@@ -450,7 +438,7 @@ class Killed(BaseException):
 @pytest.mark.long
 def test_texts_are_generated_and_a_killed_suite_goes_on(lm_eval, folder, own_tasks, tmp_path, monkeypatch):
     """An oracle in place of `generate`; the likelihoods are those of the model."""
-    from difftx.evals import requests
+    from difftx.evals.harness import requests
 
     asked, scored, score = [], [], requests.loglikelihoods
 
@@ -488,7 +476,7 @@ def test_mistakes_are_one_line(lm_eval, folder, own_tasks, tmp_path):
     for changes, message in [
         (
             {},
-            r"a request takes \d+ tokens, and the model's context data.sequence_length=256; leave its task out, or cut",
+            r"a request takes \d+ tokens, and the model's context data.sequence_length=256; remove .*, or truncate",
         ),
         ({"tasks": "piqa", "data_path": "no/such"}, "eval.harness.data_path=no/such: no such folder"),
         ({"tasks": "sums", "include_path": "no/such"}, "eval.harness.include_path=no/such: no such folder"),

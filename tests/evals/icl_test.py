@@ -1,5 +1,4 @@
 import collections
-import gzip
 import itertools
 import json
 import re
@@ -8,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from conftest import suite_config
+from helpers.evals_examples import LABELS, examples, task_of, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,50 +15,20 @@ from difftx import evals
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.icl import first_stable
-from difftx.evals.icl_prompts import IclTask
+from difftx.evals.icl.prompts import IclTask
+from difftx.evals.icl.suite import first_stable
 from difftx.training.run import Run
 
-# A question's label follows from its first word.
-LABELS = {"How far": "NUM", "Who": "HUM", "Where": "LOC", "What is": "ENTY", "Why": "DESC", "What does": "ABBR"}
 DEMONSTRATION = re.compile(r"Question: (.+)\nType: (\S+)\n\n")
-
-
-def examples(count, seed):
-    rng = np.random.default_rng(seed)
-    first = rng.choice(list(LABELS), count, p=[0.3, 0.3, 0.2, 0.1, 0.06, 0.04])
-    return [
-        {"text": f"{words} {' '.join(rng.choice(['a', 'thing', 'of', 'wonder'], rng.integers(1, 7)))} {i} ?",
-         "coarse": LABELS[str(words)], "fine": f"{LABELS[str(words)]}:{i % 3}"}
-        for i, words in enumerate(first)
-    ]  # fmt: skip
-
-
-def write(path, records):
-    data = "".join(json.dumps(record) + "\n" for record in records).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    write(folder / "train.jsonl.gz", examples(200, 0))
-    write(folder / "test.jsonl", examples(60, 1))
+    write_lines(folder / "train.jsonl.gz", examples(200, 0))
+    write_lines(folder / "test.jsonl", examples(60, 1))
     (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     return folder
-
-
-def task_of(folder, **changes):
-    files = {"train": f"{folder}/train.jsonl.gz", "test": f"{folder}/test.jsonl"}
-    return {
-        "name": "trec",
-        **files,
-        "text": "text",
-        "label": "coarse",
-        "text_word": "Question",
-        "label_word": "Type",
-    } | changes
 
 
 def config_of(folder, *tasks, window=1024, **changes):
@@ -150,7 +120,7 @@ class Chooser:
 
     def __init__(self, monkeypatch, choose):
         self.choose, self.calls, self.prompts = choose, 0, 0
-        monkeypatch.setattr("difftx.evals.icl.most_likely", self)
+        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", self)
 
     def __call__(self, lm, prompts, labels, *, batch_rows):
         names = [bytes(label).decode() for label in labels]
@@ -307,12 +277,12 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
                 raise Killed
             return killed(lm, prompts, labels, batch_rows=batch_rows)
 
-        monkeypatch.setattr("difftx.evals.icl.most_likely", die)
+        monkeypatch.setattr("difftx.evals.icl.suite.most_likely", die)
         with pytest.raises(Killed):
             evaluated(config, tmp_path / "killed")
         assert (tmp_path / "killed" / "evals" / "icl" / "3.items.jsonl").is_file()
         assert not (tmp_path / "killed" / "evals" / "icl" / "3.json").exists()
-    monkeypatch.setattr("difftx.evals.icl.most_likely", killed)
+    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", killed)
     assert evaluated(config, tmp_path / "killed") == expected
     assert killed.prompts == whole.prompts
     assert [path.name for path in (tmp_path / "killed" / "evals" / "icl").iterdir()] == ["3.json"]
@@ -326,7 +296,7 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
         ([{"text": "a", "coarse": "NUM"}, {"txt": "a"}], {}, "line 2 has no field 'text'. Did you mean 'txt'"),
         ([{"text": "a", "coarse": 3}], {}, "line 1: coarse=3 must be text"),
         ([{"text": " \n ", "coarse": "NUM"}], {}, "line 1: text is only white space"),
-        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is no label of .*train.*. Did you mean 'NUM'"),
+        ([{"text": "a", "coarse": "NUN"}], {}, r"line 1: coarse='NUN' is not a label of .*train.*. Did you mean 'NUM'"),
         ([{"text": "a " * 2000, "coarse": "NUM"}], {}, "'trec': data.sequence_length=1024 does not hold"),
         ([{"text": "a", "coarse": "NUM"}], {"train": "no/such.jsonl"}, "trec.train=no/such.jsonl: cannot be read"),
         ([{"text": "a", "coarse": "NUM"}], {"label": "corse"}, "line 1 has no field 'corse'. Did you mean 'coarse'"),
@@ -335,7 +305,7 @@ def test_it_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
 def test_mistakes_name_file_and_line(folder, tmp_path, records, changes, message):
     path = tmp_path / "test.jsonl"
     if records is not None:
-        write(path, records)
+        write_lines(path, records)
     with pytest.raises(UserError, match=message):
         loaded(config_of(folder, task_of(folder, test=str(path), **changes)))
 
@@ -345,7 +315,7 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
     twice = json.dumps([task_of(folder), task_of(folder)])
     for changes, message in [
         ({"eval.icl.tasks": twice}, "2 tasks are named 'trec'"),
-        ({"eval.icl.orders": "random,random"}, "give 'random', 'alternating' or both"),
+        ({"eval.icl.orders": "random,random"}, "eval.icl.orders=.*the entries must differ"),
         ({"eval.icl.orders": "sorted"}, r"eval.icl.orders\[0\]='sorted'|eval.icl.orders='sorted'"),
         ({"eval.icl.shots": "4,0"}, "eval.icl.shots=0 must be positive"),
         ({"eval.icl.permutations": "0"}, "eval.icl.permutations=0"),
@@ -357,9 +327,9 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
 
 
 def test_a_changed_file_makes_a_result_out_of_date(folder, tmp_path):
-    path = write(tmp_path / "test.jsonl", examples(10, 2))
+    path = write_lines(tmp_path / "test.jsonl", examples(10, 2))
     run = Run.open(config_of(folder, task_of(folder, test=str(path))), tmp_path)
     before = evals.settings(run, "icl")
     assert evals.settings(run, "icl") == before
-    write(path, examples(11, 2))
+    write_lines(path, examples(11, 2))
     assert evals.settings(run, "icl") != before

@@ -13,12 +13,12 @@ from conftest import ROOT
 
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.data.progress import Work
 from difftx.errors import RunError, UserError
-from difftx.evals import chat
-from difftx.evals.chat import ChatEndpoint
-from difftx.evals.judge import Case
-from difftx.evals.judge_model import JudgeModel, read_verdict
+from difftx.evals.hallucination import chat
+from difftx.evals.hallucination.chat import ChatEndpoint
+from difftx.evals.hallucination.judge import Case
+from difftx.evals.hallucination.judge_model import JudgeModel, read_verdict
+from difftx.progress import Work
 from evals.chat_server import KEY, USAGE, ChatServer, completion
 
 CONFIG = load_config(f"{ROOT}/configs/quickstart.py:diff", {"eval.hallucination.judge_model": "gpt-4o-2024-08-06"}).eval
@@ -335,7 +335,7 @@ def test_a_redirect_is_not_followed_with_the_key(tmp_path):
             r"HTTP 404: no model gpt for \(key",
         ),
         ({"status": 422, "reply": b"-" * 190 + KEY.encode()}, r"HTTP 422: -{190}\(key\);"),
-        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: it says no more; see eval.judge.base_url"),
+        ({"status": 400, "reply": b""}, "refuses the request: HTTP 400: no message; see eval.judge.base_url"),
         ({"status": 403}, r"refuses the key in the environment variable OPENAI_API_KEY \(HTTP 403\)"),
         ({"status": 302, "headers": {"Location": "/v1/elsewhere"}}, "refuses the request: HTTP 302"),
     ],

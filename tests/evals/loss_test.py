@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 
@@ -6,31 +5,19 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.evals_params import one_device, params_of
 
 from difftx import evals
 from difftx.errors import UserError
 from difftx.training.run import Run
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 
 def run_of(config, text_file, tmp_path, **changes):
-    return Run.open(config(data__path=text_file, **changes), tmp_path)
+    return Run.open(config(data__path=text_file, **changes), tmp_path, one_device())
 
 
-KNOWN = {}
-
-
-def params_of(run):
-    """Random parameters, made once for a model and a mesh: compiling them takes longer than any test."""
-    key = (run.config.model, run.config.train.seed, run.mesh)
-    if key not in KNOWN:
-        with jax.set_mesh(run.mesh):
-            KNOWN[key] = jax.jit(lambda: init_state(run.config))().params
-    return KNOWN[key]
-
-
-def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path):
     for i in range(40):  # Short documents: their ends have no bytes.
         (tmp_path / f"{i}.txt").write_text(f"document {i} is about the number {i * i}\n")
     run = run_of(config, tmp_path / "*.txt", tmp_path, eval__loss_tokens=9 * 32, data__valid_fraction=0.5)
@@ -57,19 +44,12 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path, monkeypatch):
     assert written["numbers"] == result.numbers
 
 
-def one_device(config):
-    from difftx.parallel.mesh import make_mesh
-
-    return make_mesh(dataclasses.replace(config, fsdp=1), jax.devices()[:1])
-
-
 def test_an_unknown_suite_suggests_one():
     with pytest.raises(UserError, match=r"'los': no such suite\. Did you mean 'loss'"):
         evals.check_suites(["loss", "los"])
 
 
-def test_samples_are_written(config, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+def test_samples_are_written(config, text_file, tmp_path):
     run = run_of(config, text_file, tmp_path, eval__sample_tokens=5)
     result = evals.evaluate(run, params_of(run), 3, ["sample"])["sample"]
     samples = json.loads((tmp_path / "evals" / "sample" / "3.json").read_text())["details"]["samples"]

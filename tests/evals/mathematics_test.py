@@ -11,19 +11,19 @@ import types
 import numpy as np
 import pytest
 from conftest import suite_config
-from report.suites_test import save_run
+from helpers.report_runs import save_run
 
 from difftx import evals
+from difftx.commands.evaluate import load_params
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.math_answers import final_answer, is_right
-from difftx.evals.math_formats import Problem, last_boxed, read_problems
-from difftx.evals.math_prompts import NUDGE, STOP, MathTask
+from difftx.evals.math.answers import final_answer, is_right
+from difftx.evals.math.formats import Problem, last_boxed, read_problems
+from difftx.evals.math.prompts import NUDGE, STOP, MathTask
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
-from difftx.report.commands import load_params
 from difftx.training.run import Run
 
 # Lines in the fields of the published sets, and what they say.
@@ -133,10 +133,10 @@ def test_variants_of_published_fields(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gsm8k", {"answer": "It is 5."}, "line 2 has no answer as gsm8k has it, in 'answer'"),
+        ("gsm8k", {"answer": "It is 5."}, "line 2: 'answer' has no answer in the form of gsm8k"),
         ("math", {"problem": 3}, "line 2: problem=3 must be text"),
         ("svamp", {"Answer": None}, "line 2: Answer=None must be text"),
-        ("asdiv", {"answer": " (apples)"}, "line 2 has no answer as asdiv has it"),
+        ("asdiv", {"answer": " (apples)"}, "line 2: 'answer' has no answer in the form of asdiv"),
         ("tabmwp", {"table": ""}, "line 2: table='' must be text"),
     ],
 )
@@ -195,13 +195,13 @@ def test_mistakes_in_the_config_are_named(folder, tmp_path):
         with pytest.raises(UserError, match=message):
             override(config, {f"eval.math.{name}": value for name, value in changes.items()})
     for changes, message in [
-        ({"shots": 31}, "sums.train=.*train.jsonl: 30 problems, eval.math.shots=31"),
+        ({"shots": 31}, "sums.train=.*train.jsonl has 30 problems, but eval.math.shots=31"),
         (
             {"window": 192},
-            r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; leave the line out, or use fewer",
+            r"test.jsonl.gz: line 1: the prompt has \d+ tokens, and .*=192; remove the line, or use fewer",
         ),
         ({"window": 60, "shots": 0}, "line 1: the prompt has 60 tokens"),
-        ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; leave the line out$"),
+        ({"window": 32, "shots": 0}, r"line 1: the prompt has 60 tokens, .*=32; remove the line$"),
     ]:
         with pytest.raises(UserError, match=message):
             loaded(config_of(folder, **changes))
@@ -261,7 +261,7 @@ def test_one_of_given_texts_must_be_that_text(math_verify):
 
 @pytest.mark.long
 def test_an_endless_comparison_is_wrong(math_verify, monkeypatch):
-    monkeypatch.setattr("difftx.evals.math_answers.SECONDS", 1)
+    monkeypatch.setattr("difftx.evals.math.answers.SECONDS", 1)
     assert not is_right("The answer is 9^9^9^9", problem("5"))
 
 
@@ -274,7 +274,7 @@ class Writer:
 
     def __init__(self, monkeypatch, write):
         self.write, self.asked, self.die_at = write, [], None
-        monkeypatch.setattr("difftx.evals.mathematics.generate", self)
+        monkeypatch.setattr("difftx.evals.math.suite.generate", self)
 
     def __call__(self, lm, requests, sampling, *, stop):
         if len(self.asked) == self.die_at:

@@ -15,9 +15,9 @@ from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.data.tokenizer import CL100K_PATTERN, END_OF_TEXT, load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.haystack import TOLERANCE
-from difftx.evals.needle import lwm_share_found, share_found
-from difftx.evals.needle_prompts import NeedlePrompts
+from difftx.evals.needle.haystack import TOLERANCE
+from difftx.evals.needle.prompts import NeedlePrompts
+from difftx.evals.needle.suite import lwm_share_found, share_found
 from difftx.inference.generate import Completion
 from difftx.training.run import Run
 
@@ -58,6 +58,11 @@ def cases_of(*pairs):
     return json.dumps([{"needles": needles, "queries": queries} for needles, queries in pairs])
 
 
+def all_prompts(run):
+    prompts = NeedlePrompts(run)
+    return [prompts.prompt(item) for item in prompts.items]
+
+
 @pytest.fixture(scope="module")
 def long():
     changes = {"data.sequence_length": "4096", "train.global_batch_tokens": "32768", "mesh.fsdp": "8"}
@@ -84,7 +89,7 @@ def test_prompts_are_whole_exact_and_at_their_depth(long, texts, seed, text, tok
         "samples": 1,
     }
     run = fake_run(long, tokenizer, **changes)
-    encoding, (prompt,) = run.tokenizer, NeedlePrompts(run)
+    encoding, [prompt] = run.tokenizer, all_prompts(run)
     assert len(prompt.tokens) == length - run.config.eval.needle.new_tokens
     encoding.decode_bytes(prompt.tokens).decode()  # No character is cut.
     found = {}
@@ -125,17 +130,17 @@ def test_samples_differ_and_depths_share_them(long, texts):
     run = fake_run(long, haystack=texts / "prose.txt", cases=cases_of((4, 2)), samples=5, lengths="1000,2000")
     prompts = NeedlePrompts(run)
     assert len({item.id for item in prompts.items}) == len(prompts.items) == 2 * 5 * 5
-    by_sample = {}
-    for prompt in prompts:
+    by_sample, made = {}, [prompts.prompt(item) for item in prompts.items]
+    for prompt in made:
         by_sample.setdefault((prompt.item.length, prompt.item.sample), set()).add(prompt.numbers)
     assert [len(numbers) for numbers in by_sample.values()] == [1] * 10
     assert len(set.union(*by_sample.values())) == 10
-    assert [p.tokens for p in NeedlePrompts(run)] == [p.tokens for p in prompts]
+    assert all_prompts(run) == made
 
 
 def test_other_needles_stand_anywhere(long, texts):
     run = fake_run(long, haystack=texts / "prose.txt", cases=cases_of((8, 1)), samples=60, depths=0.5)
-    places = [start / prompt.question[0] for prompt in NeedlePrompts(run) for start, _ in prompt.others]
+    places = [start / prompt.question[0] for prompt in all_prompts(run) for start, _ in prompt.others]
     assert np.quantile(places, [0.1, 0.25, 0.5, 0.75, 0.9]) == pytest.approx([0.1, 0.25, 0.5, 0.75, 0.9], abs=0.06)
 
 
@@ -144,7 +149,7 @@ class Reader:
 
     def __init__(self, monkeypatch, answer):
         self.answer, self.prompts = answer, []
-        monkeypatch.setattr("difftx.evals.needle.generate", self)
+        monkeypatch.setattr("difftx.evals.needle.suite.generate", self)
 
     def __call__(self, lm, requests, sampling, **_):
         assert sampling.temperature == 0
@@ -236,9 +241,9 @@ def test_a_number_counts_if_it_stands_alone_and_for_lwm_anywhere(text, share, lw
         ({"haystack": "{texts}/empty.txt"}, "empty.txt': there is no text"),
         ({"haystack": "{texts}"}, "meta.json"),
         ({"cases": cases_of((2, 3))}, r"eval.needle.cases\[0\]: queries=3 must lie in 1 … needles=2"),
-        ({"cases": "[]"}, "eval.needle.cases is empty"),
+        ({"cases": "[]"}, r"eval.needle.cases=\(\): give at least one"),
         ({"depths": "0.5,50"}, "50.0 must lie in 0 … 1"),
-        ({"depths": "0.5,0.5"}, "they must differ"),
+        ({"depths": "0.5,0.5"}, "the entries must differ"),
         ({"samples": 0}, "eval.needle.samples=0 must be positive"),
     ],
 )
@@ -255,7 +260,7 @@ def test_the_smallest_length_that_a_message_names_is_enough(long, texts):
         NeedlePrompts(fake_run(long, haystack=texts / "prose.txt", lengths=100, cases=cases_of((8, 2)), samples=1))
     least = int(re.search(r"use at least (\d+)", str(error.value))[1])
     run = fake_run(long, haystack=texts / "prose.txt", lengths=least, cases=cases_of((8, 2)), samples=40)
-    for prompt in NeedlePrompts(run):
+    for prompt in all_prompts(run):
         assert len(prompt.tokens) == least - 32
         # Whatever else stands at the ends of so short a haystack, what is asked for is outermost.
         assert prompt.item.depth > 0 or min(prompt.asked)[0] == 0

@@ -8,8 +8,8 @@ import pytest
 from jax import P
 
 from difftx.errors import RunError, UserError
-from difftx.evals import order_statistics as under_test
-from difftx.evals.order_statistics import add_counts, no_counts, order_statistics, slots_for, summed
+from difftx.evals.outliers import order_statistics as under_test
+from difftx.evals.outliers.order_statistics import add_counts, no_counts, order_statistics, slots_for, summed
 
 RANKS = (1, 2, 3, 10, 100)
 
@@ -106,7 +106,7 @@ def test_passes_that_differ_and_ranks_that_are_not_there(mesh_of):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         count = counter(mesh, {"values": [(np.float32([1, 2, 3]), np.ones(3, bool))]}, slots_for([1]))
-        with pytest.raises(UserError, match=r"eval\.outliers\.ranks: rank 4 of 3 values; use at most that"):
+        with pytest.raises(UserError, match=r"eval\.outliers\.ranks: rank 4 of 3 values; use ranks of at most 3"):
             order_statistics(count, ["values"], [4], field="eval.outliers.ranks")
         other = counter(mesh, {"values": [(np.float32([1, 2, 5]), np.ones(3, bool))]}, slots_for([1]))
         passes = iter([count, other])

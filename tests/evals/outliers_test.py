@@ -4,30 +4,17 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.evals_params import random_params
 from model import oracle
 
 from difftx import evals
 from difftx.parallel.mesh import make_mesh
 from difftx.training.run import Run
-from difftx.training.state import graph, init_state
+from difftx.training.state import graph
 
 ROWS = 5  # Of 32 tokens; batches have eight rows, so that there is filler.
 RANKS = (1, 2, 3, 10, 100)
 TOLERANCE = 1e-4  # Relative, of float32 against float64 through two layers.
-
-
-def drawn(run):
-    """Random parameters from numpy: compiling an initialisation takes longer than a test."""
-    rng = np.random.default_rng(0)
-    with jax.set_mesh(run.mesh):
-        shapes = jax.eval_shape(lambda: init_state(run.config).params)
-
-    def draw(path, leaf):
-        mean, scale = (1.0, 0.1) if "scale" in str(path) else (0.0, 0.3)
-        value = (mean + scale * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-        return jax.device_put(value, jax.NamedSharding(run.mesh, leaf.sharding.spec))
-
-    return jax.tree.map_with_path(draw, shapes)
 
 
 def everything(run, params):
@@ -114,11 +101,10 @@ def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, mon
         **{f"mesh__{axis}": size for axis, size in axes.items()},
     )
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, the last one not full.
-    monkeypatch.setattr("difftx.evals.outliers.PIECE_VALUES", 200)
+    monkeypatch.setattr("difftx.evals.outliers.suite.CHUNK_VALUES", 200)
     devices = np.prod([size for size in axes.values() if isinstance(size, int)], dtype=int)
-    monkeypatch.setattr("difftx.training.run.make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:devices]))
-    run = Run.open(made, tmp_path)
-    params = drawn(run)
+    run = Run.open(made, tmp_path, make_mesh(made.mesh, jax.devices()[:devices]))
+    params = random_params(run)
     result = evals.evaluate(run, params, 0, ["outliers"])["outliers"]
     logits, hidden, tokens = everything(run, params)
     assert result.details["values"] == {"logits": len(logits), "hidden": len(hidden)}

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from difftx.config.recipes import load_config
-from difftx.data.progress import Work
-from difftx.evals import overlap
-from difftx.evals.judge import Case, OfflineJudge
+from difftx.evals.hallucination import overlap
+from difftx.evals.hallucination.judge import Case, OfflineJudge
+from difftx.progress import Work
 
 texts = st.lists(st.sampled_from(["red", "Blue", "the", "x", "1,200", "yes"]), max_size=7).map(" ".join)
 

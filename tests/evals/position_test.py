@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.evals_params import one_device, params_of
 
 from difftx import evals
 from difftx.data.store import TokenStore
@@ -11,15 +12,13 @@ from difftx.errors import UserError
 from difftx.evals import position
 from difftx.training.run import Run
 from difftx.training.state import graph
-from evals.loss_test import one_device, params_of
 
 
-def test_the_curve_and_its_band_by_brute_force(config, tmp_path, monkeypatch):
+def test_the_curve_and_its_band_by_brute_force(config, tmp_path):
     """Documents of 8 … 67 bytes and rows of 32: those of 33 tokens or more count, from their start."""
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text((f"{i * 7919:08} " * 9)[: 8 + i])
-    run = Run.open(config(data__path=tmp_path / "*.txt", data__valid_fraction=0.5), tmp_path)
+    run = Run.open(config(data__path=tmp_path / "*.txt", data__valid_fraction=0.5), tmp_path, one_device())
     params = params_of(run)
     result = evals.evaluate(run, params, 5, ["position"])["position"]
     store = run.data.valid["valid"].store

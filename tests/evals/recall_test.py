@@ -7,21 +7,21 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.evals_params import one_device, params_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx import evals
+from difftx.commands.data import main as data_command
+from difftx.commands.prepare import main as prepare
 from difftx.data.bigrams import BigramCounts, as_bigrams
-from difftx.data.commands import main as data_command
 from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
-from difftx.data.prepare import main as prepare
 from difftx.data.store import TokenStore
 from difftx.errors import UserError
 from difftx.evals.recall import is_hit
 from difftx.training.run import Run
 from difftx.training.state import graph
-from evals.loss_test import one_device, params_of
 
 END = 9
 
@@ -82,12 +82,11 @@ def test_a_crafted_row():
 
 @pytest.mark.parametrize(("packing", "document_mask"), [("concat", False), ("best_fit", True)])
 def test_both_slices_by_brute_force(config, tmp_path, monkeypatch, packing, document_mask):
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text(f"number {i * i} is the number {i}\n" * (1 + i % 3))
     changes = {"data__packing": packing, "data__document_mask": document_mask, "data__cache_path": tmp_path / "cache"}
     data = {"data__path": tmp_path / "*.txt", "data__valid_fraction": 0.3, "eval__recall_max_bigram_count": 60}
-    run = Run.open(config(**data, **changes), tmp_path)
+    run = Run.open(config(**data, **changes), tmp_path, one_device())
     params = params_of(run)
     passes = []
     monkeypatch.setattr(
@@ -135,7 +134,6 @@ def test_both_slices_by_brute_force(config, tmp_path, monkeypatch, packing, docu
 
 
 def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
     (tmp_path / "in.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(900)))
     store, file = tmp_path / "store", tmp_path / "bigrams"
     lines = [json.dumps({"text": text}) for text in (tmp_path / "in.txt").read_text().splitlines()]
@@ -144,7 +142,7 @@ def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, mon
     assert prepare([f"--input={tmp_path / 'in.jsonl'}", f"--out={store}", *flags]) == 0
 
     def run(**changes):
-        return Run.open(config(data__path=store, eval__loss_tokens=512, **changes), tmp_path / "run")
+        return Run.open(config(data__path=store, eval__loss_tokens=512, **changes), tmp_path / "run", one_device())
 
     with pytest.raises(UserError, match=f"python -m difftx data bigrams {store} --out=FILE"):
         evals.evaluate(run(), None, 0, ["recall"])

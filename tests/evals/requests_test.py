@@ -5,12 +5,12 @@ import types
 import numpy as np
 import pytest
 
-from difftx.data.progress import Work
-from difftx.evals import requests
-from difftx.evals.journal import Journal
-from difftx.evals.requests import Wanted, complete_all, score_all
+from difftx.evals.harness import requests
+from difftx.evals.harness.requests import GenerationRequest, complete_all, score_all
+from difftx.evals.resume import ItemJournal
 from difftx.inference.sampling import GREEDY, Sampling
 from difftx.inference.score import Score
+from difftx.progress import Work
 
 WARM = Sampling(repetition_penalty=None, temperature=0.7, top_k=None, top_p=None)
 
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 def evaluation_of(path):
-    journal = Journal(path, "s", None)
+    journal = ItemJournal(path, "s", None)
     return types.SimpleNamespace(
         journal=journal, work=Work(enabled=False), lm=None, run=types.SimpleNamespace(microbatch_rows=2)
     )
@@ -92,7 +92,7 @@ def test_texts_are_written_once_each_with_their_own_options(tmp_path, monkeypatc
 
     monkeypatch.setattr(requests, "generate", generate)
     wanted = [
-        Wanted(prompt=(i,) * (i % 5 + 1), new_tokens=8 + i % 2, stop=stop, sampling=sampling, seed=seed)
+        GenerationRequest(prompt=(i,) * (i % 5 + 1), new_tokens=8 + i % 2, stop=stop, sampling=sampling, seed=seed)
         for i in range(9)
         for stop in ((), ("\n",))
         for sampling, seed in ((GREEDY, 0), (WARM, 0), (WARM, 1))

@@ -6,9 +6,8 @@ import types
 
 import pytest
 
-from difftx.data.progress import Work
-from difftx.evals.journal import Journal
-from difftx.evals.resume import resumable
+from difftx.evals.resume import ItemJournal, resumable
+from difftx.progress import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ def run(path, asked, *, settings="s", weights="a/5", items=ITEMS, kill_after=Non
         asked.extend(item.id for item in batch)
         return [answer(item) for item in batch]
 
-    journal = path and Journal(path, settings, weights)
+    journal = path and ItemJournal(path, settings, weights)
     evaluation = types.SimpleNamespace(journal=journal, work=Work(enabled=False))
     return list(resumable(evaluation, items, answer_batch, what="items", batch_items=7))
 

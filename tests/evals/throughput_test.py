@@ -2,6 +2,7 @@ import statistics
 
 import pytest
 from conftest import ROOT, replace
+from helpers.evals_params import one_device, params_of
 
 from difftx import evals
 from difftx.config.recipes import load_config
@@ -9,7 +10,6 @@ from difftx.errors import UserError
 from difftx.evals.throughput import counterpart, pair, rates_in_turn
 from difftx.model.abstract import count_parameters
 from difftx.training.run import Run
-from evals.loss_test import one_device, params_of
 
 
 @pytest.mark.parametrize("spec", ["scaling.py:{}-830m", "scaling.py:{}-13.1b", "diff_3b.py:{}"])
@@ -39,14 +39,13 @@ def test_both_models_are_timed_in_turn():
 
 
 @pytest.mark.long
-def test_the_suite_prints_both_percentages(config, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
+def test_the_suite_prints_both_percentages(config, text_file, tmp_path):
     changes = {
         "eval__throughput_rounds": 3,
         "eval__throughput_steps": 1,
         "model__attention_implementation": "reference",
     }
-    run = Run.open(config("transformer", data__path=text_file, **changes), tmp_path)
+    run = Run.open(config("transformer", data__path=text_file, **changes), tmp_path, one_device())
     result = evals.evaluate(run, params_of(run), 0, ["throughput"])["throughput"]
     for kind in ("forward", "forward_backward"):
         rates = result.details["tokens_per_second"][kind]

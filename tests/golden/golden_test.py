@@ -1,4 +1,4 @@
-"""What difftx's commands compute is what golden.json says. docs/design.md, Golden numbers: how to renew them."""
+"""What difftx's commands compute is what golden.json says. README.md explains how to renew it."""
 
 import pytest
 

@@ -19,7 +19,7 @@ SLOW_PARTS = ("variants", "more_suites", "extras")
 BITS = "bits:"  # As in driver.py.
 
 # Relative to the recorded number, and absolute below 1e-2. The losses, after steps of Adam that amplify rounding, need
-# more than one operation's rounding: see docs/design.md, Golden numbers.
+# more than one operation's rounding: see README.md.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
 
 type Record = dict[str, Any]  # Path of a value, parts joined by "/" → a scalar or a list of scalars.

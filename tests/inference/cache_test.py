@@ -1,58 +1,17 @@
-"""Prefill and decode through the cache against one pass of the model, as training calls it, over whole rows."""
-
-import dataclasses
+"""Prefill and decoding through the cache, compared with one pass over whole rows, as in training."""
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from helpers.inference_models import CONTEXT, TENSOR, full_logits, language_model, prompts_of
 
-from difftx.data.tokenizer import load_tokenizer
 from difftx.inference import decode
-from difftx.inference.decode import LanguageModel, Tokens
+from difftx.inference.decode import Tokens
 from difftx.inference.sampling import GREEDY
 from difftx.kernels.cached import EMPTY
-from difftx.training.state import graph, init_state
 
 LENGTHS = [1, 40, 33, 64, 90]
 LIMITS = [20, 20, 5, 20, 0]
-TENSOR = {"data": 2, "fsdp": 2, "tensor": 2}
-CONTEXT = {"context": 2, "fsdp": 4}
-
-
-def language_model(config, mesh, architecture="diff", **overrides):
-    """A model with random parameters, far from uniform, so that what is attended to matters."""
-    overrides = {"train__global_batch_tokens": 1024} | overrides
-    c = config(architecture, data__sequence_length=128, **overrides)
-    rng = np.random.default_rng(0)
-    with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda: init_state(c).params)
-
-    def draw(path, leaf):  # In numpy: compiling an initialisation takes longer than a test.
-        scale = 0.02 if "embedding" in str(path) else 0.3
-        mean = 1.0 if "scale" in str(path) else 0.0
-        value = (mean + scale * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-        return jax.device_put(value, jax.NamedSharding(mesh, leaf.sharding.spec))
-
-    return LanguageModel(c, mesh, jax.tree.map_with_path(draw, shapes), load_tokenizer("bytes"))
-
-
-def full_logits(lm, mesh, host, tokens_BT):
-    """Logits `[B, T, V]` by the training kernels on one device."""
-    with jax.set_mesh(mesh):
-        params = jax.device_put(jax.device_get(lm.params), jax.NamedSharding(mesh, jax.P()))
-        graphdef = graph(lm.config)
-        ids = {"positions_BT": host.positions_BT, "segment_ids_BT": host.segment_BT}
-        return np.asarray(jax.jit(lambda p: nnx.merge(graphdef, p)(tokens_BT, **ids)[0])(params))
-
-
-def prompts_of(lengths, count, chunk, *, packed):
-    rng = np.random.default_rng(0)
-    host = Tokens.of([rng.integers(0, 256, n).tolist() for n in lengths], count, chunk)
-    if packed:  # Documents of eleven tokens, each with positions of its own; the last goes on.
-        ids = np.where(host.segment_BT == EMPTY, EMPTY, host.positions_BT // 11)
-        host = dataclasses.replace(host, segment_BT=ids.astype(np.int32), positions_BT=host.positions_BT % 11)
-    return host
 
 
 def check_against_full_pass(lm, one, host, limits, chunk):
@@ -68,7 +27,7 @@ def check_against_full_pass(lm, one, host, limits, chunk):
             blocks.append(block_BN)
     new_BN = np.concatenate(blocks, axis=1)
 
-    # The same rows with what was decoded behind each prompt, in its last segment.
+    # The same rows, with the decoded tokens after each prompt, in the prompt's last segment.
     def extend(x, fill):
         return np.pad(x, [(0, 0), (0, width - x.shape[1])], constant_values=fill)
 
@@ -118,7 +77,7 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, kv_
 
 
 @pytest.mark.long
-def test_where_rows_are_cut_in_training_heads_need_not_divide_by_context(config, mesh_of):
+def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_of):
     mesh = mesh_of(context=8)
     lm = language_model(config, mesh, model__num_heads=2, mesh__context_method="zigzag")
     check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS, 8, 32, packed=True), np.array([*LIMITS, 0, 0, 0]), 32)

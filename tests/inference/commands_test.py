@@ -1,4 +1,4 @@
-"""python -m difftx generate, as a user calls it."""
+"""The command `python -m difftx generate`, as a user calls it."""
 
 import json
 import subprocess
@@ -7,21 +7,21 @@ import sys
 import jax
 import pytest
 from conftest import ROOT, child_environment
+from helpers.inference_models import language_model
 
+from difftx.commands.generate import main
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError, printable
-from difftx.files import write_atomically
-from difftx.inference.commands import main
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.run import write_description
 from difftx.training.state import init_state
-from inference.cache_test import language_model
 
 
 @pytest.fixture
 def workdir(config, mesh_of, tmp_path):
-    """A run that was trained on one device, as far as generation looks."""
+    """Return a run directory with the files that generation reads, as trained on one device."""
     lm = language_model(config, mesh_of(), checkpoint__every_steps=1)
-    write_atomically(tmp_path / "config.json", lm.config.to_json())
+    write_description(tmp_path, lm.config)
     checkpointer = Checkpointer(tmp_path, lm.config.checkpoint)
     with jax.set_mesh(lm.mesh):
         state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(lambda: init_state(lm.config)))
@@ -62,7 +62,7 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
     first, second = map(json.loads, out.read_text().splitlines())
     assert first["prompt"] == prompts[0]["prompt"]
     assert first["id"] == 7
-    assert printable(second["prompt"] + second["completion"]) == text[:-1]  # A file has the text as it is.
+    assert printable(second["prompt"] + second["completion"]) == text[:-1]  # Only printed text is escaped.
     assert first["ended_by"] in ("limit", "stop string", "end of text")
     assert 0 < first["new_tokens"] <= 20
 
@@ -99,7 +99,7 @@ def test_mistakes_in_a_file_of_prompts_name_its_line(tmp_path, lines, message):
         (["--prompt=a", "--prompts=b"], "one of them"),
         (["--prompt="], "--prompt='' is empty"),
         (["--prompts=no/such.jsonl"], "--prompts=no/such.jsonl: cannot be read"),
-        (["--prompt=a", "--out=b"], "--out=b: it is for --prompts"),
+        (["--prompt=a", "--out=b"], "--out=b requires --prompts"),
         (["--prompt=a", "--seed=-1"], "--seed=-1"),
         (["--prompt=a", "--new_tokens=0"], "--new_tokens=0 must be at least 1"),
         (["--prompt=a", "--stop="], "--stop=''"),

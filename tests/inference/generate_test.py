@@ -1,14 +1,14 @@
-"""Batches of requests: greedy against a plain loop, seeds, limits, stop strings, growth of the cache."""
+"""Batches of requests: greedy decoding compared with a plain loop, seeds, limits, stop strings, growing caches."""
 
 import numpy as np
 import pytest
+from helpers.inference_models import TENSOR, full_logits, language_model
 
 from difftx.errors import UserError
 from difftx.inference import cache, decode
 from difftx.inference.decode import Tokens
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY, Sampling
-from inference.cache_test import TENSOR, full_logits, language_model
 
 PROMPTS = [[5, 6, 7], [100], [9] * 30]
 HOT = Sampling(repetition_penalty=None, temperature=2.0, top_k=100, top_p=0.95)

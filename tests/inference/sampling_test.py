@@ -1,4 +1,4 @@
-"""Candidates and draws against distributions written out in float64."""
+"""Candidates and samples, compared with distributions in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def settings(temperature=1.0, top_k=None, top_p=None, repetition_penalty=None):
 
 
 def oracle(logits_V, sampling, seen=()):
-    """Probabilities `[V]` in float64, one step after the other."""
+    """Return probabilities `[V]`, computed in float64 step by step."""
     z = np.asarray(logits_V, np.float64).copy()
     for token in seen if sampling.repetition_penalty else ():
         z[token] = z[token] / sampling.repetition_penalty if z[token] > 0 else z[token] * sampling.repetition_penalty
@@ -36,7 +36,7 @@ def oracle(logits_V, sampling, seen=()):
 
 
 def distribution(logits_BV, sampling):
-    """The same from the candidates that are drawn from."""
+    """Return the probabilities `[B, V]` of the candidates."""
     logits_BN, token_BN = map(np.asarray, candidates(jnp.asarray(logits_BV), sampling))
     p_BN = np.asarray(jax.nn.softmax(logits_BN, axis=-1))
     full = np.zeros(np.shape(logits_BV))
@@ -59,7 +59,7 @@ CASES = [
 
 def test_top_p_of_one_keeps_every_token_and_sorts_nothing():
     rng = np.random.default_rng(0)
-    logits_BV = rng.normal(size=(4, 50_000)).astype(np.float32)  # The float32 sum of these passes 1 before the end.
+    logits_BV = rng.normal(size=(4, 50_000)).astype(np.float32)  # Their float32 sum exceeds 1 before the last token.
     p_BV = np.exp(logits_BV.astype(np.float64))
     p_BV /= p_BV.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(distribution(logits_BV, settings(top_p=1.0)), p_BV, rtol=2e-5)
@@ -71,8 +71,8 @@ def test_top_p_of_one_keeps_every_token_and_sorts_nothing():
 @pytest.mark.parametrize("sampling", CASES, ids=str)
 def test_candidates_equal_the_oracle(sampling):
     logits_BV = np.random.default_rng(0).normal(size=(20, 50)).astype(np.float32) * 3
-    logits_BV[0] = 0.0  # All alike: the lower ids.
-    logits_BV[1, 10:] = -np.inf  # Ids that cannot be.
+    logits_BV[0] = 0.0  # Equal logits: the lower ids are kept.
+    logits_BV[1, 10:] = -np.inf  # Excluded tokens.
     expected = np.stack([oracle(row, sampling) for row in logits_BV])
     np.testing.assert_allclose(distribution(logits_BV, sampling), expected, atol=2e-6)
 
@@ -100,7 +100,7 @@ def test_draws_have_the_oracles_frequencies(sampling):
     assert (np.abs(frequency - expected) <= 5 * deviation).all()
 
 
-def test_greedy_is_the_most_likely_and_reads_no_seed():
+def test_greedy_is_the_most_likely_and_ignores_the_seed():
     logits_BV = jnp.asarray([[0.0, 3.0, 3.0, -1.0], [-2.0, -1.0, -3.0, -4.0]])
     for seed in (0, 1):
         seeds, counts = jnp.full(2, seed, jnp.uint32), jnp.zeros(2, jnp.int32)

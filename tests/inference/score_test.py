@@ -1,17 +1,17 @@
-"""Scores of continuations against a full pass over each item alone, in float64 from its logits."""
+"""Scores of continuations, compared with float64 scores from a full pass over each item alone."""
 
 import numpy as np
 import pytest
+from helpers.inference_models import CONTEXT, full_logits, language_model
 
 from difftx.errors import UserError
 from difftx.inference import score
 from difftx.inference.decode import Tokens
 from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
-from inference.cache_test import CONTEXT, full_logits, language_model
 
 
 def brute_force(lm, mesh, items):
-    """Score each item from the logits of its whole row."""
+    """Return log-likelihood, whether it is greedy, and the greedy tokens of each item, from logits of whole rows."""
     host = Tokens.of([[*item.context, *item.between, *item.continuation] for item in items], len(items), 128)
     logits_BTV = full_logits(lm, mesh, host, host.tokens_BT).astype(np.float64)
     expected = []
@@ -25,7 +25,7 @@ def brute_force(lm, mesh, items):
 
 
 def some_items(rng):
-    """Contexts with one continuation and with several, of one token and of many, in no order."""
+    """Return items whose contexts have one or several continuations, of one or many tokens, in mixed order."""
 
     def draw(n):
         return tuple(rng.integers(0, 256, n).tolist())
@@ -42,10 +42,10 @@ def some_items(rng):
     [("diff", {}, 2, 12), pytest.param("transformer", CONTEXT, 4, 256, marks=pytest.mark.long)],
 )
 def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, sizes, rows, branch_tokens):
-    monkeypatch.setattr(score, "BRANCH_TOKENS", branch_tokens)  # So that branches need several passes, or one.
+    monkeypatch.setattr(score, "BRANCH_TOKENS", branch_tokens)  # 12 requires several passes, 256 one.
     lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4)
     items = some_items(np.random.default_rng(0))
-    # One continuation is what greedy decoding would write.
+    # Add an item whose continuation is the greedy one.
     best = brute_force(lm, mesh_of(), items[:1])[0][2]
     items.append(Item(items[0].context, tuple(best.tolist())))
     actual = loglikelihoods(lm, items, batch_rows=rows)
@@ -72,7 +72,7 @@ def test_the_most_likely_label_is_that_of_brute_force(config, mesh_of):
 
     shared = draw(30)
     prompts = [Prompt(shared, draw(9)), Prompt(draw(7), ()), Prompt(shared, draw(25)), Prompt(shared, ())]
-    # Labels of one length, so that none wins by being short, with beginnings in common.
+    # Labels share prefixes and have the same length, because shorter labels would be more likely.
     labels = [(int(a), int(b), 10) for a in rng.integers(0, 256, 5) for b in rng.integers(0, 256, 4)]
     items = [Item(p.context + p.question, label) for p in prompts for label in labels]
     expected = np.array([s[0] for s in brute_force(lm, mesh_of(), items)]).reshape(len(prompts), len(labels))

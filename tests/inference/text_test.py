@@ -1,4 +1,4 @@
-"""Text by tokens: the same wherever tokens end."""
+"""Streamed text, which must not depend on the boundaries of tokens."""
 
 import itertools
 import random
@@ -8,11 +8,11 @@ import pytest
 from difftx.inference.text import TextStream
 
 
-def cuts(data, seed):
-    """Cut bytes into tokens at random places."""
+def random_tokens(data, seed):
+    """Split bytes into tokens at random positions."""
     rng = random.Random(seed)
-    places = sorted(rng.sample(range(1, len(data)), rng.randint(0, len(data) - 1)))
-    return [data[a:b] for a, b in itertools.pairwise([0, *places, len(data)])]
+    ends = sorted(rng.sample(range(1, len(data)), rng.randint(0, len(data) - 1)))
+    return [data[a:b] for a, b in itertools.pairwise([0, *ends, len(data)])]
 
 
 def stream(tokens, stop=()):
@@ -30,12 +30,12 @@ def stream(tokens, stop=()):
 @pytest.mark.parametrize("seed", range(30))
 def test_characters_are_whole_wherever_tokens_end(seed):
     data = "aé€😀\n".encode() + b"\xff\xe2\x82z" + "ü".encode()[:1]  # The rest is not UTF-8.
-    text, pieces = stream(cuts(data, seed))
+    text, pieces = stream(random_tokens(data, seed))
     assert text.text == data.decode(errors="replace")
     assert "\ufffd" not in "".join(pieces)[:5]
 
 
-# Stop strings, and where the text must end: before the one that is complete first, of these the longest.
+# Stop strings and the expected text. It ends before the stop string that is complete first, of several the longest.
 STOPS = [
     (["\n\n"], "Q: one\nA: two"),
     (["A:"], "Q: one\n"),
@@ -51,7 +51,7 @@ STOPS = [
 def test_stop_strings_are_found_across_tokens(stop, expected):
     data = b"Q: one\nA: two\n\n\nQ: three aaab"
     for seed in range(50):
-        text, _ = stream(cuts(data, seed), stop)
+        text, _ = stream(random_tokens(data, seed), stop)
         assert text.text == expected
         assert text.stopped == (stop != ["never"])
 

@@ -1,5 +1,6 @@
 """Folders of models for the tests of `difftx convert`, and what the command makes of them."""
 
+import base64
 import dataclasses
 import json
 import shutil
@@ -9,15 +10,14 @@ import jax
 import numpy as np
 from conftest import ROOT
 
+from difftx.commands.convert import main
 from difftx.data.tokenizer import fingerprint
-from difftx.files import write_atomically
-from difftx.interop.convert import main
-from difftx.interop.safetensors import Written, read_folder, write_folder
-from difftx.training.checkpoint import Checkpointer, restore_params
-from difftx.training.manifest import array_name
-from difftx.training.run import read_config
+from difftx.interop.safetensors import read_folder, write_folder
+from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
+from difftx.training.checkpoint.manifest import array_name
+from difftx.training.checkpoint.weights import Streamed, save_params
+from difftx.training.run import read_config, write_description
 from difftx.training.state import init_state
-from difftx.training.weights import Streamed, save_params
 
 FIXTURES = Path(__file__).parent / "fixtures"  # By transformers: fixtures/make.py.
 # As a user would import them on one device.
@@ -53,7 +53,7 @@ def parameters(workdir, mesh):
 def run_of(lm, workdir):
     """The directory of a run with the parameters of `lm`, as far as readers look."""
     workdir.mkdir(exist_ok=True)
-    write_atomically(workdir / "config.json", lm.config.to_json())
+    write_description(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
     arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
     save_params(workdir, arrays, lm.config, {"tokenizer": fingerprint(lm.tokenizer)})
@@ -71,7 +71,7 @@ def rewrite(folder, out, **changes):
     shutil.copy(folder / "config.json", out)
     tensors = tensors_of(folder) | changes
     kept = {name: value for name, value in tensors.items() if value is not None}
-    write_folder(out, {n: Written(v.shape, lambda v=v: [v]) for n, v in kept.items()}, 2**30)
+    write_folder(out, {n: Streamed(v.shape, len(v), lambda v=v: [v]) for n, v in kept.items()}, 2**30)
     return out
 
 
@@ -86,3 +86,13 @@ def edit_config(folder, out, **changes):
 def with_model(config, **changes):
     """The config with other fields of `model`."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+
+
+WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.
+
+
+def words_file(path):
+    """A vocabulary of bytes and a few words, as `data.tokenizer` takes it."""
+    tokens = [bytes([value]) for value in range(256)] + WORDS
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    return path

@@ -8,15 +8,14 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
+from helpers.interop_checks import check_attention_weights, check_generation, check_logits
 
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.interop import tokenizers, verify
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, export, import_, tensors_of
-from interop.models_test import check_generation, check_logits, check_maps
-from interop.tokenizers_test import words_file
+from interop.folders import FIXTURES, export, import_, tensors_of, words_file
 
 torch = pytest.importorskip("torch", reason="make parity installs torch and transformers")
 transformers = pytest.importorskip("transformers")
@@ -31,7 +30,7 @@ def test_random_models_of_another_seed(mesh_of, tmp_path, name):
     check_logits(workdir, theirs, mesh_of())
     check_generation(workdir, theirs, mesh_of())
     if name != "llama":
-        check_maps(workdir, theirs, mesh_of())
+        check_attention_weights(workdir, theirs, mesh_of())
 
 
 def difftx(*arguments):

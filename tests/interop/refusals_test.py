@@ -5,10 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
-from inference.cache_test import language_model
+from helpers.inference_models import language_model
 
+from difftx.commands.convert import main
 from difftx.errors import UserError
-from difftx.interop.convert import main
 from difftx.interop.runs import check_representable
 from interop.folders import FIXTURES, IMPORT, edit_config, export, import_, rewrite, run_of, tensors_of, with_model
 
@@ -28,7 +28,7 @@ def test_a_missing_shard(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(GROUPED, source)
     (source / "model-00002-of-00005.safetensors").unlink()
-    refused(source, tmp_path, r"model-00002-of-00005\.safetensors: missing; .* says that model\.\S+ is in it")
+    refused(source, tmp_path, r"model-00002-of-00005\.safetensors is missing; .* says that it contains model\.\S+")
 
 
 def test_a_truncated_file_names_its_tensor(tmp_path):
@@ -36,7 +36,7 @@ def test_a_truncated_file_names_its_tensor(tmp_path):
     file = source / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    refused(source, tmp_path, r"model\.safetensors: truncated: \S+ ends at byte \d+, and the file has \d+")
+    refused(source, tmp_path, r"model\.safetensors is truncated: \S+ ends at byte \d+, but the file has \d+")
     for length in (0, 7, 100):
         file.write_bytes(whole[:length])
         refused(source, tmp_path, r"model\.safetensors: not a safetensors file, or its header is truncated")
@@ -64,9 +64,9 @@ def move(entry, offset):
         (
             lambda entries: move(entries[-1], entries[-1]["data_offsets"][0] + 4),
             bytes(4),
-            r"leaves a gap behind model\.",
+            r"leaves a gap after model\.",
         ),
-        (lambda entries: None, b"\0", r"1 bytes behind \S+, the last tensor, belong to no tensor"),
+        (lambda entries: None, b"\0", r"1 bytes after \S+, the last tensor, belong to no tensor"),
     ],
 )
 def test_tensors_that_are_not_the_whole_file_one_behind_the_other(tmp_path, change, behind, message):
@@ -85,11 +85,11 @@ def test_values_that_are_not_finite(tmp_path, value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({Q: np.zeros((32, 31), np.float32)}, rf"{Q} has shape \(32, 31\); config\.json makes it \(32, 32\)"),
+        ({Q: np.zeros((32, 31), np.float32)}, rf"{Q} has shape \(32, 31\), but config\.json implies \(32, 32\)"),
         ({Q: None}, rf"no tensor {Q}\. Did you mean 'model\.layers\.\d\.self_attn\.\S_proj\.weight'\?"),
         (
             {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)},
-            r"model\.layers\.0\.self_attn\.q_proj\.bias has no place in the model of config\.json",
+            r"model\.layers\.0\.self_attn\.q_proj\.bias does not belong to the model that config\.json",
         ),
     ],
 )
@@ -108,18 +108,24 @@ def test_two_embeddings_of_a_tied_model_must_be_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DiffLlamaForCausalLN"]}, "does not convert. Did you mean 'DiffLlamaForCausalLM'"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures='GPT2LMHeadModel' does not convert"),
-        ({"attention_bias": True}, "attention_bias=True does not convert; only False does"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' does not convert; only 'silu' does"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config=.* does not convert; only None does"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type 'llama3' does not convert"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope scaling of type 'linear' does not"),
+        ({"architectures": ["DiffLlamaForCausalLN"]}, "cannot be converted. Did you mean 'DiffLlamaForCausalLM'"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures='GPT2LMHeadModel' cannot be converted"),
+        ({"attention_bias": True}, "attention_bias=True cannot be converted; only False can"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be converted; only 'silu' can"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted; only None can"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope scaling of type 'llama3' cannot be converted",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope scaling of type 'linear' cannot"),
         ({"num_attention_heads": 7}, "num_attention_heads=7 must be even"),
         ({"num_key_value_heads": 1}, "num_key_value_heads=1 must be even"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None: expected a positive number"),
         ({"hidden_size": "32"}, "hidden_size='32': expected a count"),
-        ({"vocab_size": 200}, r"model\.embed_tokens\.weight has shape \(260, 32\); config\.json makes it \(200, 32\)"),
+        (
+            {"vocab_size": 200},
+            r"model\.embed_tokens\.weight has shape \(260, 32\), but config\.json implies \(200, 32\)",
+        ),
     ],
 )
 def test_models_that_ours_cannot_represent(tmp_path, changes, message):
@@ -145,9 +151,12 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config.model.num_layers=3"], r"--config\.model\.num_layers: .*config\.json decides it; leave it out"),
+        (
+            ["--config.model.num_layers=3"],
+            r"--config\.model\.num_layers: .*config\.json determines this field; remove the flag",
+        ),
         (["--config.model.num_layer=3"], "no such field. Did you mean"),
-        (["--step=3"], "--step is of a run that is read"),
+        (["--step=3"], "--step selects a checkpoint of a run"),
     ],
 )
 def test_flags_that_do_not_fit(tmp_path, flags, message):
@@ -156,37 +165,37 @@ def test_flags_that_do_not_fit(tmp_path, flags, message):
 
 def test_an_output_that_is_there_or_has_no_parent(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="is there already; name a new folder"):
+    with pytest.raises(UserError, match="exists already; name a new folder"):
         import_(GROUPED, tmp_path / "out")
     with pytest.raises(UserError, match="there is no folder"):
         import_(GROUPED, tmp_path / "none" / "out")
-    with pytest.raises(UserError, match="one of them, and only one, must be difftx"):
+    with pytest.raises(UserError, match="exactly one of them must be difftx"):
         main(["--from=hf", "--to=official", f"--input={GROUPED}", f"--out={tmp_path / 'x'}", *IMPORT])
 
 
 @pytest.mark.parametrize(
     ("architecture", "format_", "changes", "message"),
     [
-        ("diff_v2", "hf", {}, "model.architecture='diff_v2' has no other format"),
-        ("gated", "official", {}, "model.architecture='gated' has no other format"),
+        ("diff_v2", "hf", {}, "model.architecture='diff_v2' cannot be converted"),
+        ("gated", "official", {}, "model.architecture='gated' cannot be converted"),
         ("diff", "hf", {"lambda_learned": False}, "model.lambda_learned=False: other formats learn λ"),
         ("diff", "hf", {"lambda_init": 0.8}, "model.lambda_init=0.8: other formats learn λ"),
         ("diff", "official", {"head_norm": "scalar"}, "model.head_norm='scalar': other formats normalise"),
         ("diff", "hf", {"attention_logit_bits": 8}, "model.attention_logit_bits=8: other formats do not quantise"),
         ("diff", "official", {"post_scale": 0.2}, "model.post_scale=0.2: other formats learn λ"),
-        ("diff", "hf", {"head_norm": "none"}, "other formats normalise every differential head"),
+        ("diff", "hf", {"head_norm": "none"}, "other formats normalise each differential head"),
         ("diff", "hf", {"num_heads": 4, "num_kv_heads": 2}, "model.head_norm='rms_affine': DiffLlama's head norm has"),
-        ("diff", "hf", {"head_norm_eps": 1e-6}, "DiffLlama has one for both"),
-        ("diff", "official", {"head_norm_eps": 1e-6}, "the official code has 1e-05"),
-        ("diff", "official", {"head_dim": 4}, "the official code takes it from d_model and num_heads"),
-        ("transformer", "hf", {"head_norm": "rms"}, "Llama has no norm behind its heads"),
+        ("diff", "hf", {"head_norm_eps": 1e-6}, "DiffLlama has only one"),
+        ("diff", "official", {"head_norm_eps": 1e-6}, "the official code requires 1e-05"),
+        ("diff", "official", {"head_dim": 4}, "the official code derives it from d_model and num_heads"),
+        ("transformer", "hf", {"head_norm": "rms"}, "Llama has no head norm"),
         (
             "transformer",
             "hf",
             {"d_model": 66, "num_heads": 4, "head_dim": 16},
             "d_model=66, .* transformers refuses",
         ),
-        ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no norm behind its heads"),
+        ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no head norm"),
     ],
 )
 def test_runs_that_other_formats_cannot_represent(config, architecture, format_, changes, message):
@@ -198,10 +207,12 @@ def test_runs_that_other_formats_cannot_represent(config, architecture, format_,
 def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):
     grouped = language_model(config, mesh_of(), model__num_heads=4, model__num_kv_heads=2)
     workdir = run_of(grouped, tmp_path / "run")
-    with pytest.raises(UserError, match="folds one into W_O only where num_kv_heads=2 is num_heads=4; --to=official"):
+    with pytest.raises(
+        UserError, match="can fold it into W_O only if num_kv_heads=2 equals num_heads=4; --to=official"
+    ):
         export(workdir, tmp_path / "out")
     with pytest.raises(UserError, match=r"step 7: no such checkpoint; .*checkpoints has 0$"):
         export(workdir, tmp_path / "out", "--step=7")
-    with pytest.raises(UserError, match=r"no config\.json there, so it is no run"):
+    with pytest.raises(UserError, match=r"no config\.json there, so it is not a run"):
         export(tmp_path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -28,7 +28,7 @@ def run(*arguments, code=0):
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     error = run("-m", "difftx", "convert", "--from=hf", "--to=difftx", f"--input={tmp_path}", "--out=x", code=2)
-    assert error == "error: --to=difftx needs --config=FILE.py, the new run's data, mesh and so on (docs/config.md)\n"
+    assert error == "error: --to=difftx requires --config=FILE.py, the config of the new run (docs/config.md)\n"
 
 
 @pytest.mark.long

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from difftx.errors import UserError
-from difftx.interop.safetensors import INDEX, Written, read_folder, write_folder
+from difftx.interop.safetensors import INDEX, read_folder, write_folder
+from difftx.training.checkpoint.weights import Streamed
 
 VALUES = {f"t{i}": np.random.default_rng(i).normal(size=(5 + i, 3)).astype(np.float32) for i in range(7)}
 
 
 def write(folder, shard_bytes):
-    tensors = {n: Written(v.shape, lambda v=v: np.array_split(v, 2)) for n, v in VALUES.items()}
+    tensors = {n: Streamed(v.shape, len(v), lambda v=v: np.array_split(v, 2)) for n, v in VALUES.items()}
     return write_folder(folder, tensors, shard_bytes)
 
 

@@ -1,26 +1,16 @@
 """tokenizer.json out and in; what the library makes of it is in parity_test.py."""
 
-import base64
 import json
 import shutil
 
 import pytest
 
-from difftx.config.recipes import load_config
 from difftx.data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
 from difftx.interop import tokenizers
 from difftx.training.run import read_config
-from interop.folders import FIXTURES, IMPORT, export, import_
+from interop.folders import FIXTURES, export, import_, words_file
 
 LLAMA = FIXTURES / "llama"
-WORDS = [b"th", b"the", b" the", b"an", b"and", b" t", b" th", b"\xc3\xa9", b"12"]  # é is two bytes.
-
-
-def words_file(path):
-    """A vocabulary of bytes and a few words, as `data.tokenizer` takes it."""
-    tokens = [bytes([value]) for value in range(256)] + WORDS
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
-    return path
 
 
 def with_json(tmp_path, raw):
@@ -43,16 +33,15 @@ def test_bytes_go_out_and_are_recognised(tmp_path, capsys):
 def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     folder = with_json(tmp_path, tokenizers.tokenizer_json(encoding, "words.tiktoken"))
-    config = load_config(IMPORT[0].partition("=")[2], {"data.tokenizer": "bytes"})
     (tmp_path / "run").mkdir()
-    config, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", config)
-    assert config.data.tokenizer == str(tmp_path / "run" / "tokenizer.tiktoken")
+    name, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", "bytes")
+    assert name == str(tmp_path / "run" / "tokenizer.tiktoken")
     assert note.startswith("tokenizer: converted")
-    assert fingerprint(load_tokenizer(config.data.tokenizer)) == fingerprint(encoding)
+    assert fingerprint(load_tokenizer(name)) == fingerprint(encoding)
     # Where the run's config names it already, it stays.
-    config = load_config(IMPORT[0].partition("=")[2], {"data.tokenizer": str(tmp_path / "words.tiktoken")})
-    same, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", config)
-    assert same == config
+    configured = str(tmp_path / "words.tiktoken")
+    name, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured)
+    assert name == configured
     assert "that of the model" in note
 
 
@@ -79,11 +68,11 @@ def test_what_is_not_the_same_is_not_converted(tmp_path, change):
     encoding = load_tokenizer(str(words_file(tmp_path / "words.tiktoken")))
     raw = tokenizers.tokenizer_json(encoding, "words.tiktoken")
     change(raw)
-    config = load_config(IMPORT[0].partition("=")[2], {"data.tokenizer": "bytes"})
     (tmp_path / "run").mkdir()
-    same, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), tmp_path / "run", tmp_path / "run", config)
-    assert same == config
+    run = tmp_path / "run"
+    name, note = tokenizers.import_tokenizer(with_json(tmp_path, raw), run, run, "bytes")
+    assert name == "bytes"
     assert note.startswith("tokenizer: not converted")
-    assert "data.tokenizer='bytes' stays, and means other text" in note
+    assert "data.tokenizer='bytes' stays, but its ids mean other text" in note
     assert not list((tmp_path / "run").iterdir())
     assert END_OF_TEXT in encoding.special_tokens_set

@@ -1,5 +1,6 @@
-"""Attention over rows that are cut along their tokens equals attention over whole rows, by the oracle of one device."""
+"""Attention over rows that are sharded along their tokens equals the reference on whole rows of one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx import kernels
 from difftx.kernels import context, maps, pallas_tpu, pallas_tpu_kernels
-from difftx.kernels.context import Cut
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.rows import map_rows
 
 B, H, K, D = 2, 4, 2, 8  # Query heads share keys: the gathered ones are fewer.
@@ -84,14 +85,14 @@ BOTH_ORDERS = pytest.mark.parametrize("zigzag", [IN_ORDER, pytest.param(True, id
         pytest.param("mapped", "reference", marks=pytest.mark.exhaustive),
     ],
 )
-def test_cut_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
+def test_sharded_rows_equal_whole_ones(mesh_of, monkeypatch, kind, implementation, zigzag):
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 96 * 5)  # Several chunks of queries, one part-filled.
     mesh = mesh_of(context=4, tensor=2)
     check(mesh, kind, implementation, tokens=96, zigzag=zigzag, segments=True)
 
 
 @BOTH_ORDERS
-def test_a_window_crosses_the_cuts(mesh_of, zigzag):
+def test_a_window_crosses_the_shards(mesh_of, zigzag):
     check(mesh_of(data=2, context=4), "diff", "xla", tokens=64, zigzag=zigzag, segments=False, window=11)
 
 
@@ -101,7 +102,7 @@ def test_a_window_crosses_the_cuts(mesh_of, zigzag):
     "segments", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["one document", "documents"]
 )
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "splash"])
-def test_tpu_kernels_over_cut_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
+def test_tpu_kernels_over_sharded_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
     if not segments:  # Splash's backward pass for long rows.
         monkeypatch.setattr("difftx.kernels.baseline.SPLASH_FUSED_TOKENS", 0)
     kind = "softmax" if implementation == "splash" else "diff"
@@ -120,10 +121,12 @@ def test_tpu_kernels_in_two_backward_kernels(mesh_of, monkeypatch, window):
 @pytest.mark.parametrize("window", [None, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag):
     """Memory that nobody writes is NaN here, and a block of dQ that is left and come back to is lost, as on a TPU."""
-    tiles = pallas_tpu.Tiles(forward=128, backward=128, vmem_mib=16, dq_mib=64)
+    tiles = pallas_tpu.Tiles(128, vmem_mib=16, dq_mib=64)
     monkeypatch.setattr(pallas_tpu, "_tiles", lambda _: tiles)
+    backends = kernels.BACKENDS["diff_attention"]
     backward = functools.partial(pallas_tpu.backward, interpret=pltpu.InterpretParams())
-    monkeypatch.setattr(pallas_tpu, "backward", backward)
+    interpreted = dataclasses.replace(backends["pallas_tpu"], backward=backward)
+    monkeypatch.setitem(backends, "pallas_tpu", interpreted)
     check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=zigzag, segments=False, window=window)
 
 
@@ -135,14 +138,14 @@ def test_orders(mesh_of, devices):
         x_BT = jax.device_put(x_BT, P(None, "context"))
         there = context.to_zigzag(x_BT)
         chunks = np.asarray(x_BT).reshape(3, 2 * devices, 2)
-        wanted = np.concatenate([chunks[:, [i, 2 * devices - 1 - i]].reshape(3, 4) for i in range(devices)], axis=1)
-        np.testing.assert_array_equal(there, wanted)
+        expected = np.concatenate([chunks[:, [i, 2 * devices - 1 - i]].reshape(3, 4) for i in range(devices)], axis=1)
+        np.testing.assert_array_equal(there, expected)
         np.testing.assert_array_equal(context.from_zigzag(there), x_BT)
-        cut = Cut.of(there, zigzag=True)
-        assert cut == Cut("context", devices, True)
+        sharding = SequenceSharding.of(there, zigzag=True)
+        assert sharding == SequenceSharding("context", devices, True)
         whole = functools.partial(jax.shard_map, in_specs=P(None, "context"), check_vma=False)
-        np.testing.assert_array_equal(whole(cut.gather, out_specs=P())(there), x_BT)
-        positions = whole(lambda x: x + cut.positions(4)[None] - x, out_specs=P(None, "context"))(there)
+        np.testing.assert_array_equal(whole(sharding.gather, out_specs=P())(there), x_BT)
+        positions = whole(lambda x: x + sharding.positions(4)[None] - x, out_specs=P(None, "context"))(there)
         np.testing.assert_array_equal(positions[0], there[0])
 
 
@@ -150,27 +153,28 @@ def test_orders(mesh_of, devices):
 @pytest.mark.parametrize("keys_outer", [False, True])
 def test_zigzag_gives_every_device_as_many_tiles(keys_outer, window):
     """Without a window; and in any case each device visits what its queries see, and all key tiles in turn."""
-    tiles, block, cut = 16, 128, Cut("context", 4, True)
-    visits = pallas_tpu_kernels.list_visits(tiles, block, window, cut, keys_outer=keys_outer)
+    tiles, block, sharding = 16, 128, SequenceSharding("context", 4, True)
+    visits = pallas_tpu_kernels.list_visits(tiles, block, window, sharding, keys_outer=keys_outer)
     for device, row in enumerate(visits):
-        places = np.concatenate([start + np.arange(2) for start in cut.starts(device, 2)])
+        positions = np.concatenate([start + np.arange(2) for start in sharding.starts(device, 2)])
         real = row[row & pallas_tpu_kernels._EMPTY == 0]
         seen = {
-            (int(places[pallas_tpu_kernels.query_tile(v)]), int(pallas_tpu_kernels.key_tile(v))) for v in real.tolist()
+            (int(positions[pallas_tpu_kernels.query_tile(v)]), int(pallas_tpu_kernels.key_tile(v)))
+            for v in real.tolist()
         }
         reach = tiles if window is None else -(-(window - 1) // block)
-        assert seen == {(i, j) for i in places.tolist() for j in range(tiles) if 0 <= i - j <= reach}
+        assert seen == {(i, j) for i in positions.tolist() for j in range(tiles) if 0 <= i - j <= reach}
         assert len(seen) == len(real)
         if window is None:
-            assert len(real) == tiles * (tiles + 1) // 2 // cut.devices
+            assert len(real) == tiles * (tiles + 1) // 2 // sharding.devices
         if keys_outer:
             firsts = row[row & pallas_tpu_kernels._FIRST != 0]
             np.testing.assert_array_equal(pallas_tpu_kernels.key_tile(firsts), np.arange(tiles))
 
 
-def test_what_takes_whole_rows_refuses_cut_ones(mesh_of):
+def test_functions_of_whole_rows_reject_sharded_rows(mesh_of):
     q, k, *_ = operands("diff", 32, False)
     with jax.set_mesh(mesh_of(context=4)):
         q, k = (jax.device_put(x, P(None, "context")) for x in (q, k))
-        with pytest.raises(ValueError, match="whole rows on each device; q is cut along its tokens over 'context'"):
+        with pytest.raises(ValueError, match="but q is sharded along its tokens over 'context'"):
             map_rows(maps.difference, q, k, jnp.zeros((B, 1), jnp.int32), per_query=jnp.float32(0.5))

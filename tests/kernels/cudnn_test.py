@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from difftx.kernels import cudnn
+from difftx.kernels.backend import AttentionCall
 
 SHAPES = ((2, 100, 4, 2, 16), (2, 100, 2, 2, 16), (2, 100, 2, 32))
 
@@ -113,40 +114,32 @@ def test_lowers_to_cudnn_and_nothing_quadratic(attention, calls, widths, window,
 
 
 def test_wide_values_name_an_old_cudnn(h200_with_cudnn, monkeypatch):
-    arguments = (*SHAPES, jnp.bfloat16)
-    assert cudnn.wide_values_unsupported(*arguments, device=Device("9.0")) is None
-    assert "Hopper" in cudnn.wide_values_unsupported(*arguments, device=Device("8.0"))
+    call = AttentionCall(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in SHAPES))
+    monkeypatch.setattr(jax, "devices", lambda: [Device("8.0")])
+    assert "Hopper" in cudnn.wide_values_unsupported(call)
+    monkeypatch.setattr(jax, "devices", lambda: [Device("9.0")])
+    assert cudnn.wide_values_unsupported(call) is None
     monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91001)
-    assert "found 91001" in cudnn.wide_values_unsupported(*arguments, device=Device("9.0"))
+    assert "found 91001" in cudnn.wide_values_unsupported(call)
     monkeypatch.setattr(cudnn, "private", None)
-    assert "no jax._src" in cudnn.wide_values_unsupported(*arguments, device=Device("9.0"))
+    assert "no jax._src" in cudnn.wide_values_unsupported(call)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("width", "dtype", "segments", "device", "reason"),
     [
-        ({}, None),
-        ({"dtype": jnp.float32}, "not float32"),
-        ({"segment_ids": np.zeros((2, 100), np.int32)}, "dense T x S mask"),
-        ({"q_shape": (2, 100, 3, 2, 16)}, "do not divide"),
-        ({"q_shape": (2, 101, 4, 2, 16)}, "differ in length"),
-        ({"q_shape": (2, 100, 4, 1, 16)}, "2 maps"),
-        ({"v_shape": (2, 100, 2, 16)}, "not twice the head width"),
-        ({"q_shape": (2, 100, 4, 2, 12), "v_shape": (2, 100, 2, 24)}, "no multiple of 8"),
-        ({"q_shape": (2, 100, 4, 2, 136), "v_shape": (2, 100, 2, 272)}, "up to 256 wide"),
-        (
-            {
-                "q_shape": (2, 100, 4, 2, 128),
-                "v_shape": (2, 100, 2, 256),
-                "device": Device("8.0"),
-            },
-            "up to 128 wide",
-        ),
-        ({"device": jax.devices("cpu")[0]}, "found cpu"),
+        (16, jnp.bfloat16, False, Device("9.0"), None),
+        (16, jnp.float32, False, Device("9.0"), "not float32"),
+        (16, jnp.bfloat16, True, Device("9.0"), "dense T x S mask"),
+        (12, jnp.bfloat16, False, Device("9.0"), "not a multiple of 8"),
+        (136, jnp.bfloat16, False, Device("9.0"), "up to 256 wide"),
+        (128, jnp.bfloat16, False, Device("8.0"), "up to 128 wide"),
+        (16, jnp.bfloat16, False, jax.devices("cpu")[0], "found cpu"),
     ],
 )
-def test_unsupported_names_the_reason(change, reason):
-    call = dict(zip(("q_shape", "k_shape", "v_shape"), SHAPES, strict=True))
-    call |= {"dtype": jnp.bfloat16, "device": Device("9.0")} | change
-    answer = cudnn.unsupported(**call)
+def test_unsupported_names_the_reason(width, dtype, segments, device, reason, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    shapes = ((2, 100, 4, 2, width), (2, 100, 2, 2, width), (2, 100, 2, 2 * width))
+    ids = jax.ShapeDtypeStruct((2, 100), jnp.int32) if segments else None
+    answer = cudnn.unsupported(AttentionCall(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), ids))
     assert answer is None if reason is None else reason in answer

@@ -1,22 +1,24 @@
 """Every backend of differential attention, against the oracle and against autodiff of the reference."""
 
+import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import TOLERANCE, relative_error
 
 from difftx import kernels
-from difftx.kernels import pallas_tpu, xla
+from difftx.config import architectures as config
+from difftx.kernels import api, pallas_tpu, xla
 from kernels import oracle
 
 # The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
 BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
-# Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
 LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
 LARGE_TOLERANCE = 2e-5
 NAMES = ("out", "dq", "dk", "dv", "dlam")
@@ -31,11 +33,6 @@ def inputs(B=2, T=33, H=4, K=4, D=8, dtype="float32", lam=0.4, segments=False, s
     ids = np.sort(rng.integers(0, 4, (B, T))).astype(np.int32) if segments else None
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     return q, k, v, jnp.asarray(lam, jnp.float32), None if ids is None else jnp.asarray(ids)
-
-
-def relative_error(actual, expected) -> float:
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30)
 
 
 def output_and_gradients(backend, q, k, v, lam, ids, window):
@@ -232,7 +229,7 @@ def test_bad_calls_say_what_is_wrong():
         ((q, k[:, :5], v[:, :5], lam), {}, "same tokens"),
         ((q, k, v, lam), {"window": 0}, "window=0"),
         ((q, k, v, lam), {"segment_ids_BT": jnp.zeros((2, 3), jnp.int32)}, "segment_ids"),
-        ((q, k, v, lam), {"implementation": "cuda"}, "'cuda' is none of"),
+        ((q, k, v, lam), {"implementation": "cuda"}, "'cuda' is not one of"),
         ((q[..., :4], k[..., :4], v[..., :8], lam), {"implementation": "pallas_tpu"}, "multiple of 8 up to 128; got 4"),
     ]
     for arguments, options, message in bad:
@@ -240,43 +237,53 @@ def test_bad_calls_say_what_is_wrong():
             kernels.diff_attention(*arguments, **options)
     with pytest.raises(ValueError, match=r"\[B, S, K, D\]"):
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v)
-    with pytest.raises(ValueError, match=r"cudnn cannot serve this call: cuDNN runs on NVIDIA GPUs; this is cpu"):
+    with pytest.raises(ValueError, match="cudnn cannot serve this call: cuDNN requires an NVIDIA GPU"):
         kernels.attention(q[:, :, :, 0], k[:, :, :, 0], v[..., :8], implementation="cudnn")
 
 
-def test_auto_that_finds_nothing_gives_all_reasons(monkeypatch):
+def test_backends_have_the_names_of_implementation():
+    names = {name for backends in kernels.BACKENDS.values() for name in backends}
+    assert {"auto", *names} == set(typing.get_args(kernels.Implementation))
+    assert config.Implementation == kernels.Implementation
+
+
+@pytest.fixture
+def pallas_tpu_on_cpu(monkeypatch):
+    """Let "auto" try `pallas_tpu` on CPUs, too."""
+    backends = kernels.BACKENDS["diff_attention"]
+    monkeypatch.setitem(backends, "pallas_tpu", dataclasses.replace(backends["pallas_tpu"], platform="cpu"))
+    api._log_once.cache_clear()
+    return backends
+
+
+def test_auto_that_finds_nothing_gives_all_reasons(monkeypatch, pallas_tpu_on_cpu):
     q, k, v, lam, _ = inputs(D=4)
-    monkeypatch.setitem(kernels.AUTO["diff_attention"], "cpu", ("pallas_tpu",))
+    monkeypatch.delitem(pallas_tpu_on_cpu, "xla")
     with pytest.raises(ValueError, match=r"no backend can serve this call: pallas_tpu: .* got 4"):
         kernels.diff_attention(q, k, v, lam)
 
 
-def test_auto_says_what_it_took(monkeypatch, caplog):
+def test_auto_logs_its_selection(pallas_tpu_on_cpu, caplog):
     q, k, v, lam, _ = inputs(D=4)
-    monkeypatch.setitem(kernels.AUTO["diff_attention"], "cpu", ("pallas_tpu", "xla"))
-    kernels._log_once.cache_clear()
     with caplog.at_level("INFO", logger="difftx.kernels"):
         for _ in range(2):
             kernels.diff_attention(q, k, v, lam)
     assert len(caplog.messages) == 1
-    assert "takes 'xla' on cpu" in caplog.messages[0]
-    assert "pallas_tpu" in caplog.messages[0]
+    assert "selects 'xla' on cpu (rejected: pallas_tpu: " in caplog.messages[0]
 
 
-def test_wrong_gradients_at_the_start_are_distrusted(monkeypatch):
-    """A backend whose dK is wrong is passed over by "auto"; a right one, of the same call, is taken."""
-    monkeypatch.setattr(kernels, "distrusted", {})
-    monkeypatch.setitem(kernels.AUTO["diff_attention"], "cpu", ("pallas_tpu", "xla"))
+def test_wrong_gradients_at_the_start_are_distrusted(monkeypatch, pallas_tpu_on_cpu):
+    """A backend whose dK is wrong is rejected by "auto"; the same backend with the right dK is selected."""
+    monkeypatch.setattr(api, "distrusted", {})
     assert kernels.check_gradients(64) == {}
-    right = pallas_tpu.backward
 
     def wrong(*args, **options):
-        dq, dk, dv, dlam = right(*args, **options)
+        dq, dk, dv, dlam = pallas_tpu.backward(*args, **options)
         return dq, -dk, dv, dlam
 
-    monkeypatch.setattr(pallas_tpu, "backward", wrong)
+    record = dataclasses.replace(pallas_tpu_on_cpu["pallas_tpu"], backward=wrong)
+    monkeypatch.setitem(pallas_tpu_on_cpu, "pallas_tpu", record)
     assert "off by 200" in kernels.check_gradients(64)["pallas_tpu"]
-    kernels._log_once.cache_clear()
     q, k, v, lam, _ = inputs()
     text = str(jax.make_jaxpr(lambda *x: kernels.diff_attention(*x))(q, k, v, lam))
     assert "pallas_call" not in text

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import TOLERANCE, relative_error, split
 from model.oracle import sink_row, top_k_row
 
 from difftx import kernels
 from difftx.kernels import cached, maps, xla
-from difftx.kernels.cached import EMPTY, Ids
-from kernels.cached_test import split
-from kernels.diff_attention_test import TOLERANCE, relative_error
+from difftx.kernels.cached import EMPTY, SegmentMask
 from kernels.oracle import softmax_row
 
 K_KEPT = 4
@@ -154,7 +153,7 @@ def test_over_a_cache_it_is_the_same(name):
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
     slots_BS = np.full((B, 24), EMPTY, np.int32)
     slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
-    ids = Ids(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
+    ids = SegmentMask(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
     per_query = None if number is None else number[:, -new:]
     actual = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, per_query=per_query)
     assert relative_error(actual, expected) < TOLERANCE["float32"]
@@ -164,5 +163,5 @@ def test_bad_calls_say_what_is_wrong():
     q, k, v, _, _ = inputs("signed")
     with pytest.raises(ValueError, match=r"q \[B, T, H, G, D\]"):
         kernels.mapped_attention(maps.signed_softmax, q, k[:, :, :, :1], v)
-    with pytest.raises(ValueError, match="'splash' is none of auto, reference, xla"):
+    with pytest.raises(ValueError, match="'splash' is not one of auto, reference, xla"):
         kernels.mapped_attention(maps.signed_softmax, q, k, v, implementation="splash")

@@ -10,10 +10,10 @@ import jax
 import pytest
 from conftest import ROOT, TINY
 
+from difftx.commands.plan import with_slices
 from difftx.errors import UserError
 from difftx.launch import search
 from difftx.launch.estimate import Estimate, _does_not_fit
-from difftx.launch.plan import with_slices
 from difftx.launch.topology import GIB, Chip, parse_topology
 
 MESH = {"mesh.fsdp": "4", "mesh.tensor": "2"}  # Last of FLAGS.

@@ -10,18 +10,19 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT
-from training.verified_test import largest_file
+from helpers.training_checkpoints import largest_file
 
+from difftx.commands import sweep
 from difftx.errors import UserError
-from difftx.launch import sweep
 from difftx.launch.grid import make_points, parse_grid
 from difftx.launch.runner import find_reason
 from difftx.launch.status import RunStatus
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import damage
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import NEWEST_BYTES, read_metrics
 from difftx.training.state import TrainState
 
@@ -57,6 +58,7 @@ def get_config(arg: str) -> ConfigDict:
 @pytest.fixture(scope="module", autouse=True)
 def fast_compilation(tmp_path_factory):
     """One device, no expensive passes of LLVM, a cache: what the processes compute is not what is tested here."""
+    jax.devices()  # This process reads XLA_FLAGS now, and keeps the eight devices that other tests expect.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
@@ -206,7 +208,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_trained_again(config_file, tm
     array.write_bytes(array.read_bytes()[:-1])
     code, stdout, stderr = Sweep(config_file, tmp_path, *flags).end()
     assert code == 0, stdout + stderr
-    assert damage(last, step=100, content=True) is None
+    assert why_invalid(last, step=100, content=True) is None
     assert (last.parent / "100.quarantined").is_dir()
     assert "attempt 2, from step 50 to 100" in (tmp_path / "diff-s" / "train.log").read_text()
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from difftx.commands import sweep
 from difftx.errors import UserError
-from difftx.launch import sweep
 from difftx.launch.jobs import LAUNCHERS, TEMPLATES
 
 NAME = "diff-1.4b-seed0"
@@ -431,7 +431,7 @@ MISTAKES = pytest.mark.parametrize(
         (["--launcher=tpu-vm", "--set", "tpu=pod", "zone=z", "directory=d"], "give --set mount=…"),
         (["--launcher=slurm", "--set", "node=2"], "asks for no such thing. Did you mean 'nodes'"),
         (["--launcher=slurm", "--set", "nodes"], "'nodes' is not understood"),
-        (["--set", "nodes=2"], "only a --launcher"),
+        (["--set", "nodes=2"], "requires --launcher"),
         (["--launcher=jobset", "--set", *SETTINGS["jobset"], "mount=m"], "'mount=m': given twice"),
         (["--launcher=jobset", "--set", *SETTINGS["jobset"]], "out: not below mount=/mnt/shared"),
         (["--launcher=slurm", "--set", *SETTINGS["slurm"][:-1], "time=1\nrm"], r"--set time: '1\\nrm' has control"),

@@ -1,4 +1,4 @@
-"""DiffAttention against the paper's equations in float64 numpy, and against the official example's numbers."""
+"""DiffAttention, compared with the paper's equations in float64 numpy and with numbers of the official example."""
 
 import dataclasses
 import itertools
@@ -125,20 +125,20 @@ def test_at_lambda_zero_it_is_softmax_attention(config):
     diff = config(model__post_scale=1.0, model__num_heads=2, **options).model
     module, x_BTD = build(diff), some_input(diff)
     specific = {"lambda_init": None, "lambda_learned": True, "post_scale": None}
-    twin = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head, **specific)
-    softmax = build(twin)
+    baseline = dataclasses.replace(diff, architecture="transformer", num_heads=2, head_dim=diff.d_head, **specific)
+    softmax = build(baseline)
     softmax.query_DHd[...] = module.query_DHGd[:, :, 0]
     softmax.key_DKd[...] = module.key_DKGd[:, :, 0]
     total = 0
     for half in (slice(0, diff.d_head), slice(diff.d_head, None)):
         softmax.value_DKd[...] = module.value_DKE[:, :, half]
         softmax.output_HdD[...] = module.output_HED[:, half]
-        total += call(softmax, twin, x_BTD)[0]
+        total += call(softmax, baseline, x_BTD)[0]
     np.testing.assert_allclose(call(module, diff, x_BTD)[0], total, atol=1e-6)
 
 
 def test_fixed_lambda_one_keeps_its_output(config):
-    """The trap of NC2: through λ_init = 1 alone, (1 - λ_init) would zero the layer."""
+    """λ_init = 1 alone would zero the layer, because of the factor 1 - λ_init."""
     options = {"model__lambda_init": 1.0, "model__lambda_learned": "false"}
     model = config(model__post_scale=0.2, **options).model
     module = build(model)

@@ -4,35 +4,17 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from helpers.model_layers import batch_on, parameters_of
 
 from difftx.config.recipes import load_config
-from difftx.data.loader import Batch
 from difftx.model.abstract import count_parameters
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
-from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
 MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}]
-
-
-def parameters_of(config):
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)))))()
-
-
-def batch_on(mesh, config, rows=8, seed=0):
-    rng = np.random.default_rng(seed)
-    shape = (rows, config.data.sequence_length)
-    sharding = jax.NamedSharding(mesh, Layout().act_BT)
-    tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
-    mask = (rng.random(shape) < 0.7).astype(np.float32)
-
-    def put(x):
-        return jax.device_put(x, sharding)
-
-    return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
 
 
 def loss_of(c):
@@ -84,7 +66,7 @@ def test_table_10_sizes(mesh_of, architecture, size):
     total = sum(int(np.prod(p.shape)) for p in jax.tree.leaves(nnx.state(model)))
     billions = {"830m": 0.834, "1.4b": 1.410, "2.8b": 2.763, "6.8b": 6.837, "13.1b": 13.084}[size]
     assert round(total / 1e9, 3) == billions
-    # As the paper prints it.
+    # The paper prints the size like this.
     assert size == (f"{total / 1e6:.0f}"[:2] + "0m" if total < 1e9 else f"{total / 1e9:.1f}b")
     assert count_parameters(c.model).total == total
 
@@ -117,7 +99,7 @@ def test_parameters_are_counted_to_the_last_one(config, mesh_of, architecture, c
 
 
 def test_both_architectures_are_charged_the_same_flops():
-    """6 N + 12 L T d by hand, Table 10's 2.8B: the architectures differ in vectors only."""
+    """6 N + 12 L T d for the 2.8B models of Table 10, which differ only in vectors."""
     per_token = {}
     for architecture in ("diff", "transformer"):
         model = load_config(f"{ROOT}/configs/scaling.py:{architecture}-2.8b", {}).model
@@ -141,7 +123,7 @@ def test_remat_changes_nothing_but_memory(config, mesh_of, remat):
 
 
 def test_positions_and_segments_reach_attention(config, mesh_of):
-    """Two documents packed in a row, positions restarting, give the logits of the two rows apart."""
+    """Two documents packed in one row have the same logits as in rows of their own."""
     c = config()
     with jax.set_mesh(mesh_of()):
         model = nnx.merge(graph(c), parameters_of(c))

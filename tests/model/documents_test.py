@@ -1,9 +1,10 @@
-"""Attention stays inside a document: in a packed row, one document's tokens change nothing in another's outputs."""
+"""Attention within documents: in a packed row, a document's tokens do not change the outputs of other documents."""
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.model_layers import parameters_of
 
 from difftx.data.loader import make_batch
 from difftx.data.packing import PackedRows
@@ -11,7 +12,6 @@ from difftx.data.store import TokenStore
 from difftx.parallel.layout import Layout
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph
-from model.decoder_test import parameters_of
 
 
 def packed_rows(c, cache):
@@ -55,7 +55,7 @@ def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, arch
             assert (after[changed_BT] != before[changed_BT]).any(axis=-1).all() == changed_BT.any()
 
 
-def test_a_packed_batch_has_the_same_gradient_with_rows_cut_over_devices(config, mesh_of, tmp_path):
+def test_a_packed_batch_has_the_same_gradient_with_rows_sharded_over_devices(config, mesh_of, tmp_path):
     c = config(data__document_mask="true")
     rows = packed_rows(c, tmp_path)
     host_batch = {name: np.stack([rows[i][name] for i in range(2)]) for name in rows[0]}

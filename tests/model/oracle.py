@@ -1,4 +1,4 @@
-"""The layers of difftx/model/variants.py as their formulas read: float64 numpy, token by token, head by head."""
+"""Formulas of the layers of difftx/model/variants/ in float64 numpy, token by token and head by head."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from kernels.oracle import softmax_row
 
-# Tiny sizes at which heads of each architecture share keys and can be cut in two.
+# Tiny sizes with which the heads of each architecture share keys and can be sharded over two devices.
 SIZES: dict[str, dict[str, Any]] = {
     "diff_v2": {"model__num_heads": 4, "model__num_kv_heads": 2},
     "gda": {"model__num_heads": 6, "model__signal_heads": 3},
@@ -21,7 +21,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def turned(x_Td: np.ndarray, theta: float) -> np.ndarray:
-    """Rotary embedding as multiplication of complex numbers: channel i is the real part of i + d/2."""
+    """Return x after the rotary embedding, where channels i and i + d/2 are real and imaginary parts."""
     half = x_Td.shape[1] // 2
     z = x_Td[:, :half] + 1j * x_Td[:, half:]
     angle = np.outer(np.arange(len(x_Td)), theta ** (-np.arange(half) / half))
@@ -43,7 +43,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def attend(row: Callable[..., np.ndarray], queries_keys: list, v_TE: np.ndarray) -> np.ndarray:
-    """Σ_s row(q_t·k_s / √d, …)_s v_s over s ≤ t; `row` is given the logits of each pair of queries and keys."""
+    """Return Σ_s row(q_t·k_s / √d, …)_s v_s over s ≤ t. `row` takes the logits of each pair of queries and keys."""
     out_TE = np.zeros_like(v_TE)
     for t in range(len(v_TE)):
         logits = [k_Td[: t + 1] @ q_Td[t] / np.sqrt(q_Td.shape[1]) for q_Td, k_Td in queries_keys]
@@ -52,7 +52,7 @@ def attend(row: Callable[..., np.ndarray], queries_keys: list, v_TE: np.ndarray)
 
 
 def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pairs: str = "neighbours") -> np.ndarray:
-    """The update of one row by layer `depth` + 1; `v2_pairs` = "halves" pairs V2's heads as it must not be."""
+    """Return the update of one row by layer `depth` + 1. `v2_pairs` = "halves" pairs the heads of V2 wrongly."""
     w = {name: np.asarray(p[...], np.float64) for name, p in vars(module).items() if isinstance(p, nnx.Param)}
     x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, model.kv_heads, model.architecture
 
@@ -90,7 +90,7 @@ def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pa
 
 
 def _two_keys(module, model, w, x, depth, turn) -> np.ndarray:
-    """Differential, grouped differential and signed-mask attention."""
+    """Return the update by differential, grouped differential or signed-mask attention."""
     H, K = model.num_heads, model.kv_heads
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
     lam = lambda_init
@@ -106,7 +106,7 @@ def _two_keys(module, model, w, x, depth, turn) -> np.ndarray:
     heads = []
     for i in range(H):
         kv = i * K // H
-        group, signal = divmod(i, model.signal_heads or 1)  # Queries lie as [signal heads, noise head] by group.
+        group, signal = divmod(i, model.signal_heads or 1)  # Queries of a group: signal heads, then the noise head.
         q1, q2 = (turn(x @ w["query_DHGd"][:, group, g]) for g in (signal, -1))
         k1, k2 = (turn(x @ w["key_DKGd"][:, kv, g]) for g in (0, 1))
         head = attend(row, [(q1, k1), (q2, k2)], x @ w["value_DKE"][:, kv])

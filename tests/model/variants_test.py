@@ -1,13 +1,12 @@
-"""Every variant of attention against its formula, and against what it becomes in a limit."""
-
-import functools
+"""Every variant of attention, compared with its formula and with its limits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT
 from flax import nnx
+from helpers.model_layers import QUICKSTART, TOKENS, X_BTD, layer_of
 
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
@@ -16,55 +15,17 @@ from difftx.model.abstract import count_parameters
 from difftx.model.attention import depth_schedule
 from difftx.model.decoder import Decoder
 from difftx.model.flops import flops_per_token
-from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
 from model import oracle
 
-TOKENS = 18
-TOLERANCE = 1e-5  # Of the largest value: the head norm lifts small heads, and their rounding with them.
-X_BTD = np.random.default_rng(3).normal(size=(2, TOKENS, 32)).astype(np.float32)
-QUICKSTART, SCALING = f"{ROOT}/configs/quickstart.py", f"{ROOT}/configs/scaling.py"
+TOLERANCE = 1e-5  # Relative to the largest value, because the head norm enlarges small heads and their rounding.
+SCALING = f"{ROOT}/configs/scaling.py"
 
 
 @pytest.fixture(autouse=True)
 def _one_device(mesh_of):
     with jax.set_mesh(mesh_of()):
         yield
-
-
-@functools.cache
-def layer_of(name, **overrides):
-    """A layer of random numbers: its config, module, and a function to its outputs and Jacobian, under one jit."""
-    changes = {key.replace("__", "."): str(value) for key, value in (oracle.SIZES.get(name, {}) | overrides).items()}
-    model = load_config(f"{QUICKSTART}:{name}", TINY | changes).model
-    shapes = nnx.eval_shape(lambda: ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
-    graphdef, shapes = nnx.split(shapes)
-    rng = np.random.default_rng(0)
-
-    def draw(p):
-        return jnp.asarray(rng.normal(scale=0.4, size=p.shape), p.dtype)
-
-    module = nnx.merge(graphdef, jax.tree.map(draw, shapes))
-
-    @jax.jit
-    def run(state, x_BTD, layer, ids_BT):
-        """Outputs `[B, T, D]`, and the gradient of each token's sum in the first row, `[T, T, D]`."""
-        angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
-        depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
-
-        def attend(x_BTD):
-            return nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]
-
-        out_BTD, pullback = jax.vjp(attend, x_BTD)
-        of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
-        of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
-        return out_BTD, jax.lax.map(lambda g_BTD: pullback(g_BTD)[0][0], jnp.asarray(of_token_TBTD))
-
-    def call(x_BTD, layer=0, ids_BT=None, module=module):
-        ids_BT = np.zeros((2, TOKENS), np.int32) if ids_BT is None else ids_BT
-        return tuple(map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
-
-    return model, module, call
 
 
 @pytest.mark.parametrize("name", oracle.SIZES)
@@ -85,7 +46,7 @@ def test_pairing_heads_of_different_keys_is_another_model():
 
 @pytest.mark.parametrize("name", oracle.SIZES)
 def test_causality_by_gradient(name):
-    """A token depends on all before it, of which top-k may leave out some, and on none after it."""
+    """A token depends on all tokens before it, except those that top-k excludes, and on no token after it."""
     _, jacobian_TTD = layer_of(name)[2](X_BTD)
     seen_TT = np.abs(jacobian_TTD).max(axis=-1) > 0
     assert not np.triu(seen_TT, 1).any()
@@ -114,20 +75,20 @@ def test_one_signal_head_to_a_noise_head_is_differential_attention():
 
 @pytest.mark.parametrize(("name", "changes"), [("sink", {"sink_H": -80.0}), ("gated", {"gate_DHd": 0.0})])
 def test_in_the_limit_it_is_the_transformer(name, changes):
-    """A sink that is never chosen; a gate of one half throughout."""
+    """Limits: a sink with a weight of zero, and a gate of one half everywhere."""
     _, module, call = layer_of(name, model__num_kv_heads=4)
-    _, twin, transformer = layer_of("transformer", model__num_heads=4)
-    module, twin = nnx.clone(module), nnx.clone(twin)
+    _, baseline, transformer = layer_of("transformer", model__num_heads=4)
+    module, baseline = nnx.clone(module), nnx.clone(baseline)
     for weight in ("query_DHd", "key_DKd", "value_DKd", "output_HdD"):
-        getattr(twin, weight)[...] = getattr(module, weight)[...]
+        getattr(baseline, weight)[...] = getattr(module, weight)[...]
     for weight, value in changes.items():
         getattr(module, weight)[...] = jnp.full_like(getattr(module, weight)[...], value)
-    expected = transformer(X_BTD, module=twin)[0] * (0.5 if name == "gated" else 1.0)
+    expected = transformer(X_BTD, module=baseline)[0] * (0.5 if name == "gated" else 1.0)
     np.testing.assert_allclose(call(X_BTD, module=module)[0], expected, atol=TOLERANCE * np.abs(expected).max())
 
 
 def test_where_lambda_and_sink_start(config):
-    """σ(x W_λ) near 0.5, logged in float32; a sink of 0; λ = λ_init(2) in the second layer where it is fixed."""
+    """Check that V2's λ is near 0.5 and float32, a sink is 0, and a fixed λ is λ_init(2) in the second layer."""
 
     def of(model):
         return ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0))
@@ -160,7 +121,7 @@ def test_variants_are_as_large_as_the_transformer(name, file, size, tolerance):
 
 
 def test_flops_by_hand():
-    """2.8B at 2,048 tokens a row: 6 for each weight; 6 L T for each unit of width of queries and of values."""
+    """2.8B models at 2,048 tokens per row: 6 per weight, and 6 L T per unit of width of queries and values."""
     D, L, T, d, vocabulary = 2560, 32, 2048, 128, 100_288
     attention = {
         "diff_v2": (5 * D * D + D * 20, (40 + 20) * d),  # Two queries a head; A1 - λ A2 is multiplied with V once.
@@ -180,7 +141,7 @@ def test_flops_by_hand():
     [
         ("top_k", {"model.top_k": "none"}, r"model\.top_k=None: architecture 'top_k' requires it"),
         ("top_k", {"model.top_k": "0"}, r"model\.top_k=0 must be positive"),
-        ("top_k", {"model.top_k": "300"}, r"model\.top_k=300 is more than data\.sequence_length=256.*use less"),
+        ("top_k", {"model.top_k": "300"}, r"model\.top_k=300 exceeds data\.sequence_length=256.*use a smaller number"),
         ("diff", {"model.top_k": "8"}, r"model\.top_k=8: architecture 'diff' does not use it; leave it at None"),
         ("diff", {"model.signal_heads": "2"}, r"model\.signal_heads=2: architecture 'diff' does not use it"),
         ("gda", {"model.signal_heads": "none"}, r"model\.signal_heads=None: architecture 'gda' requires it"),
@@ -207,7 +168,7 @@ def test_flops_by_hand():
             r"='cudnn' does not serve architecture 'sink'; use one of",
         ),
         ("diff", {"model.attention_implementation": "splash"}, r"='splash' does not serve architecture 'diff'"),
-        ("diffv2", {}, r"architecture 'diffv2': .*Did you mean 'diff_v2'"),
+        ("diffv2", {}, r"'diffv2': no such architecture\. Did you mean 'diff_v2'"),
     ],
 )
 def test_mistakes_name_field_value_and_fix(name, changes, message):

@@ -10,8 +10,6 @@ import pytest
 from conftest import ROOT, child_environment, write_text
 from processes import free_port
 
-from multihost.train_test import started  # noqa: F401  # A fixture.
-
 pytestmark = pytest.mark.long
 
 HINT = "start every process with the same command, packages and data"
@@ -36,7 +34,7 @@ def errors(group, codes=(2, 2)):
         ("train.global_batch_tokens", 512, r"train\.global_batch_tokens=512, but process 0 has 256"),
     ],
 )
-def test_processes_with_different_configs_end_before_the_first_step(started, field, value, difference):  # noqa: F811
+def test_processes_with_different_configs_end_before_the_first_step(started, field, value, difference):
     two = started(own_flags={1: [f"--config.{field}={value}"]})
     first, second = errors(two)
     assert first == second
@@ -44,7 +42,7 @@ def test_processes_with_different_configs_end_before_the_first_step(started, fie
     assert not two.metrics.parent.exists()
 
 
-def test_processes_with_different_data_end_before_the_first_step(started, tmp_path):  # noqa: F811
+def test_processes_with_different_data_end_before_the_first_step(started, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("".join(f"{i} and {i * i} follow each other in another text.\n" for i in range(4000)))
     two = started(own_flags={1: [f"--config.data.path={other}"]})
@@ -59,7 +57,7 @@ def test_processes_with_different_data_end_before_the_first_step(started, tmp_pa
     assert not two.metrics.parent.exists()
 
 
-def test_a_copy_of_the_data_elsewhere_is_no_difference(started, tmp_path):  # noqa: F811
+def test_a_copy_of_the_data_elsewhere_is_no_difference(started, tmp_path):
     copy = tmp_path / "copy" / "text.txt"
     copy.parent.mkdir()
     write_text(copy)
@@ -71,7 +69,7 @@ def test_a_copy_of_the_data_elsewhere_is_no_difference(started, tmp_path):  # no
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_process_that_cannot_open_its_data_ends_the_other_too(started, tmp_path, missing):  # noqa: F811
+def test_a_process_that_cannot_open_its_data_ends_the_other_too(started, tmp_path, missing):
     path = tmp_path / "nowhere" / "text.txt"
     two = started(own_flags={missing: [f"--config.data.path={path}"]})
     found = errors(two)
@@ -91,7 +89,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):  # noqa: F811
+def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):
     two = started(
         multihost__barrier_timeout_seconds=60,
         script=("-c", KILLED.replace("--process=1", "1"), "train.py"),
@@ -102,7 +100,7 @@ def test_a_process_that_is_killed_while_it_opens_its_data_is_named(started):  # 
     assert re.search(rf"error: process 0 stops: process 1 of 2 \(.*pid {two.running[1].pid}.*\) has been silent", text)
 
 
-def test_processes_with_different_extensions_end_before_the_first_step(started, tmp_path):  # noqa: F811
+def test_processes_with_different_extensions_end_before_the_first_step(started, tmp_path):
     """Each process has the file elsewhere, with a suite of the same name."""
     own = {}
     for process in (0, 1):
@@ -118,7 +116,7 @@ def test_processes_with_different_extensions_end_before_the_first_step(started, 
     )
 
 
-def test_other_sources_of_difftx_are_noticed(started, tmp_path):  # noqa: F811
+def test_other_sources_of_difftx_are_noticed(started, tmp_path):
     """Process 1 has another checkout, in which one comment differs."""
     for name in ("difftx", "configs"):
         shutil.copytree(ROOT / name, tmp_path / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -153,7 +151,7 @@ def run_both(command, own):
     return [(process.communicate(timeout=240), process.returncode) for process in running]
 
 
-def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):  # noqa: F811
+def test_eval_and_generate_compare_their_flags_and_prompts(started, tmp_path):
     one = started(count=1, train__steps=3)
     assert one.wait(0)[0] == 0, one.logs[0].read_text()
     workdir = f"--workdir={one.metrics.parent}"

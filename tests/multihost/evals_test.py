@@ -8,19 +8,19 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, child_environment
-from evals.evaluation_test import SUITES, flat
+from helpers.evals_results import LOSS_SUITES, flat
+from helpers.report_runs import save_run
 from processes import free_port
-from report.suites_test import save_run
 
 from difftx import evals
-from difftx.report.commands import load_params
+from difftx.commands.evaluate import load_params
 
 pytestmark = pytest.mark.long
 
 
 def test_two_processes_score_as_one(config, text_file, tmp_path):
     """One process of eight devices; two of two devices each write the same numbers, but for rounding."""
-    suites = [*SUITES, "outliers", "gradients", "quantize"]
+    suites = [*LOSS_SUITES, "outliers", "gradients", "quantize"]
     changes = {"eval__loss_tokens": 21 * 32, "eval__position_documents": 5, "mesh__fsdp": 8}
     changes |= {"eval__outliers__tokens": 500, "eval__gradients__tokens": 500}
     changes |= {"eval__gradients__at_initialization": "counterpart", "eval__quantize__bits": "16,4"}
@@ -47,4 +47,4 @@ def test_two_processes_score_as_one(config, text_file, tmp_path):
         written = json.loads((run.workdir / "evals" / suite / "6.json").read_text())
         both = [flat(values) for values in (written, {"step": 6, **dataclasses.asdict(result)})]
         # Single values, gradients and what lies on the edge of two levels are rounded more than sums of losses.
-        np.testing.assert_allclose(*both, rtol=1e-6 if suite in SUITES else 2e-3)
+        np.testing.assert_allclose(*both, rtol=1e-6 if suite in LOSS_SUITES else 2e-3)

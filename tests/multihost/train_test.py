@@ -13,30 +13,16 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, child_environment
-from processes import UNHURRIED, Processes, free_port
+from processes import UNHURRIED, free_port
 
 from difftx.parallel.mesh import AXES
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import damage
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def started(text_file, tmp_path):
-    """Return a function that starts processes, which do not outlive the test."""
-    groups = []
-
-    def start(workdir="run", **options):
-        groups.append(Processes(text_file, tmp_path / workdir, tmp_path, **options))
-        return groups[-1]
-
-    yield start
-    for group in groups:
-        group.kill()
 
 
 def rows(metrics):
@@ -88,7 +74,7 @@ COPY = """
 import argparse, pathlib, sys, jax
 from difftx.parallel import multihost
 from difftx.parallel.mesh import make_mesh
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags, (source, target) = parser.parse_known_args()
@@ -146,7 +132,7 @@ def test_two_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_one_bef
         assert code == 0, text
         assert ("renamed 20.quarantined" in text) == (process == 0)
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "20.quarantined"]
-    assert damage(folder / "20", step=20, content=True) is None
+    assert why_invalid(folder / "20", step=20, content=True) is None
     np.testing.assert_allclose(*([row["loss"] for row in both] for both in (before, rows(two.metrics))), rtol=1e-5)
     assert {row["attempt"] for row in rows(two.metrics) if row["step"] > 10} == {2}
 
@@ -193,7 +179,7 @@ def test_a_save_that_one_of_two_fails_is_given_up_by_both_and_tried_again(starte
     folder = two.metrics.parent / "checkpoints"
     steps = sorted(int(path.name) for path in folder.iterdir())
     assert steps[-1] == 12
-    assert all(damage(folder / str(step), step=step, content=True) is None for step in steps)
+    assert all(why_invalid(folder / str(step), step=step, content=True) is None for step in steps)
 
 
 def test_a_killed_process_is_named(started):

@@ -1,4 +1,4 @@
-"""What a training process makes of signals."""
+"""Signals to a training process."""
 
 import signal
 
@@ -10,7 +10,7 @@ from difftx.parallel.multihost import Interrupt
 
 @pytest.fixture
 def interrupt():
-    # A shell lets its background jobs ignore Ctrl-C, and the tests may be one.
+    # The tests may run as a background job, in which the shell ignores Ctrl-C.
     outer = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = Interrupt()
     yield interrupt
@@ -23,19 +23,19 @@ def test_a_signal_is_a_request(interrupt, number):
     assert not interrupt.requested(1)
     signal.raise_signal(number)
     assert interrupt.requested(1)
-    signal.raise_signal(number)  # The same request, by another way.
+    signal.raise_signal(number)  # Counts as the same request.
     signal.raise_signal(signal.SIGINT)
     assert interrupt.requested(2)
 
 
-def test_a_later_one_acts_at_once(interrupt, monkeypatch):
+def test_a_later_signal_acts_immediately(interrupt, monkeypatch):
     signal.raise_signal(signal.SIGTERM)
     monkeypatch.setattr(multihost, "REPEAT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_the_earlier_handlers_come_back():
+def test_close_restores_the_previous_handlers():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     interrupt = Interrupt()
     assert signal.getsignal(signal.SIGTERM) not in before

@@ -37,7 +37,7 @@ def test_one_process_of_a_pod_is_told_to_join(monkeypatch, environment, message)
 def test_alone_nothing_is_started():
     multihost.start(flags(), CONFIG)
     multihost.barrier("alone", 1)
-    assert multihost.is_lead()
+    assert multihost.is_primary()
 
 
 def test_flags_belong_together():
@@ -76,7 +76,7 @@ except TimeoutError as error:
 
 
 def test_a_barrier_names_who_did_not_come():
-    from multihost.train_test import free_port
+    from processes import free_port
 
     together = ["--coordinator", f"localhost:{free_port()}", "--processes=3"]
     running = [

@@ -4,12 +4,13 @@ import xml.etree.ElementTree as ET
 import matplotlib.image
 import numpy as np
 import pytest
+from helpers.report_runs import write_run
 
 from difftx.errors import UserError
 from difftx.model.flops import flops_per_token
 from difftx.report.curves import format_table, smoothed, write_curves
 from difftx.report.runs import match_runs
-from report.run_dirs import write_run
+from difftx.training.run import write_description
 
 
 def test_figure_and_table(config, tmp_path):
@@ -77,7 +78,7 @@ def test_no_run_is_an_error(tmp_path):
 
 
 def test_a_run_that_has_not_begun_is_an_error(config, tmp_path):
-    (tmp_path / "config.json").write_text(config("diff").to_json())
+    write_description(tmp_path, config("diff"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no training steps in it yet"):
         write_curves(str(tmp_path), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The report's page: what stands in it, and what a browser makes of it."""
+"""The report's page: its text, and its behaviour in a browser."""
 
 import contextlib
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from helpers.report_runs import tiny, write_result, write_run
 
 from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.report.page import write_page
 from difftx.report.panels import thinned
-from report.run_dirs import write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHROMIUM_FLAGS = [
@@ -59,22 +59,6 @@ ATTENTION = {
     "values": [[0.5 if i >= j else None for j in range(256)] for i in range(256)],
     "value_label": "weight",
 }
-
-
-def tiny(architecture, **overrides):
-    changes = {
-        "logging.tensorboard": "false",
-        "optimizer.warmup_steps": "0",
-        **{k.replace("__", "."): str(v) for k, v in overrides.items()},
-    }
-    return load_config(f"{ROOT / 'configs' / 'quickstart.py'}:{architecture}", changes)
-
-
-def write_result(workdir, suite, step, numbers, charts=(), details=None):
-    folder = workdir / "evals" / suite
-    folder.mkdir(parents=True, exist_ok=True)
-    result = {"suite": suite, "step": step, "numbers": numbers, "charts": list(charts), "details": details or {}}
-    (folder / f"{step}.json").write_text(json.dumps(result))
 
 
 def write_everything(workdir, architecture, offset):
@@ -289,7 +273,7 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
 
 def test_mistakes(tmp_path):
     run = write_run(tmp_path / "run", tiny("diff", train__steps=3))
-    with pytest.raises(UserError, match=r"no config\.json there, so it is no run"):
+    with pytest.raises(UserError, match=r"no config\.json there, so it is not a run"):
         write_page([tmp_path / "none"], tmp_path / "report.html")
     with pytest.raises(UserError, match="a run is named twice"):
         write_page([run, Path(f"{run}/")], tmp_path / "report.html")

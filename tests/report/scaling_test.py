@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import scipy.optimize
+from helpers.report_runs import write_run
 
 from difftx.analysis.scaling_law import PowerLaw
 from difftx.errors import UserError
 from difftx.report.points import read_points
 from difftx.report.scaling import format_study, write_scaling
-from report.run_dirs import write_run
 
 SIZES = [0.834e9, 1.410e9, 2.763e9, 6.837e9, 13.083e9]  # Table 10.
 HEADER = ["architecture", "size", "tokens", "loss", "seed"]

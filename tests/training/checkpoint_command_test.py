@@ -7,12 +7,13 @@ import sys
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT, child_environment, replace
+from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
 
+from difftx.commands.checkpoint import main
 from difftx.errors import UserError
-from difftx.report.checkpoints import main
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.run import write_description
 from difftx.training.state import TrainState
-from training.verified_test import LOADER, flip_a_bit, largest_file, names, state_at
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def workdir(config, tmp_path):
         writer.save(state_at(step), LOADER, c)
     writer.save(state_at(30, size=4), LOADER, replace(c, "optimizer", learning_rate=0.5))
     writer.close()
-    (tmp_path / "config.json").write_text(c.to_json())
+    write_description(tmp_path, c)
     return tmp_path
 
 
@@ -104,7 +105,7 @@ def test_prune_never_deletes_the_last_that_verifies(workdir, capsys):
 def test_mistakes_are_one_line_and_exit_2(workdir, tmp_path):
     for arguments, message in (
         (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
-        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0: at least one is kept"),
+        (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be at least 1"),
     ):
         result = subprocess.run(
             [sys.executable, "-m", "difftx", "checkpoint", *arguments],

@@ -88,7 +88,9 @@ def test_equals_one_device(config, mesh_of, architecture, devices, method, packe
 
 def test_what_does_not_divide_is_named(config, mesh_of):
     c = config(data__sequence_length=72, mesh__context_method="zigzag", train__global_batch_tokens=72)
-    with pytest.raises(UserError, match=r"data.sequence_length: 72 cannot be cut into 2 × mesh.context .* = 16 shards"):
+    with pytest.raises(
+        UserError, match=r"data.sequence_length: 72 cannot be split into 2 × mesh.context .* = 16 shards"
+    ):
         check_divisible(c, mesh_of(context=8))
     c = config(mesh__context_method="heads")
     with pytest.raises(UserError, match=r"model.num_heads: 2 .*mesh.context = 8 .*or mesh.context_method='zigzag'"):

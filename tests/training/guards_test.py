@@ -17,8 +17,8 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import EXIT_FAILED, EXIT_PREEMPTED, UserError
 from difftx.files import json_sha256
 from difftx.training import loop
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.guards import BadSteps, Guard, Journal, rewind_target
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.guards import BadSteps, Guard, GuardJournal, rewind_target
 from difftx.training.metrics import read_metrics
 from difftx.training.run import Run
 from difftx.training.state import init_state, make_train_step
@@ -326,7 +326,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["remove", "Journal.add_rewind", "Journal.resume"])
+@pytest.mark.parametrize("place", ["remove", "GuardJournal.add_rewind", "GuardJournal.resume"])
 def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
     options = {"nan": {8, 9, 10}}
     run = open_run("run", **options)
@@ -336,12 +336,12 @@ def test_killed_within_a_rewind(open_run, uninterrupted, monkeypatch, place):
 
     from difftx.training import guards
 
-    resume = Journal.resume
+    resume = GuardJournal.resume
     with monkeypatch.context() as patch:
         # Of `resume` the second call: the first attempt begins with one.
         calls = iter([resume, kill])
-        patched = (lambda *args: next(calls)(*args)) if place == "Journal.resume" else kill
-        owner = guards if "." not in place else Journal
+        patched = (lambda *args: next(calls)(*args)) if place == "GuardJournal.resume" else kill
+        owner = guards if "." not in place else GuardJournal
         patch.setattr(owner, place.rpartition(".")[2], patched)
         with pytest.raises(Killed):
             train(run)
@@ -379,10 +379,10 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
         "\xff",
     ):
         (tmp_path / "journal.jsonl").write_bytes(f"{entry_text({'event': 'stop'})}\n{line}\n".encode("latin-1"))
-        with pytest.raises(UserError, match=r"journal.jsonl: line 2 is no entry of a journal"):
-            Journal(tmp_path)
+        with pytest.raises(UserError, match=r"journal.jsonl: line 2 is not a valid entry"):
+            GuardJournal(tmp_path)
     (tmp_path / "journal.jsonl").write_text(entry_text(rewind | {"skipped_examples": [1, 80]}) + "\n")
-    assert Journal(tmp_path).entries == [rewind | {"skipped_examples": [1, 80]}]
+    assert GuardJournal(tmp_path).entries == [rewind | {"skipped_examples": [1, 80]}]
 
 
 def test_which_checkpoint_is_gone_back_to():

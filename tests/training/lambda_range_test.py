@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from report.run_dirs import write_run
+from helpers.report_runs import write_run
 
 from difftx.report.page import write_page
 from difftx.training.lambda_range import LambdaRange, warning
@@ -33,7 +33,7 @@ def test_a_restart_remembers_what_the_rows_say():
 
 
 @pytest.mark.parametrize(
-    ("value", "meaning"), [(2.5, "dominates the first"), (-0.75, "is added to the first"), (math.nan, "not a number")]
+    ("value", "meaning"), [(2.5, "dominate the first"), (-0.75, "are added to the first"), (math.nan, "not a number")]
 )
 def test_the_line_says_what_it_means_and_where_to_read_more(value, meaning):
     line = warning(7, 3, value)

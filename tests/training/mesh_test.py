@@ -11,7 +11,7 @@ from difftx.data.loader import Loader
 from difftx.data.packing import PackedRows
 from difftx.data.store import TokenStore
 from difftx.parallel.layout import Layout
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.state import init_state, make_train_step
 
 MESHES = {

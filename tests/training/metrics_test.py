@@ -10,7 +10,9 @@ from tensorboardX.proto import event_pb2
 
 from difftx.config import LoggingConfig
 from difftx.errors import UserError
-from difftx.training.metrics import MetricsWriter, Progress, read_metrics
+from difftx.progress import Work
+from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE
+from difftx.training.metrics import MetricsWriter, read_metrics
 
 QUIET = LoggingConfig(every_steps=1, tensorboard=False, wandb_project=None)
 
@@ -137,11 +139,11 @@ def test_each_attempt_in_wandb_begins_with_the_history_that_it_continues(tmp_pat
 
 
 def test_plain_progress_ends_with_the_last_step(capsys):
-    row = {"loss": 1.5, "grad_norm": 0.25, "tokens_per_second": 1234.5}
-    with Progress(3, 0) as progress:
-        for step in (1, 2, 3):
-            progress.update(step, row)
-    assert capsys.readouterr().out == "step 3/3  loss 1.5000  grad 0.25  1,234 tokens/s  0 s left\n"
+    display = Work(is_output=True)
+    with display, display.task("step", 4, done=1, label=PROGRESS_LABEL, line=PROGRESS_LINE) as advance:
+        for _ in (2, 3, 4):
+            advance(1, "loss 1.5000  grad 0.25  1,234 tokens/s")
+    assert capsys.readouterr().out == "step 4/4  loss 1.5000  grad 0.25  1,234 tokens/s  0 s left\n"
 
 
 def test_a_full_disk_is_one_line_and_every_step_that_is_written_can_be_read(tmp_path):

@@ -11,12 +11,12 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
-from processes import UNHURRIED
+from helpers.training_checkpoints import flip_a_bit, largest_file
+from helpers.training_runs import stop_after, train_losses, wait_for_step
 
 from difftx.files import json_sha256
 from difftx.parallel.multihost import REPEAT_SECONDS
 from difftx.training.goodput import SECTIONS
-from difftx.training.metrics import read_metrics
 
 STEPS = 60
 KEYS = {name: f"the value of {name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
@@ -54,44 +54,9 @@ def train(text_file, workdir, *flags, devices=1, **changes):
     )
 
 
-def train_losses(workdir):
-    rows, skipped = read_metrics(workdir / "metrics.jsonl")
-    assert skipped == 0
-    train = [row for row in rows if row["split"] == "train"]
-    assert [row["step"] for row in train] == list(range(1, len(train) + 1))  # None twice, none missing.
-    return [row["loss"] for row in train], rows
-
-
 def stop_at(step, text_file, workdir, devices=1):
     """Train until `step` is in metrics.jsonl, then send SIGTERM; return the exit code."""
     return stop_after(step, signal.SIGTERM, command(text_file, workdir), workdir, devices)
-
-
-def stop_after(step, sent, command, workdir, devices=1):
-    """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
-    python, _, *flags = command
-    unhurried = [python, *UNHURRIED, *flags]
-    process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL)
-    wait_for_step(step, process, workdir)
-    process.send_signal(sent)
-    return process.wait(timeout=120)
-
-
-def wait_for_step(step, process, workdir):
-    metrics = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None, "training ended before it could be stopped"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def flip_a_bit(checkpoint):
-    """Change the file with the most arrays of a checkpoint."""
-    file = max((path for path in checkpoint.glob("state/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +158,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     _, workdir = uninterrupted
     assert json.loads((workdir / "config.json").read_text())["train"]["steps"] == STEPS
     manifest = json.loads((workdir / "manifest.json").read_text())
-    assert set(manifest) == {"commit", "python", "packages", "devices", "data", "extensions"}
+    assert set(manifest) == {"format", "commit", "python", "packages", "devices", "data", "extensions"}
     assert len(manifest["data"]["source train"]) == 64
     row = next(row for row in train_losses(workdir)[1] if row["split"] == "train")
     wanted = {
@@ -216,7 +181,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continues_bit_for_
     text, whole = uninterrupted
     workdir, folder = tmp_path / "damaged", tmp_path / "damaged" / "checkpoints"
     shutil.copytree(whole, workdir)
-    flip_a_bit(folder / "60")
+    flip_a_bit(largest_file(folder / "60"))
     (folder / "80").mkdir()
     result = train(text, workdir)
     assert result.returncode == 0, result.stderr
@@ -230,7 +195,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(uninterrupt
     text, whole = uninterrupted
     shutil.copytree(whole, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
-        flip_a_bit(folder)
+        flip_a_bit(largest_file(folder))
     result = train(text, tmp_path / "run")
     assert result.returncode == 2
     assert "there are checkpoints, but none verifies" in result.stderr
@@ -264,7 +229,7 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     [
         ((), {"model__mlp_dim": 96}, "changed since the checkpoint of step 60: model.mlp_dim: 64 → 96; restore"),
         (["--allow_config_change"], {"model__mlp_dim": 96}, "mlp/down_FD is not (2, 96, 32) float32 there"),
-        ((), {"data__seed": 5}, "data.seed: 0 → 5; restore what changed, use a new --workdir, or go on all the same"),
+        ((), {"data__seed": 5}, "data.seed: 0 → 5; restore what changed, use a new --workdir, or continue"),
     ],
 )
 def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flags, changes, message):

@@ -1,6 +1,7 @@
-"""What keeps two trainings out of one directory."""
+"""The files that describe a run, and the locks that keep two trainings out of one directory."""
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from difftx.errors import UserError
 from difftx.training import run as run_module
-from difftx.training.run import Run
+from difftx.training.run import RUN_FORMAT, Run, read_config, write_description
 
 # Holds the lock until its stdin ends, and then says so before it lets go.
 HOLDER = """
@@ -120,3 +121,33 @@ def test_a_file_system_without_locks_is_no_error(lock, tmp_path, capsys, monkeyp
     with lock(tmp_path):
         pass
     assert "no file locks here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [None, 0, RUN_FORMAT + 1, "1", 10**30])
+def test_a_run_of_another_format_is_refused(config, tmp_path, number):
+    """None: no number, as before runs had one."""
+    write_description(tmp_path, config())
+    assert read_config(tmp_path) == config()
+    run = SimpleNamespace(config=config(), workdir=tmp_path)
+    Run.check_records(run)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("format") == RUN_FORMAT
+    path.write_text(json.dumps(manifest | ({} if number is None else {"format": number})))
+    found = f"format {number}" if number in (0, RUN_FORMAT + 1) else "no format number"
+    message = (
+        f"{tmp_path}: manifest.json has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; use the "
+        "version that wrote the run, or train again in a new --workdir"
+    )
+    for refuse in (lambda: read_config(tmp_path), lambda: Run.check_records(run)):
+        with pytest.raises(UserError) as error:
+            refuse()
+        assert str(error.value) == message
+
+
+def test_a_run_without_a_manifest_is_refused_by_readers_and_described_again_by_training(config, tmp_path):
+    write_description(tmp_path, config())
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"manifest\.json has no format number"):
+        read_config(tmp_path)
+    Run.check_records(SimpleNamespace(config=config(), workdir=tmp_path))

@@ -13,15 +13,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
-from evals.loss_test import one_device
+from helpers.evals_params import one_device
+from helpers.training_runs import stop_after, train_losses
 
 from difftx import evals
+from difftx.commands.evaluate import load_params
 from difftx.config.build import override
-from difftx.report.commands import load_params
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
-from training.resume_test import stop_after, train_losses
 
 pytestmark = pytest.mark.long
 
@@ -81,12 +81,12 @@ EXTENSION = CONTINUED | {
 }
 
 
-def position_curve(workdir, folder):
+def position_curve(workdir, folder, mesh):
     """Return the suite position of a run's last checkpoint in rows of LONG, as {position: cumulative average nll}."""
     rows = {"data.sequence_length": str(LONG)}
     config, [step] = override(read_config(workdir), rows), Checkpointer(workdir).steps()
-    params = load_params(Run.open(config, workdir), step)
-    [chart] = evals.evaluate(Run.open(config, folder), params, step, ["position"])["position"].charts
+    params = load_params(Run.open(config, workdir, mesh), step)
+    [chart] = evals.evaluate(Run.open(config, folder, mesh), params, step, ["position"])["position"].charts
     return dict(zip(chart.series[0].x, chart.series[0].y, strict=True))
 
 
@@ -97,9 +97,8 @@ def between(curve, start, end):
 
 
 @pytest.mark.exhaustive  # Minutes of training.
-def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp_path, monkeypatch):
+def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp_path, mesh_of):
     """Against the model that was extended, and against as many more tokens in its own short rows."""
-    monkeypatch.setattr("difftx.training.run.make_mesh", one_device)
     base = tmp_path / "base"
     stages = {
         "base": ("diff_3b.py:diff", PRETRAINING),
@@ -109,7 +108,7 @@ def test_rows_eight_times_as_long_are_learned_and_not_by_more_training_alone(tmp
     curves = {}
     for name, (config, changes) in stages.items():
         run_process(command(config, tmp_path / name, **changes), compiled_as_users_do=True)
-        curves[name] = position_curve(tmp_path / name, tmp_path / f"{name}-at-{LONG}")
+        curves[name] = position_curve(tmp_path / name, tmp_path / f"{name}-at-{LONG}", mesh_of())
     beyond = {name: between(curve, SHORT, LONG) for name, curve in curves.items()}
     # Within the rows that it was trained on the base predicts better than far beyond them, although a document is
     # easier to go on with the more of it is known; extended, that is what it finds.
@@ -184,6 +183,6 @@ def newest(workdir):
 
 def final_state(workdir):
     config = read_config(workdir)
-    mesh = one_device(config.mesh)
+    mesh = one_device()
     with jax.set_mesh(mesh):
         return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]

@@ -1,5 +1,4 @@
 """Checkpoints that cannot be read, that lie behind links, or that were put aside: none of them is damaged."""
-# ruff: noqa: F811  The fixtures are another file's.
 
 import contextlib
 import errno
@@ -11,17 +10,18 @@ import sys
 
 import pytest
 from conftest import ROOT, child_environment
+from helpers.training_checkpoints import flip_a_bit, largest_file, names
 from processes import Processes
 from unreadable import as_other_users, failing_reads, modes_count, needs_compiler, needs_modes
 
 from difftx import files
+from difftx.commands.checkpoint import main as checkpoint_command
 from difftx.errors import UnreadableError, UserError
 from difftx.files import json_sha256, retry_read
-from difftx.report.checkpoints import main as checkpoint_command
-from difftx.training.checkpoint import Checkpointer
-from difftx.training.manifest import MANIFEST, damage
-from difftx.training.reading import read_newest
-from training.verified_test import flip_a_bit, largest_file, names, saved, trainer  # noqa: F401
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
+from difftx.training.checkpoint.reading import read_newest
+from difftx.training.run import write_description
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved, trainer, 
 @needs_modes
 def test_the_commands_say_what_cannot_be_read_and_leave_it(saved, tmp_path, config, impatient, capsys):
     folder = saved(10, 20, 40)
-    (tmp_path / "config.json").write_text(config().to_json())
+    write_description(tmp_path, config())
     with unreadable(largest_file(folder / "40")):
         with pytest.raises(UnreadableError, match="1 of 3 checkpoints cannot be read: 40"):
             checkpoint_command(["verify", f"--workdir={tmp_path}"])
         assert "Permission denied" in capsys.readouterr().out
         assert checkpoint_command(["prune", "--keep=1", "--yes", f"--workdir={tmp_path}"]) == 0
-    assert "40: stays" in capsys.readouterr().out
+    assert "40: kept, because it does not verify" in capsys.readouterr().out
     assert names(folder) == ["20", "40"]
     with unreadable(folder / "40" / MANIFEST):
         assert checkpoint_command(["ls", f"--workdir={tmp_path}"]) == 0
@@ -130,7 +130,7 @@ def test_a_step_behind_a_link_is_used_and_only_the_link_is_deleted(saved, traine
     assert trainer.newest() == 20
     assert saved(30, 40, keep=1, every_steps=7) == folder
     assert names(folder) == ["40"]
-    assert damage(target, step=20, content=True) is None
+    assert why_invalid(target, step=20, content=True) is None
     printed = capsys.readouterr().out
     assert f"20.removed: the link was deleted; its target {target} stays" in printed
     assert f"5.removed: the link was deleted; its target {target} stays" in printed
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved, traine
     content = json.loads(path.read_text())
     del content["sha256"]
     content["format"] -= 1
-    del content["weights"]  # As in format 2.
+    del content["weights"]  # Another format may have other fields.
     path.write_text(json.dumps(content | {"sha256": json_sha256(content)}))
     with pytest.raises(
         UserError, match=r"/40: manifest.json has format \d, not \d: another version of difftx wrote it"

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.model_layers import batch_on
 from jax.sharding import reshard
-from model.decoder_test import batch_on
 from model.oracle import SIZES
 
 from difftx.inference.cache import ROWS as CACHE_ROWS
 from difftx.inference.cache import empty_cache, extend, write_chunk
 from difftx.parallel.layout import Layout
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state, make_train_step
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import replace
+from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
 
 from difftx.config.build import override
 from difftx.data.loader import Loader
@@ -16,60 +17,17 @@ from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import json_sha256
-from difftx.training import checkpoint as checkpoint_module
-from difftx.training.checkpoint import Checkpointer
+from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint.checkpointer import Checkpointer
+from difftx.training.checkpoint.manifest import MANIFEST, read_manifest, why_invalid, write_manifest
 from difftx.training.guards import Guard
-from difftx.training.manifest import MANIFEST, damage, read_manifest, write_manifest
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import TrainState
 
-LOADER = {"examples": 8, "signature": {"seed": 0}}
-
-
-def state_at(step, size=3):
-    params = {"layer": {"w": jnp.full((size, 2), step, jnp.float32)}}
-    return TrainState(jnp.int32(step), params, {"mu": jnp.full((size, 2), 2 * step, jnp.float32)})
-
 
 def abstract(size=3):
     return jax.eval_shape(lambda: state_at(0, size))
-
-
-@pytest.fixture
-def saved(config, tmp_path):
-    """Return a function that saves tiny states of some steps, and returns their folder."""
-
-    def save(*steps, **changes):
-        checkpoint = replace(config(), "checkpoint", **changes)
-        writer = Checkpointer(tmp_path, checkpoint.checkpoint)
-        for step in steps:
-            writer.save(state_at(step), LOADER, checkpoint)
-        writer.close()
-        return tmp_path / "checkpoints"
-
-    return save
-
-
-@pytest.fixture
-def trainer(config, tmp_path):
-    """Return a checkpointer as a training that starts again opens it."""
-    return Checkpointer(tmp_path, config().checkpoint)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def largest_file(folder):
-    """Return the file with the arrays."""
-    return max((path for path in folder.glob("state/**/*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def empty(folder):
@@ -152,7 +110,7 @@ def test_a_manifest_says_what_the_checkpoint_holds(saved, config):
     assert len(manifest.config_sha256) == 64
     there = {str(p.relative_to(folder / "20")) for p in (folder / "20").rglob("*") if p.is_file()}
     assert there - set(manifest.files) == {MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA"}
-    assert damage(folder / "20", step=20, content=True) is None
+    assert why_invalid(folder / "20", step=20, content=True) is None
 
 
 def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved, tmp_path, config):

@@ -1,15 +1,14 @@
 """Differential Transformer V2."""
-#   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, d = width of a query/key (sub-)head,
+#   B = batch, T = tokens, D = model width, H = heads, G = 2 query heads of a pair, d = width of a query/key head,
 #   E = width of a value head
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from difftx.config import ModelConfig
 from difftx.errors import UserError
 from difftx.kernels import maps
-from difftx.model.attention import Attention, Depth, merge_heads
+from difftx.kernels.rows import map_rows
+from difftx.model.attention import Attention, merge_heads
 from difftx.model.layers import projection
 from difftx.parallel.layout import Layout
 
@@ -20,28 +19,27 @@ class DiffAttentionV2(Attention):
     head_i = A_{2i} V - λ_i A_{2i+1} V with λ_i = σ(x W_λ)_i per token and head. The output is Concat_i(head_i) W_O.
 
     Query heads 2i and 2i + 1 of the 2H query heads form head i. They share keys and values, because 2H / K is even. The
-    architecture has no λ_init, head norm or post-norm scale.
+    architecture has no λ_init, head norm or post-norm scale. Attention has 5 D² + D H weights, so the MLP of a matched
+    model is (D + H) / 3 narrower than the Transformer's.
     """
 
     @classmethod
     def check(cls, config):
-        """Raise `UserError` for unsupported values, including any head norm."""
         super().check(config)
         if config.head_norm != "none":
             raise UserError(f"model.head_norm={config.head_norm!r}: Differential Transformer V2 has none; use 'none'")
 
     @classmethod
-    def query_heads(cls, config: ModelConfig) -> int:
-        """Return twice the number of heads."""
+    def query_heads(cls, config):
         return 2 * config.num_heads
 
-    def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
+    def __init__(self, config, layout, *, rngs):
         super().__init__(config, layout, rngs=rngs)
         self.lambda_DH = projection(config, (config.d_model, config.num_heads), 1, layout.lambda_DH, rngs=rngs)
 
     @classmethod
-    def matrices_by_group(cls, name: str, weight: jax.Array) -> dict[str, jax.Array]:
-        """Split a stacked weight by groups; the query weight into the first and second heads of each pair."""
+    def matrices_by_group(cls, name, weight):
+        """Return a stacked weight by groups. The groups of queries are the first and the second heads of the pairs."""
         if name == "query":
             L, D, heads, d = weight.shape
             sharding = jax.P(None, *Layout().query_DHGd)
@@ -54,24 +52,20 @@ class DiffAttentionV2(Attention):
         kind = {"preferred_element_type": jnp.float32, "out_sharding": sharding}
         return jax.nn.sigmoid(jnp.einsum("BTD,DH->BTH", x_BTD, weight_DH, **kind))
 
-    def map(self, x_BTD: jax.Array, depth: Depth) -> tuple[maps.Map, jax.Array | None]:
-        """Return the function A_2i - λ_i A_2i+1, and λ."""
-        return maps.difference, self.lam(x_BTD)
-
-    def map_operands(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the queries in pairs, `[B, T, H, 2, d]`, and the keys, repeated for both queries of a pair."""
+    def weight_rows(self, q, k, x_BTD, depth, segment_ids_BT, queries_BC):
+        """Return the rows of A_2i - λ_i A_2i+1. Both queries of a pair use the same keys."""
         B, T, H, d = q.shape
         q_BTHGd = jax.lax.reshape(q, (B, T, H // 2, 2, d), out_sharding=self.layout.attend_BTHGd)
-        return q_BTHGd, jnp.stack([k, k], axis=3)
+        k_BTKGd, lam_BTH = jnp.stack([k, k], axis=3), self.lam(x_BTD)
+        options = {"per_query": lam_BTH, "segment_ids_BT": segment_ids_BT}
+        return map_rows(maps.difference, q_BTHGd, k_BTKGd, queries_BC, **options)
 
-    def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Subtract λ times the second head of each pair from the first, then merge the heads."""
+    def output(self, heads_BTHE, x_BTD, depth):
         B, T, H, E = heads_BTHE.shape
         pairs_BTHGE = jax.lax.reshape(heads_BTHE, (B, T, H // 2, 2, E), out_sharding=self.layout.act_BTHGd)
         noise_BTHE = self.lam(x_BTD)[..., None] * pairs_BTHGE[:, :, :, 1]
         heads_BTHE = (pairs_BTHGE[:, :, :, 0] - noise_BTHE).astype(heads_BTHE.dtype)
         return merge_heads(heads_BTHE, self.output_HdD, self.layout)
 
-    def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
-        """Return the statistic "lambda", the mean of λ over tokens and heads."""
+    def statistics(self, x_BTD, depth):
         return {"lambda": jnp.mean(self.lam(x_BTD))}

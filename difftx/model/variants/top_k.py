@@ -2,24 +2,20 @@
 
 import functools
 
-from difftx.config.checks import require_positive
-from difftx.errors import UserError
 from difftx.kernels import maps
-from difftx.model.attention import MappedAttention
+from difftx.model.attention import Attention, require_field
 
 
-class TopKAttention(MappedAttention):
+class TopKAttention(Attention):
     """Softmax over the `top_k` largest logits of each query, zero elsewhere (explicit sparsity, arXiv 1912.11637)."""
 
+    kernel = "mapped_attention"
     fields = ("top_k",)
 
     @classmethod
     def check(cls, config):
-        """Raise `UserError` for unsupported values, including a missing `top_k` or one that is not positive."""
         super().check(config)
-        if config.top_k is None:
-            raise UserError("model.top_k=None: architecture 'top_k' requires it; an eighth of a row's length is common")
-        require_positive("model", "top_k", config.top_k)
+        require_field(config, "top_k", "an eighth of a row's length")
 
     @classmethod
     def configure(cls, c, heads):
@@ -27,7 +23,6 @@ class TopKAttention(MappedAttention):
         super().configure(c, heads)
         c.model.top_k = c.data.sequence_length // 8
 
-    def map_of(self) -> maps.Map:
-        """Return softmax over the `top_k` largest logits."""
+    def map_of(self):
         assert self.config.top_k is not None
         return functools.partial(maps.top_k_softmax, k=self.config.top_k)

@@ -1,0 +1,1 @@
+"""Commands of difftx and eval.py, one module each."""

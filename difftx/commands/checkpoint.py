@@ -1,0 +1,221 @@
+"""The command that manages a run's checkpoints: python -m difftx checkpoint ls|verify|diff|quarantine|prune …"""
+
+import argparse
+import dataclasses
+import datetime
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import rich.console
+import rich.markup
+import rich.table
+
+from difftx.commands.flags import add_extension_flag
+from difftx.errors import UnreadableError, UserError, printable
+from difftx.files import list_folder, require_local_paths
+from difftx.registry import load_extensions
+from difftx.training.changes import changed_fields
+from difftx.training.checkpoint.checkpointer import config_of
+from difftx.training.checkpoint.manifest import array_name, quarantined_in, read_manifest, steps_in, why_invalid
+from difftx.training.checkpoint.retention import quarantine, remove, steps_to_keep
+from difftx.training.run import read_config
+
+PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the reasons of failures fit.
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `checkpoint ls`, `verify`, `diff`, `quarantine` or `prune`."""
+    description = "List, verify, compare and delete the checkpoints of a run."
+    parser = argparse.ArgumentParser("difftx checkpoint", description=description, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    texts = {
+        "ls": "list the checkpoints of a run, and check the names and sizes of their files",
+        "verify": "read every file and compare its checksum",
+        "diff": "compare the configs and arrays of two checkpoints",
+        "quarantine": "exclude a checkpoint, so that training resumes from the checkpoint before it",
+        "prune": "delete the checkpoints that neither the run's config nor --keep keeps",
+    }
+    parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts.items()}
+    for command in parsers.values():
+        command.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+        add_extension_flag(command)
+    parsers["diff"].add_argument("a", help="a step of --workdir, or the folder of a checkpoint")
+    parsers["diff"].add_argument("b", help="another step or folder")
+    parsers["diff"].add_argument("--values", action="store_true", help="also print the norm of each array's difference")
+    parsers["quarantine"].add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    parsers["prune"].add_argument("--keep", type=int, help="number of newest checkpoints to keep, and no others")
+    parsers["prune"].add_argument("--yes", action="store_true", help="delete; without --yes, only print the names")
+    options = parser.parse_args(arguments)
+    require_local_paths(options)
+    load_extensions(options.extension)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
+    folder = options.workdir / "checkpoints"
+    if not list_folder(folder):
+        raise UserError(f"--workdir={options.workdir}: no checkpoints there")
+    match options.command:
+        case "ls":
+            list_checkpoints(folder)
+        case "verify":
+            verify(folder)
+        case "diff":
+            diff(_find(folder, options.a), _find(folder, options.b), options.values)
+        case "quarantine":
+            path = quarantine(_find(folder, str(options.step)))
+            print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
+        case "prune":
+            prune(options.workdir, options.keep, options.yes)
+    return 0
+
+
+def list_checkpoints(folder: Path) -> None:
+    """Print a table of all checkpoints, including quarantined ones."""
+    table = rich.table.Table()
+    for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
+        table.add_column(title, justify=justify, overflow="fold")
+    for path in [folder / str(step) for step in steps_in(folder)]:
+        why = _problem(path, content=False)
+        state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
+        table.add_row(path.name, _size(path), _age(path), state)
+    for path in quarantined_in(folder):
+        table.add_row(path.name, _size(path), _age(path), "quarantined")
+    rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
+
+
+def verify(folder: Path) -> None:
+    """Compare all checksums and print the result for each checkpoint.
+
+    Raises:
+        UserError: A checkpoint does not verify.
+        UnreadableError: A checkpoint cannot be read; all readable ones verify.
+    """
+    steps, corrupt, unreadable = steps_in(folder), [], []
+    for step in steps:
+        began = time.perf_counter()
+        why = _problem(folder / str(step), content=True)
+        found = why or f"every checksum is right ({time.perf_counter() - began:.1f} s)"
+        print(printable(f"{step}: {found}"), flush=True)
+        if why is not None:
+            (unreadable if isinstance(why, UnreadableError) else corrupt).append(str(step))
+    if corrupt:
+        raise UserError(f"{folder}: {len(corrupt)} of {len(steps)} checkpoints do not verify: {', '.join(corrupt)}")
+    if unreadable:
+        names = ", ".join(unreadable)
+        raise UnreadableError(f"{folder}: {len(unreadable)} of {len(steps)} checkpoints cannot be read: {names}")
+
+
+def diff(a: Path, b: Path, values: bool) -> None:
+    """Print the config fields and arrays in which two checkpoints differ.
+
+    Args:
+        a: Folder of a checkpoint.
+        b: Folder of another checkpoint.
+        values: Whether to compare the values of the arrays, not only their names, shapes and dtypes.
+    """
+    for folder in (a, b):
+        if why := why_invalid(folder, content=values):
+            raise UserError(f"{folder}: does not verify: {why}")
+    lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
+    old, new = read_manifest(a).arrays, read_manifest(b).arrays
+    lines += [f"{name}: only in {a}" for name in old if name not in new]
+    lines += [f"{name}: only in {b}" for name in new if name not in old]
+    lines += [
+        f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}"
+        for name in old
+        if name in new and old[name] != new[name]
+    ]
+    if values:
+        lines += _value_changes(a, b)
+    none = "no difference" if values else "no difference in config, names, shapes and dtypes"
+    print(*map(printable, lines or [none]), sep="\n")
+
+
+def prune(workdir: Path, keep: int | None, yes: bool) -> None:
+    """Print and delete the verified checkpoints that the rule does not keep, and quarantined ones.
+
+    A checkpoint that does not verify or cannot be read is kept. If no checkpoint verifies, none is deleted.
+
+    Args:
+        workdir: Directory of the run.
+        keep: Number of newest checkpoints to keep; None: the rule of the run's config.
+        yes: Whether to delete; if False, only print.
+    """
+    if keep is not None and keep < 1:
+        raise UserError(f"--keep={keep} must be at least 1")
+    folder = workdir / "checkpoints"
+    rule = read_config(workdir).checkpoint
+    if keep is not None:
+        rule = dataclasses.replace(rule, keep=keep, every_steps=1, keep_every_steps=None, keep_best=None)
+    reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
+    verified = [step for step, why in reasons.items() if why is None]
+    for step, why in reasons.items():
+        if why is not None:
+            print(printable(f"{step}: kept, because it does not verify: {why}"))
+    if not verified:
+        raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
+    kept = steps_to_keep(rule, verified, workdir)
+    to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
+    print(f"kept: {', '.join(map(str, sorted(kept)))}")
+    for path in to_delete:
+        print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
+    if yes:
+        remove(to_delete)
+    elif to_delete:
+        print("add --yes to delete")
+
+
+def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
+    """Return None if a checkpoint verifies, the error if it cannot be read, or else why it does not verify."""
+    try:
+        return why_invalid(folder, step=int(folder.name), content=content)
+    except UnreadableError as error:
+        return error
+
+
+def _value_changes(a: Path, b: Path) -> Iterator[str]:
+    """Yield a line for each array that differs and has the same shape in both checkpoints, which are read whole."""
+    old, new = _read_arrays(a), _read_arrays(b)
+    for name, x in old.items():
+        y = new.get(name)
+        if y is None or x.shape != y.shape:
+            continue
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        norm = np.linalg.norm(y - x)
+        if norm > 0 or not np.isfinite(norm):
+            yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
+
+
+def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
+        tree = reader.restore(folder.resolve() / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _find(folder: Path, name: str) -> Path:
+    """Return the folder of the checkpoint with a step or a path."""
+    steps = steps_in(folder)
+    if name.isdecimal() and int(name) in steps:
+        return folder / str(int(name))
+    if not name.isdecimal() and list_folder(Path(name)):
+        return Path(name)
+    raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {', '.join(map(str, steps)) or '(none)'}")
+
+
+def _size(folder: Path) -> str:
+    try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError as error:
+        return str(error.strerror)
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _age(folder: Path) -> str:
+    return str(datetime.timedelta(seconds=round(time.time() - folder.lstat().st_mtime)))

@@ -1,0 +1,87 @@
+"""Convert weights between formats: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR."""
+
+import argparse
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from difftx.commands.flags import parse_command
+from difftx.config import Config
+from difftx.config.recipes import load_config
+from difftx.errors import UserError, install_hint, printable
+from difftx.files import require_writable
+
+SHARD_MIB = 4096
+OURS = "difftx"
+FORMATS = (OURS, "hf", "official")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse the flags and convert. The exit code is 0 on success, 2 for bad input and 1 for other errors."""
+    parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
+    parser.add_argument("--to", dest="target", required=True, choices=FORMATS, help="format of --out")
+    parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="run directory, or folder of a model")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
+    parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
+    parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
+    parser.add_argument("--shard_mib", type=int, default=SHARD_MIB, help="largest size of a safetensors file")
+    verify = "compare logits with the package transformers; both models must fit in memory"
+    parser.add_argument("--verify", action="store_true", help=verify)
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
+    options, overrides = parse_command(parser, arguments, "config")
+    config = _checked(options, overrides)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
+
+    # Imported after the flags are checked, because the import is slow.
+    from difftx.interop import runs
+
+    if config is None:
+        lines = runs.export_run(
+            options.input, options.out, options.step, options.target, options.shard_mib * 2**20, options.verify
+        )
+    else:
+        given = {name.partition(".")[2] for name in overrides if name.startswith("model.")}
+        lines = runs.import_run(options.input, options.out, options.source, config, given, options.verify)
+    print(*map(printable, lines), sep="\n")
+    return 0
+
+
+def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
+    """Return the config of the new run, or None for an export.
+
+    Raises:
+        UserError: A flag is invalid, or flags contradict each other.
+    """
+    if (options.source == OURS) == (options.target == OURS):
+        raise UserError(f"--from={options.source} --to={options.target}: exactly one of them must be {OURS}")
+    if not options.input.is_dir():
+        raise UserError(f"--input={options.input}: no such folder")
+    if options.out.exists():
+        raise UserError(f"--out={options.out} exists already; name a new folder")
+    if not options.out.absolute().parent.is_dir():
+        raise UserError(f"--out={options.out}: there is no folder {options.out.absolute().parent}")
+    require_writable(options.out)
+    if options.verify:
+        _require_transformers({options.source, options.target})
+    if options.shard_mib < 1:
+        raise UserError(f"--shard_mib={options.shard_mib} must be at least 1")
+    if options.target == OURS:
+        if options.step is not None:
+            raise UserError("--step selects a checkpoint of a run; it requires --from=difftx")
+        if options.config is None:
+            raise UserError("--to=difftx requires --config=FILE.py, the config of the new run (docs/config.md)")
+        return load_config(options.config, overrides)
+    if options.config is not None or overrides:
+        given = options.config or f"--config.{next(iter(overrides))}"
+        raise UserError(f"{given} requires --to=difftx; an exported run has its own config")
+    return None
+
+
+def _require_transformers(formats: set[str]) -> None:
+    if "official" in formats:
+        raise UserError("--verify compares with the package transformers, which has no model of the official layout")
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"--verify requires {' and '.join(missing)}: {install_hint('parity')}")

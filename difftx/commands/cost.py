@@ -1,0 +1,78 @@
+"""Estimated cost of a config (parameters, FLOPs, memory), which train.py prints before training and with --dry_run."""
+
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+
+from difftx.config import Config
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import activation_bytes, flops_per_token, format_bytes, state_bytes
+from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
+from difftx.training.run import Run
+
+
+def format_cost(config: Config) -> str:
+    """Return a few lines on a config's parameters, FLOPs and memory per device, without reading data.
+
+    Raises:
+        UserError: The mesh does not fit the devices or the model.
+    """
+    mesh = make_mesh(config.mesh)
+    check_divisible(config, mesh)
+    parameters = count_parameters(config.model)
+    length, steps, batch = config.data.sequence_length, config.train.steps, config.train.global_batch_tokens
+    full = flops_per_token(config.model, length, causal=False)
+    halved = flops_per_token(config.model, length, causal=True)
+    state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
+    model = f"{config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)"
+    compute = (
+        f"{full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
+        f"{full * steps * batch:.3g} in all"
+    )
+    memory = (
+        f"{format_bytes(state)} of train state and about {format_bytes(activations)} of activations per device; "
+        f"mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}"
+    )
+    lines = [
+        _line("model", model),
+        _line("training", f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}"),
+        _line("compute", compute),
+        _line("memory", memory),
+    ]
+    return "\n".join([*lines, *_memory_warning(state, activations, mesh.local_devices)])
+
+
+def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
+    """Return a line of warning if the estimate exceeds the devices' memory, or an empty list.
+
+    CPU devices share the host's memory. Devices that do not report their memory cause no warning.
+    """
+    if devices[0].platform == "cpu":
+        needed, owner = (state + activations) * len(devices), "this machine"
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        needed, owner = state + activations, "the device"
+        available = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    if needed <= available:
+        return []
+    fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
+    if state > activations:
+        fix = "use a smaller model, or more devices along mesh.fsdp"
+    return [_line("warning", f"about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}")]
+
+
+def format_data(run: Run) -> str:
+    """Return a line on the run's tokens and tokenizer, and one line for each note on how the data were prepared."""
+    epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
+    train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
+    valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())
+    tokenizer = f"{run.tokenizer.name} ({run.tokenizer.n_vocab:,})"
+    tokens = f"training tokens {train}; validation tokens {valid}; tokenizer {tokenizer}"
+    return "\n".join(_line("data", text) for text in (tokens, *run.data.notes))
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<9}{text}"

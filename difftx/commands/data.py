@@ -1,0 +1,161 @@
+"""Commands for token stores: python -m difftx data verify DIR, data show DIR --row N, data bigrams DIR --out=FILE."""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.text
+
+from difftx.data.bigrams import write_bigrams
+from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
+from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.errors import UserError, printable
+from difftx.files import require_local_paths, require_writable_file
+from difftx.progress import Work
+
+DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring documents differ.
+BOUNDARY_STYLE = "bold reverse"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `data verify`, `data show` or `data bigrams`."""
+    parser = argparse.ArgumentParser("difftx data", description="Inspect token stores.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("verify", help="read every file and compare it with meta.json", allow_abbrev=False)
+    check.add_argument("folder", type=Path)
+    show = commands.add_parser("show", help="print a row, decoded", allow_abbrev=False)
+    show.add_argument("folder", type=Path)
+    show.add_argument("--row", type=int, required=True, help="row i consists of tokens i T … i T + T - 1")
+    show.add_argument("--split", choices=SPLITS, default="train")
+    show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
+    show.add_argument("--tokenizer", help="path of the store's .tiktoken file, if it has moved")
+    count = commands.add_parser(
+        "bigrams", help="count pairs of successive tokens, for the suite recall", allow_abbrev=False
+    )
+    count.add_argument("folders", type=Path, nargs="+", metavar="folder")
+    count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
+    count.add_argument("--min_count", type=int, default=1, help="leave out rarer bigrams; up to the suite's limit + 1")
+    count.add_argument("--max_memory_mib", type=int, default=1024, help="memory for counting (%(default)s)")
+    options = parser.parse_args(arguments)
+    require_local_paths(options)
+    if options.command == "verify":
+        return verify(options.folder)
+    if options.command == "bigrams":
+        return count_bigrams(options.folders, options.out, options.min_count, options.max_memory_mib)
+    return show_row(options.folder, options.split, options.row, options.sequence_length, options.tokenizer)
+
+
+def verify(folder: Path) -> int:
+    """Check every file of a store, and print its counts, or the problems before a `UserError`."""
+    meta = read_meta(folder)
+    problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
+    if problems:
+        print(*map(printable, problems), sep="\n")
+        raise UserError(f"{folder}: {len(problems)} problems, the first: {problems[0]}")
+    for split in SPLITS:
+        counts = meta["splits"][split]
+        shards, documents, tokens = len(counts["shards"]), counts["documents"], counts["tokens"]
+        print(f"{split}: {shards} shards, {documents:,} documents, {tokens:,} tokens")
+    print(f"{folder}: every SHA-256, count, offset and token is right")
+    return 0
+
+
+def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> int:
+    """Print the text of a row. Documents alternate in colour, and a line above each names the document."""
+    store = open_store(folder, split)
+    meta = read_meta(folder)
+    rows = -(-len(store) // max(1, sequence_length))
+    if sequence_length < 1 or not 0 <= row < rows:
+        raise UserError(f"--row={row}: {split} has rows 0 … {rows - 1} of --sequence_length={sequence_length}")
+    encoding = load_tokenizer(tokenizer or meta["tokenizer"]["name"], field="--tokenizer")
+    if fingerprint(encoding) != meta["tokenizer"]["vocabulary_sha256"]:
+        raise UserError(f"--tokenizer={encoding.name}: {folder} has another vocabulary, {meta['tokenizer']['name']!r}")
+    start, stop = row * sequence_length, min((row + 1) * sequence_length, len(store))
+    first = int(np.searchsorted(store.offsets, np.uint64(start), side="right")) - 1
+    last = int(np.searchsorted(store.offsets, np.uint64(stop), side="left"))
+    console = rich.console.Console(soft_wrap=True, highlight=False)
+    for document in range(first, last):
+        begin, end = int(store.offsets[document]), int(store.offsets[document + 1])
+        ids = store.slice(max(begin, start), min(end, stop))
+        name = _document_id(folder, meta, split, document)
+        title = f"document {document}" if name is None else f"document {document} ({name})"
+        where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
+        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
+        text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
+        console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
+    return 0
+
+
+def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib: int) -> int:
+    """Count the bigrams in the training documents of all given stores, and write one file of counts."""
+    for flag, value in (("--min_count", min_count), ("--max_memory_mib", memory_mib)):
+        if value < 1:
+            raise UserError(f"{flag}={value}: must be at least 1")
+    stores = [open_store(folder, "train") for folder in folders]
+    tokenizers = [read_meta(folder)["tokenizer"] for folder in folders]
+    for folder, tokenizer in zip(folders, tokenizers, strict=True):
+        if tokenizer["vocabulary_sha256"] != tokenizers[0]["vocabulary_sha256"]:
+            raise UserError(
+                f"{folder}: tokenizer {tokenizer['name']!r}, but {folders[0]} has {tokenizers[0]['name']!r} with "
+                "another vocabulary; count stores of one vocabulary together"
+            )
+    if not out.parent.is_dir() or out.is_dir():
+        raise UserError(f"--out={out}: name a file in a folder that exists")
+    require_writable_file(out)
+    description = {
+        "tokenizer": {key: tokenizers[0][key] for key in ("name", "vocabulary_sha256")},
+        "stores": [
+            {"path": str(f.resolve()), "sha256": store.fingerprint} for f, store in zip(folders, stores, strict=True)
+        ],
+    }
+    with Work() as work:
+        header = write_bigrams(
+            stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
+        )
+    print(
+        f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
+        f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"
+    )
+    return 0
+
+
+def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
+    corrupt_files = list(file_problems(folder, meta, split, content=True))
+    yield from corrupt_files
+    counts = meta["splits"][split]
+    for name in ("documents", "tokens", "bytes"):
+        if sum(shard[name] for shard in counts["shards"]) != counts[name]:
+            yield f"{folder}: the {name} of {split}'s shards do not add up to {counts[name]}"
+    known = {shard_file(folder, split, i, kind) for i, s in enumerate(counts["shards"]) for kind in s["sha256"]}
+    for file in sorted((folder / split).iterdir()):
+        if file not in known:
+            yield f"{file}: does not belong to this store"
+    if corrupt_files:
+        return
+    for index, shard in enumerate(counts["shards"]):
+        file = shard_file(folder, split, index, "tokens")
+        tokens = np.memmap(file, np.dtype(meta["dtype"]), mode="r")
+        offsets = np.fromfile(file.with_suffix(".offsets"), "<u8")
+        if problem := offsets_problem(offsets, shard["tokens"]):
+            yield f"{file.with_suffix('.offsets')}: {problem}"
+        elif (tokens[offsets[1:] - np.uint64(1)] != meta["tokenizer"]["end_of_text"]).any():
+            yield f"{file}: a document does not end with the end-of-text token"
+        if int(tokens.max()) >= meta["tokenizer"]["vocab_size"]:
+            yield f"{file}: a token is not in the vocabulary of {meta['tokenizer']['vocab_size']}"
+
+
+def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) -> str | None:
+    """Return a document's id, or None if the store has no ids."""
+    for index, shard in enumerate(meta["splits"][split]["shards"]):
+        if document < shard["documents"]:
+            if "ids" not in shard["sha256"]:
+                return None
+            with shard_file(folder, split, index, "ids").open("rb") as lines:
+                return json.loads(next(itertools.islice(lines, document, None)))
+        document -= shard["documents"]
+    return None

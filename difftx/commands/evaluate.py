@@ -1,0 +1,257 @@
+"""Actions of eval.py: evaluate checkpoints, draw curves, fit scaling laws, write reports and list suites."""
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import rich.console
+import rich.text
+
+from difftx import evals
+from difftx.commands.confirm import confirm_outward
+from difftx.config import Config
+from difftx.config.build import override
+from difftx.errors import UserError, printable
+from difftx.files import read_json, require_writable
+from difftx.parallel import multihost
+from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.progress import Work
+from difftx.report.curves import format_table, write_curves
+from difftx.report.runs import Metric, printable_json
+from difftx.report.scaling import format_study, write_scaling
+from difftx.training.agreement import agree_on_command, check_everywhere
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run, read_newest
+from difftx.training.run import Run, read_config
+from difftx.training.state import init_state
+
+
+def run_suites(
+    workdir: Path,
+    suites: Sequence[str],
+    steps: str | None,
+    overrides: Mapping[str, str],
+    again: bool,
+    processes: argparse.Namespace,
+    trusted: bool = False,
+) -> int:
+    """Evaluate checkpoints of a run and print the numbers.
+
+    Args:
+        workdir: Directory of the run.
+        suites: Names of suites.
+        steps: Steps to evaluate, in the notation of `chosen_steps`; None: the newest checkpoint.
+        overrides: Field of the run's config → value.
+        again: Whether to evaluate again if there is a result already.
+        processes: All flags of the command, including those of `multihost`.
+        trusted: Whether the user confirms the addresses, key variables and code that the run's config names.
+
+    Raises:
+        UserError: The input is wrong in some process, or a step cannot be evaluated. All other steps are evaluated
+            before the error is raised.
+        RunError: A checkpoint was deleted or replaced during its evaluation.
+    """
+    evals.check_suites(suites)
+    for field in overrides:
+        if field.startswith("model.") and field != "model.attention_implementation":
+            raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
+    config = override(read_config(workdir), overrides)
+    multihost.start(processes, config.multihost)
+    agree_on_command(config, processes)
+    confirm_outward(config, workdir, suites, overrides, trusted=trusted)
+
+    checkpointer = Checkpointer(workdir)
+    evaluator = _Evaluator(checkpointer, workdir, config, suites, again)
+    with Work(enabled=multihost.is_primary()) as work:
+        if steps is None:
+            newest = read_newest(checkpointer, evaluator.load)
+            if newest is None:
+                raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+            evaluator.evaluate(newest, work)
+            return 0
+        available = multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
+        if not available:
+            raise UserError(f"--workdir={workdir}: no checkpoint there yet")
+        chosen = chosen_steps(steps, available)
+        failed = []
+        for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
+            try:
+                loaded = evaluator.load(step)
+            except UserError as error:
+                failed.append(str(error))
+                multihost.say(f"{error}; skipped")
+            else:
+                evaluator.evaluate(loaded, work)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
+    return 0
+
+
+def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
+    """Return the steps that `--step` selects.
+
+    Args:
+        text: "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
+        available: Steps that have a checkpoint.
+
+    Raises:
+        UserError: The text has another form, or selects no step that has a checkpoint.
+    """
+    if text == "all":
+        return list(available)
+    if not re.fullmatch(r"\d+(:\d+(:0*[1-9]\d*)?)?", text):
+        raise UserError(f"--step={text}: write N, A:B, A:B:K or all")
+    first, *rest = map(int, text.split(":"))
+    last, stride = rest[0] if rest else first, rest[1] if rest[1:] else 1
+    chosen = [step for step in available if first <= step <= last and (step - first) % stride == 0]
+    if not chosen:
+        raise UserError(f"--step={text}: no such checkpoint; there are {', '.join(map(str, available))}")
+    return chosen
+
+
+class _LoadedStep(NamedTuple):
+    """A step that is ready to be evaluated."""
+
+    step: int
+    checkpoint: Checkpoint
+    run: Run
+    todo: Sequence[str]  # Suites without a result for these weights and settings.
+    params: Any  # Parameters of the model; None if `todo` is empty.
+
+
+class _Evaluator:
+    """Evaluation of a run's steps, each with its checkpoint's config; steps with equal configs share mesh and data."""
+
+    def __init__(self, checkpointer: Checkpointer, workdir: Path, config: Config, suites: Sequence[str], again: bool):
+        self._checkpointer, self._workdir, self._config = checkpointer, workdir, config
+        self._suites, self._again = suites, again
+        self._run: Run | None = None
+        self._run_config: Config | None = None  # The checkpoint's config that `_run` was opened with.
+
+    def load(self, step: int) -> _LoadedStep:
+        """Open a step's checkpoint and read the parameters if a suite has no result yet.
+
+        Raises:
+            UserError: The checkpoint does not verify, or does not fit the devices, the data or the suites.
+        """
+        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
+        if self._run is None or self._run_config != checkpoint.config:
+            self._run = _open_run(checkpoint, self._workdir)
+            check_everywhere(self._run, lambda run: evals.check_run(run, self._suites))
+            self._run_config = checkpoint.config
+        run = self._run
+        done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)
+        todo = [suite for suite in self._suites if suite not in done]
+        if todo:
+            require_writable(self._workdir)
+            self._checkpointer.verified(step)
+        return _LoadedStep(step, checkpoint, run, todo, load_params(run, step) if todo else None)
+
+    def evaluate(self, loaded: _LoadedStep, work: Work) -> None:
+        """Run the suites without a result, and print the numbers of all suites."""
+        step, checkpoint, run, todo, params = loaded
+        evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
+        if multihost.is_primary():
+            for suite in self._suites:
+                _show_result(run, suite, step, fresh=suite in todo)
+
+
+def _open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
+    try:
+        check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
+    except UserError as error:
+        flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
+        raise UserError(f"{error}. If these are not the devices of the training, choose a mesh: {flags}") from error
+    return open_run(checkpoint, workdir)
+
+
+def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
+    """Return the suites that already have a result for the checkpoint's weights; only process 0 reads the files."""
+
+    def read_results() -> list[str]:
+        done = []
+        for suite in suites:
+            stored = evals.stored_result(run, suite, step)
+            if stored is not None and stored.get("weights") == checkpoint.weights:
+                done.append(suite)
+            elif stored is not None:
+                path = evals.result_path(run.workdir, suite, step)
+                print(f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again")
+        return done
+
+    return multihost.decide_on_primary(read_results, DECISION_SECONDS)
+
+
+def load_params(run: Run, step: int) -> Any:
+    """Return the parameters of a verified checkpoint, sharded over the run's mesh."""
+    with jax.set_mesh(run.mesh):
+        abstract = jax.eval_shape(lambda: init_state(run.config)).params
+    return restore_params(run.workdir.resolve() / "checkpoints" / str(step), abstract, run.mesh)
+
+
+def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
+    """Print a suite's stored result and draw its charts, which the training loop does not draw.
+
+    `fresh`: the result is new. Charts of an older result are drawn only if they do not exist.
+    """
+    path = evals.result_path(run.workdir, suite, step)
+    result, figures = printable_json(read_json(path)), path.with_suffix("")
+    console = _console()
+    numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
+    title = printable(f"{run.workdir} step {step} {suite}")
+    console.print(rich.text.Text.assemble((title, "bold"), f"  {numbers}"), highlight=False)
+    if not fresh:
+        print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
+    for sample in result["details"].get("samples", []):
+        console.print(sample["prompt"], style="dim", end="", markup=False, highlight=False)
+        console.print(sample["completion"], markup=False, highlight=False)
+        console.rule()
+    if result["charts"] and (fresh or not figures.is_dir()):
+        from difftx.report.charts import draw_chart  # matplotlib is slow to import.
+
+        for chart in result["charts"]:
+            print(*draw_chart(chart, figures), sep="\n")
+
+
+def list_suites() -> int:
+    """Print every suite with its summary."""
+    width = max(map(len, evals.SUITES)) + 2
+    for name, suite in evals.SUITES.items():
+        print(f"{name:<{width}}{suite.summary}")
+    return 0
+
+
+def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
+    """Draw the curves of the runs that match a glob; print their table and the files written."""
+    rows, files = write_curves(pattern, out, metric)
+    _console().print(format_table(rows))
+    print(*files, sep="\n")
+    return 0
+
+
+def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
+    """Fit scaling laws to the runs or tables that match a glob; print the fits, the matches and the files written."""
+    studies, files = write_scaling(pattern, out, metric)
+    for study in studies:
+        _console().print(*format_study(study), sep="\n")
+        for note in study.notes:
+            print(printable(f"note: {note}"))
+    print(*files, sep="\n")
+    return 0
+
+
+def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
+    """Write the report of one run, or of several to compare, and print the file's path."""
+    from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
+
+    print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
+    return 0
+
+
+def _console() -> rich.console.Console:
+    """Return a console as wide as the terminal, or 120 characters wide for a file or a pipe."""
+    return rich.console.Console(width=None if sys.stdout.isatty() else 120)

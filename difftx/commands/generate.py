@@ -1,0 +1,186 @@
+"""Generate text with a trained model: python -m difftx generate --workdir=DIR --prompt=TEXT | --prompts=FILE.jsonl."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftx.commands.flags import parse_command
+from difftx.data.records import Record, read_records
+from difftx.errors import UserError, printable
+from difftx.files import json_sha256, require_writable_file, write_atomically
+from difftx.parallel import multihost
+from difftx.progress import Work
+
+if TYPE_CHECKING:
+    from difftx.inference.decode import LanguageModel
+    from difftx.inference.generate import Request
+    from difftx.inference.sampling import Sampling
+
+NEW_TOKENS = 256  # Default of --new_tokens, if the context has room.
+SEEDS = 2**32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A text to complete."""
+
+    name: str  # Flag or position in the file, for messages.
+    text: str
+    seed: int
+    record: dict[str, Any]  # All fields of the prompt's JSON object.
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the flags and generate text. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    parser = argparse.ArgumentParser("difftx generate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    parser.add_argument("--prompt", help="text to complete")
+    parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='objects with "prompt", optionally "seed"')
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="objects with completions; default: stdout")
+    parser.add_argument("--batch_rows", type=int, default=16, help="prompts of a file that are completed together")
+    parser.add_argument("--new_tokens", type=int, help=f"at most; default: {NEW_TOKENS}, or what the context holds")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
+    parser.add_argument("--top_k", type=int, help="sample among this number of most likely tokens")
+    parser.add_argument("--top_p", type=float, help="sample among the most likely tokens that reach this probability")
+    parser.add_argument("--repetition_penalty", type=float, help="above 1: repeated tokens become less likely")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples; prompt i of a file has seed + i")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    multihost.add_flags(parser)
+    parser.epilog = "--mesh.field=value changes a field of the run's mesh"
+    options, overrides = parse_command(parser, arguments, "mesh")
+    _check(options)
+    prompts = _read_prompts(options)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
+
+    # Imported after the flags are checked, because the import is slow.
+    from difftx.inference.load import load
+    from difftx.inference.sampling import Sampling
+
+    sampling = Sampling(
+        repetition_penalty=options.repetition_penalty,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    lm = load(options.workdir, options.step, overrides, options)
+    requests = multihost.agree(
+        "the prompts",
+        lambda: [_request(lm, prompt, options.new_tokens) for prompt in prompts],
+        lambda requests: {"prompts": json_sha256([dataclasses.astuple(request) for request in requests])},
+        lm.config.multihost.barrier_timeout_seconds,
+    )
+    if options.prompt is not None:
+        _stream(lm, prompts[0], requests[0], sampling, options.stop)
+    else:
+        _complete_file(lm, prompts, requests, sampling, options)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise `UserError` if a flag is invalid, or flags contradict each other."""
+    if (options.prompt is None) == (options.prompts is None):
+        raise UserError("give --prompt=TEXT or --prompts=FILE.jsonl, one of them")
+    if options.prompt == "":
+        raise UserError("--prompt='' is empty; give at least one character")
+    if options.out is not None:
+        if options.prompts is None:
+            raise UserError(f"--out={options.out} requires --prompts; the completion of --prompt is printed")
+        if not options.out.parent.is_dir():
+            raise UserError(f"--out={options.out}: there is no folder {options.out.parent}")
+        require_writable_file(options.out)
+    if not 0 <= options.seed < SEEDS:
+        raise UserError(f"--seed={options.seed} must lie in 0 … 2**32 - 1")
+    for flag in ("batch_rows", "new_tokens"):
+        value = getattr(options, flag)
+        if value is not None and value < 1:
+            raise UserError(f"--{flag}={value} must be at least 1")
+    if "" in options.stop:
+        raise UserError("--stop='' is empty; give a text")
+
+
+def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
+    """Return --prompt, or the prompts of the file --prompts, a JSON object per line.
+
+    Raises:
+        UserError: The file cannot be read, or a line is not such an object. The message names the line.
+    """
+    if options.prompt is not None:
+        return [Prompt(name="--prompt", text=options.prompt, seed=options.seed, record={})]
+    records = read_records(options.prompts, field="--prompts", what="prompts")
+    return [_prompt(record, options.seed + i) for i, record in enumerate(records)]
+
+
+def _prompt(record: Record, default_seed: int) -> Prompt:
+    text, seed = record.text("prompt"), record.values.get("seed", default_seed)
+    if type(seed) is not int or not 0 <= seed < SEEDS:
+        raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
+    return Prompt(name=record.name, text=text, seed=seed, record=record.values)
+
+
+def _request(lm: "LanguageModel", prompt: Prompt, new_tokens: int | None) -> "Request":
+    from difftx.inference.generate import Request, check
+
+    tokens = lm.tokenizer.encode_ordinary(prompt.text)
+    if new_tokens is None:
+        new_tokens = max(1, min(NEW_TOKENS, lm.window - len(tokens)))
+    request = Request(prompt=tokens, new_tokens=new_tokens, seed=prompt.seed)
+    check(lm, request, prompt.name)
+    return request
+
+
+def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "Sampling", stop: list[str]) -> None:
+    """Print a prompt, and its completion while it is generated."""
+    from difftx.inference.generate import generate
+
+    def show(index: int, text: str) -> None:
+        if multihost.is_primary():
+            print(printable(text), end="", flush=True)
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
+    show(0, prompt.text)
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the completion.
+        generate(lm, [request], sampling, stop=stop, on_text=show)
+    show(0, "\n")
+
+
+def _complete_file(
+    lm: "LanguageModel",
+    prompts: list[Prompt],
+    requests: "list[Request]",
+    sampling: "Sampling",
+    options: argparse.Namespace,
+) -> None:
+    """Complete all prompts, and write the completions in the order of the prompts, to --out atomically or to stdout."""
+    from difftx.inference.generate import generate
+
+    # Batch prompts of similar lengths: a batch takes as long as its longest row.
+    order = sorted(range(len(prompts)), key=lambda i: len(requests[i].prompt))
+    done: dict[int, dict[str, Any]] = {}
+    with Work(enabled=multihost.is_primary()) as work, work.task("prompts", len(prompts)) as advance:
+        for start in range(0, len(order), options.batch_rows):
+            batch = order[start : start + options.batch_rows]
+            completions = generate(lm, [requests[i] for i in batch], sampling, stop=options.stop)
+            for i, completion in zip(batch, completions, strict=True):
+                done[i] = prompts[i].record | {
+                    "completion": completion.text,
+                    "ended_by": completion.ended_by,
+                    "new_tokens": len(completion.tokens),
+                }
+            advance(len(batch))
+    if not multihost.is_primary():
+        return
+    text = "".join(json.dumps(done[i]) + "\n" for i in range(len(order)))
+    if options.out is None:
+        print(text, end="")
+        return
+    write_atomically(options.out, text)
+    print(printable(f"{options.out}: {len(order)} completions"))

@@ -1,0 +1,102 @@
+"""Estimate the memory and time of a config on devices that are not attached, by compiling its train step.
+
+python -m difftx plan --config=configs/scaling.py:diff-13.1b --topology=v5p:4x4x4 [--search]
+
+The command allocates no arrays and reads no data. Its exit code is 2 if the step does not fit the devices' memory.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from difftx.commands.flags import parse_command
+from difftx.config import Config
+from difftx.config.build import override
+from difftx.config.recipes import load_config
+from difftx.errors import UserError
+from difftx.files import require_writable_file, write_atomically
+from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the cost of the config; with --search, print the meshes and remat policies that fit."""
+    parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
+    topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
+    parser.add_argument("--topology", required=True, help=topologies)
+    parser.add_argument("--search", action="store_true", help="try remat policies, accumulation and meshes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    parser.add_argument("--hbm_gib", type=float, help="memory per device in GiB; default: that of its kind")
+    parser.add_argument("--efficiency", type=float, default=0.6, help="assumed share of the largest speed")
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
+    args, overrides = parse_command(parser, arguments, "config")
+    _check(args)
+    topology = parse_topology(args.topology)
+    config = with_slices(load_config(args.config, overrides), topology)
+    prepare(topology)
+    chip = topology.chip
+    if args.hbm_gib is not None:
+        chip = dataclasses.replace(chip, hbm_bytes=args.hbm_gib * GIB)
+
+    # Imported after the flags are checked, because the import is slow.
+    from rich.console import Console
+
+    from difftx.launch import estimate, search, tables
+    from difftx.model.abstract import count_parameters
+    from difftx.parallel.presets import apply_preset
+
+    devices, title = find_devices(topology), f"{args.config} on {topology}"
+    parameters = count_parameters(config.model).total
+    config = apply_preset(config, kind=devices[0].device_kind, devices=len(devices), parameters=parameters)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        if args.search:
+            found = search.search(config, devices, chip, report=lambda line: print(line, file=sys.stderr, flush=True))
+            console.print(tables.search_table(found, title))
+        else:
+            found = [estimate.estimate(config, devices, chip)]
+            console.print(tables.plan_table(found[0], title, args.efficiency))
+        if args.json is not None:
+            write_atomically(args.json, json.dumps([e.to_dict() for e in found], indent=2) + "\n")
+        if not found:
+            raise UserError(f"{title}: no candidate fits in {chip.hbm_bytes / GIB:.2f} GiB; use more devices")
+        if not found[0].fits:
+            raise estimate.DoesNotFitError(found[0].needed_bytes, chip.hbm_bytes)
+    except estimate.DoesNotFitError as error:
+        hint = "--search looks for a mesh and a remat policy that fit"
+        raise UserError(f"{title}: {error}; {hint}") from error
+    return 0
+
+
+def with_slices(config: Config, topology: Topology) -> Config:
+    """Return the config with `mesh.slices` of the topology, if the config leaves `mesh.slices` at 1.
+
+    `mesh.data` becomes the number of slices, unless it is -1 or a multiple of that number.
+
+    Raises:
+        UserError: The config sets another number of slices.
+    """
+    slices, data = topology.slices, config.mesh.data
+    if config.mesh.slices == slices:
+        return config
+    if config.mesh.slices != 1:
+        raise UserError(
+            f"mesh.slices={config.mesh.slices}: --topology={topology} has {slices} slices; leave mesh.slices at 1"
+        )
+    if data != -1 and data % slices:
+        data = slices
+    return override(config, {"mesh.slices": str(slices), "mesh.data": str(data)})
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 < args.efficiency <= 1:
+        raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
+    if args.hbm_gib is not None and not args.hbm_gib > 0:
+        raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise UserError(f"--json={args.json}: there is no folder {str(args.json.parent)!r}")
+    if args.json is not None:
+        require_writable_file(args.json)

@@ -1,0 +1,47 @@
+"""Run a grid of configs: difftx sweep --config=configs/scaling.py --grid size=830m,1.4b seed=0,1 --out=runs/scaling."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from difftx.commands.flags import parse_command
+from difftx.errors import UserError
+from difftx.files import require_writable
+from difftx.launch import jobs
+from difftx.launch.grid import make_points, parse_grid
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train the grid's runs on this machine, or write their job files.
+
+    Returns:
+        0: all runs are finished, or the job files are written.
+        1: a run failed.
+        75: a signal stopped the sweep; the same command resumes it.
+    """
+    parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
+    parser.add_argument(
+        "--grid",
+        required=True,
+        nargs="+",
+        metavar="NAME=VALUE,VALUE",
+        help="values of a name in the file's ARG, of `seed`, or of a config field; all combinations run",
+    )
+    parser.add_argument("--out", required=True, type=Path, help="directory of the runs; unfinished runs are resumed")
+    parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")
+    parser.epilog = "--config.path.to.field=value changes a field of every run"
+    args, overrides = parse_command(parser, arguments, "config")
+    require_writable(args.out)
+    grid = parse_grid(args.grid)
+    points = make_points(args.config, grid, overrides, args.extension)
+    if args.launcher is not None:
+        jobs.write_jobs(args.launcher, points, args.out, jobs.parse_settings(args.set))
+        return 0
+    if args.set:
+        raise UserError(f"--set {args.set[0]} requires --launcher")
+
+    from difftx.launch.runner import Sweep  # Imported after the flags are checked, because the import is slow.
+
+    return Sweep(points, args.out, {"config": args.config, "overrides": overrides, "grid": grid}).run()

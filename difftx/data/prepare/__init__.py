@@ -1,0 +1,1 @@
+"""Preparation of token stores from text."""

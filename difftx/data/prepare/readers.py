@@ -1,0 +1,369 @@
+"""Readers that split input files into units of about `UNIT_BYTES` of text.
+
+The boundaries of the units depend on the input alone. One process reads and decompresses a unit, and a worker parses it
+into documents.
+"""
+
+import dataclasses
+import functools
+import glob
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from difftx.data.streams import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
+from difftx.errors import UserError, import_extra
+from difftx.registry import Registry
+
+UNIT_BYTES = 4 * 2**20
+HUGGING_FACE = "hf:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """Names of the record fields to read."""
+
+    text: str
+    id: str | None
+    prompt: str | None = None  # Its text precedes the document's text, and the loss does not count it.
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.text, self.id, self.prompt) if name is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A document of the input."""
+
+    text: str  # Without the prompt.
+    utf8: bytes  # Prompt and text.
+    id: str | None
+    prompt: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Whole lines of JSON, from byte `start` of a decompressed file. Each line that is not blank is a document."""
+
+    file: Path
+    start: int
+    data: bytes
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        position = self.start
+        for index, line in enumerate(self.data.split(b"\n")):
+            if line.strip():
+                yield self._document(line, index, position, fields)
+            position += len(line) + 1
+
+    def _document(self, line: bytes, index: int, position: int, fields: Fields) -> Document | UserError:
+        try:
+            record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
+        except UnicodeDecodeError as error:
+            return UserError(f"{self._name(index)}: byte {position + error.start} of the file is not UTF-8")
+        except json.JSONDecodeError as error:
+            return UserError(f"{self._name(index)}: broken JSON ({error.msg}, column {error.colno})")
+        except (ValueError, RecursionError) as error:  # Numbers with too many digits, or brackets nested too deeply.
+            return UserError(f"{self._name(index)}: broken JSON ({error})")
+        if not isinstance(record, dict):
+            return UserError(f"{self._name(index)}: not a JSON object")
+        return _document_of(record, fields, lambda: self._name(index))
+
+    def _name(self, index: int) -> str:
+        return f"{self.file}: line {self.line_number(index)}"
+
+    def line_number(self, index: int) -> int:
+        """Return a line's number in the file. This reads the file again to count the lines before this unit."""
+        before = 0
+        if self.start:
+            with open_stream(self.file) as stream:
+                left = self.start
+                while left and (data := stream.read(min(left, 2**20))):
+                    before += data.count(b"\n")
+                    left -= len(data)
+        return before + index + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Text files, each a document with its path as id."""
+
+    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or why it cannot be read.
+    start: int = 0  # Byte at which the content starts in its file; not 0 for the second part of a split file.
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        for file, data in self.files:
+            if isinstance(data, UserError):
+                yield data
+                continue
+            if fields.prompt is not None:
+                yield UserError(f"{file}: a text file has no field {fields.prompt!r}; --prompt_field is for JSON lines")
+                continue
+            try:
+                yield Document(data.decode(), data, fields.id and str(file))
+            except UnicodeDecodeError as error:
+                yield UserError(f"{file}: byte {self.start + error.start} is not UTF-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a table from row `start` on, each a document."""
+
+    table: str
+    start: int
+    rows: tuple[dict[str, Any], ...]
+
+    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+        for index, row in enumerate(self.rows, start=self.start):
+            yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
+
+
+type Content = Lines | Texts | Rows  # `documents` yields an error for each unreadable document.
+type Chunk = tuple[Content, int, int]  # The fields content, end and input_bytes of a `Unit`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A chunk of a source that one worker tokenises."""
+
+    source: int  # Index of the source.
+    index: int  # Index of the unit within the source.
+    content: Content
+    end: int  # Position at which the next unit starts: a decompressed byte for lines, a row for tables.
+    input_bytes: int  # The unit's share of the source's size as stored.
+    last: bool = False  # Whether this is the last unit of the source.
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Files that one reader reads in order."""
+
+    index: int
+    kind: str  # "texts", "hf", or a name in `READERS`.
+    files: tuple[Path, ...]  # For "hf", the name NAME[:SPLIT[:CONFIG]].
+    size: int  # Bytes as stored.
+    valid: bool  # Whether the source is validation text.
+    held_out: float | None = None  # Share of a split text file, at its end, that is validation text.
+
+    def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
+        """Read and yield the units from `position` on, where unit `index` starts."""
+        read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
+        chunks = _end_at_read_error(read(self, fields, position), self.files[0])
+        numbered = (Unit(self.index, i, *chunk) for i, chunk in enumerate(chunks, start=index))
+        # Read one unit ahead to identify the last unit.
+        for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
+            assert unit is not None
+            yield dataclasses.replace(unit, last=following is None)
+
+
+# Keyed by the ending of a file; a file with another ending is one text. A reader yields the chunks of a source from a
+# position on, and the same chunks in each call. Readers of tables can use `read_rows`.
+READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
+    "reader",
+    {
+        "jsonl": "difftx.data.prepare.readers:_read_lines",
+        "ndjson": "difftx.data.prepare.readers:_read_lines",
+        "json": "difftx.data.prepare.readers:_read_lines",
+        "parquet": "difftx.data.prepare.readers:_read_parquet",
+    },
+)
+
+
+def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
+    """List the sources of a file, folder, glob or `hf:` name, in the order of the paths.
+
+    Raises:
+        UserError: If there are no files, or the `hf:` name cannot be loaded.
+    """
+    if pattern.startswith(HUGGING_FACE):
+        name = pattern.removeprefix(HUGGING_FACE)
+        return [Source(first_index, "hf", (Path(name),), load_hugging_face(name).data.nbytes, valid)]
+    files = _input_files(pattern, "--valid_input" if valid else "--input")
+    sizes = {file: file.stat().st_size for file in files}
+    groups: list[tuple[str, list[Path]]] = []
+    for file in files:
+        kind = _kind(file)
+        group = groups[-1] if groups else ("", [])
+        if kind == "texts" == group[0] and sum(sizes[f] for f in group[1]) < UNIT_BYTES:
+            group[1].append(file)
+        else:
+            groups.append((kind, [file]))
+    return [
+        Source(index, kind, tuple(group), sum(sizes[file] for file in group), valid)
+        for index, (kind, group) in enumerate(groups, start=first_index)
+    ]
+
+
+def _input_files(pattern: str, flag: str) -> list[Path]:
+    """Return the sorted files of a path, folder or glob. Within a folder, names that begin with a dot are left out."""
+    path = Path(pattern)
+    if path.is_dir():
+        found = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+    elif path.exists():
+        found = iter([path])
+    else:
+        found = (Path(name) for name in glob.glob(pattern, recursive=True))
+    files = sorted(file for file in found if file.is_file())
+    if not files:
+        reason = "the folder holds no files" if path.is_dir() else "no such file, and no file matches it as a glob"
+        raise UserError(f"{flag}={pattern}: {reason}")
+    return files
+
+
+def _kind(file: Path) -> str:
+    plain = file.with_suffix("") if file.suffix in OPENERS else file
+    ending = plain.suffix.removeprefix(".")
+    return ending if ending in READERS else "texts"
+
+
+@functools.cache
+def load_hugging_face(name: str) -> Any:
+    """Load NAME[:SPLIT[:CONFIG]] with the `datasets` library, from its cache or the network."""
+    datasets = import_extra("datasets", "datasets")
+    dataset, split, config, *_ = [*name.split(":"), "", ""]
+    try:
+        return datasets.load_dataset(dataset, config or None, split=split or "train")
+    except Exception as error:  # It raises many types, for wrong names, network errors or corrupt files.
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(f"--input={HUGGING_FACE}{name}: {type(error).__name__}: {reason}") from error
+
+
+def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
+    file = source.files[0]
+    opener = OPENERS.get(file.suffix, lambda stored, mode: stored)
+    with file.open("rb") as stored, cast(BinaryIO, opener(stored, "rb")) as stream:
+        stream.seek(position)
+        before = stored.tell()
+        while data := stream.read(UNIT_BYTES):
+            last = data.rfind(b"\n") + 1  # Start of the last line.
+            data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
+            if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
+                whole = Lines(file, position, data[:last])
+                number = whole.line_number(data.count(b"\n", 0, last))
+                if whole.data:
+                    yield whole, position + last, stored.tell() - before
+                yield _unreadable(file, f"{file}: line {number} {TOO_LONG}; the lines after it are not read")
+                return
+            end, read = position + len(data), stored.tell() - before
+            yield Lines(file, position, data), end, read
+            position, before = end, before + read
+        if not position:
+            yield _unreadable(file, f"{file}: the file is empty", source.size)
+
+
+def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
+    texts: list[tuple[Path, bytes | UserError]] = []
+    for file in source.files:
+        try:
+            with open_stream(file) as stream:
+                data = stream.read(LONGEST_DOCUMENT + 1)
+            texts.append((file, UserError(f"{file}: the file {TOO_LONG}") if len(data) > LONGEST_DOCUMENT else data))
+        except READ_ERRORS as error:
+            texts.append((file, UserError(why_unreadable(file, error))))
+    start, (file, data) = 0, texts[0]
+    if source.held_out is not None and data and not isinstance(data, UserError):
+        valid_start = validation_start(data, source.held_out)
+        start, part = (valid_start, data[valid_start:]) if source.valid else (0, data[:valid_start])
+        texts = [(file, part or UserError(f"{file}: too short to hold some out; give more, or --valid_fraction=0"))]
+    contents = tuple((file, data or UserError(f"{file}: the file is empty")) for file, data in texts)
+    yield Texts(contents, start), 1, source.size
+
+
+def validation_start(text: bytes, share: float) -> int:
+    """Return the byte at which the held-out end of a text starts: the start of a line, or else of a character.
+
+    The end is at least `share` of the text. If it starts at a line, it is at most twice that.
+    """
+    start = min(round((1 - share) * len(text)), len(text) - 1)
+    start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
+    while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a multi-byte character.
+        start -= 1
+    return start
+
+
+def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
+    pyarrow, parquet = import_extra("pyarrow", "parquet"), import_extra("pyarrow.parquet", "parquet")
+    try:
+        table = parquet.ParquetFile(source.files[0])
+        columns = [name for name in fields.names if name in table.schema_arrow.names]
+        rows = (row for batch in table.iter_batches(batch_size=1024, columns=columns) for row in _rows_of(batch))
+        rows_left = itertools.islice(rows, position, None)
+        yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        yield _unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
+
+
+def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
+    return batch.to_pylist() if batch.num_columns else ({} for _ in range(batch.num_rows))
+
+
+def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
+    data = load_hugging_face(str(source.files[0]))
+    data = data.select_columns([name for name in fields.names if name in data.column_names])
+    yield from read_rows(source, iter(data.select(range(position, len(data)))), position, len(data), fields)
+
+
+def read_rows(
+    source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
+) -> Iterator[Chunk]:
+    """Group the rows of a table into units of about `UNIT_BYTES` of text.
+
+    Args:
+        source: The table, as a source of one file.
+        rows: Values by field of each row, from row `position` on.
+        position: Index of the first row of `rows` in the table.
+        total: Number of rows of the table.
+        fields: As passed to the reader.
+    """
+    batch: list[dict[str, Any]] = []
+    size = 0
+    name = str(source.files[0])
+    for row in rows:
+        batch.append(row)
+        size += len(str(row.get(fields.text, "")))
+        if size >= UNIT_BYTES:
+            end = position + len(batch)
+            yield Rows(name, position, tuple(batch)), end, source.size * len(batch) // total
+            batch, size, position = [], 0, end
+    if batch:
+        yield Rows(name, position, tuple(batch)), position + len(batch), source.size * len(batch) // total
+    elif not position:
+        yield _unreadable(source.files[0], f"{name}: the table has no rows", source.size)
+
+
+def _end_at_read_error(chunks: Iterator[Chunk], file: Path) -> Iterator[Chunk]:
+    """Yield the chunks of a file. If reading fails, the last chunk is the reason."""
+    try:
+        yield from chunks
+    except READ_ERRORS as error:
+        yield _unreadable(file, why_unreadable(file, error))
+
+
+def _unreadable(file: Path, reason: str, input_bytes: int = 0) -> Chunk:
+    """Return the chunk of a file, or of the rest of it, that cannot be read."""
+    return Texts(((file, UserError(reason)),)), 0, input_bytes
+
+
+def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Document | UserError:
+    texts = []
+    for field, flag in ((fields.text, "--text_field"), (fields.prompt, "--prompt_field")):
+        if field is None:
+            continue
+        if field not in record:
+            names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
+            return UserError(f"{name_of_record()}: no field {field!r}; its fields: {names}; choose with {flag}")
+        if not isinstance(record[field], str):
+            return UserError(f"{name_of_record()}: field {field!r} is not text but {type(record[field]).__name__}")
+        texts.append(record[field])
+    if fields.id is not None and fields.id not in record:
+        return UserError(f"{name_of_record()}: no field {fields.id!r}; choose with --id_field")
+    document_id = None if fields.id is None else str(record[fields.id])
+    text, prompt = texts[0], "".join(texts[1:])
+    try:
+        return Document(text, (prompt + text).encode(), document_id, prompt)
+    except UnicodeEncodeError as error:
+        return UserError(f"{name_of_record()}: character {error.start} is half of a surrogate pair, which is not UTF-8")

@@ -1,0 +1,124 @@
+"""Charts of suite `attention`: Table 3, Figure 1, attention maps, and each measure by layer."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from difftx.evals.attention.statistics import FIRST, PARTS
+from difftx.evals.needle.prompts import NeedlePrompt
+from difftx.evals.result import Heatmap, LineChart, Series
+
+LABELS = {"answer": "answer", "others": "other needles", "noise": "noise", "question": "question", FIRST: "position 0"}
+MOST_CHARACTERS = 24  # Largest number of characters of prompt text in a label of an attention map.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """Attention maps of one prompt, with the last tokens as queries."""
+
+    prompt: NeedlePrompt
+    tokens_a_bin: int
+    maps: dict[str, np.ndarray]  # The arrays of `row_pictures`, averaged over layers, `[queries, bins]`.
+    text_of: Callable[[list[int]], str]  # Decodes tokens for labels.
+
+
+def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heatmap:
+    """Return Table 3: the share of attention of each part of the prompt, by depth."""
+    return Heatmap(
+        name="attention_parts",
+        title="Attention of the last token by depth (Table 3), |A| normalised to 1",
+        x_label="depth of the answer",
+        y_label="part of the prompt",
+        x=[*(f"{100 * depth:g} %" for depth in depths), "mean"],
+        y=[LABELS[part] for part in (*PARTS, FIRST)],
+        values=[[*by_depth[part].tolist(), float(np.mean(by_depth[part]))] for part in (*PARTS, FIRST)],
+        value_label="share",
+        low=0.0,
+        high=1.0,
+    )
+
+
+def example_charts(example: Example) -> list[LineChart | Heatmap]:
+    """Return a chart of the last token's attention over the context (Figure 1), and the last tokens' attention maps."""
+    names, size, tokens = _map_names("a1" in example.maps), example.tokens_a_bin, example.prompt.tokens
+    by_bin = f", sums of {size} tokens" if size > 1 else ""
+    starts = range(0, len(tokens), size)
+    # The weights that multiply V are drawn by their share of Σ|A|.
+    rows = {label: example.maps["share" if name == "map" else name][-1] for name, label in names.items()}
+    top = max(float(np.max(row_N)) for row_N in rows.values())
+    lines = [Series(name=label, x=[float(i) for i in starts], y=row_N.tolist()) for label, row_N in rows.items()]
+    spans = [
+        Series(name="answer", x=[float(start), float(stop - 1)], y=[0.0, 0.0], low=[0.0, 0.0], high=[top, top])
+        for start, stop in example.prompt.asked
+    ]
+    context = LineChart(
+        name="attention_context",
+        title=f"Attention of the last token over a prompt, |A| normalised to 1{by_bin}",
+        x_label="position, tokens",
+        y_label="share",
+        series=[*lines, *spans],
+    )
+    where = " and ".join(f"{start} … {stop - 1}" for start, stop in example.prompt.asked)
+    maps = [
+        Heatmap(
+            name=f"attention_{name}",
+            title=f"{label} of the last tokens; the answer is at {where}",
+            x_label=f"context, tokens{by_bin}",
+            y_label="query",
+            x=[_label(example, start, start + size) for start in starts],
+            y=[_label(example, i, i + 1) for i in range(len(tokens) - len(example.maps[name]), len(tokens))],
+            values=example.maps[name].tolist(),
+            value_label="weight",
+        )
+        for name, label in names.items()
+    ]
+    return [context, *maps]
+
+
+def layer_charts(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[LineChart]:
+    """Return a chart for each measure, with the layer as its x-axis."""
+    is_pair = "lambda" in by_layer
+    names = _map_names(is_pair)
+
+    def chart(name: str, title: str, y_label: str, lines: Mapping[str, str], over_steps: bool = False) -> LineChart:
+        layers = [float(layer + 1) for layer in range(len(by_layer["gini"]))]
+        return LineChart(
+            name=f"attention_{name}",
+            title=title,
+            x_label="layer",
+            y_label=y_label,
+            series=[Series(name=label, x=layers, y=by_layer[key].tolist()) for label, key in lines.items()],
+            over_steps=over_steps,
+        )
+
+    def each_map(measure: str) -> dict[str, str]:
+        return {label: measure if name == "map" else f"{measure}_{name}" for name, label in names.items()}
+
+    parts = {LABELS[part]: part for part in PARTS}
+    charts = [
+        chart("layers", "Attention of the last token by layer, |A| normalised to 1", "share", parts),
+        chart("position_0", "Attention to position 0, |A| normalised to 1", "share", each_map(FIRST)),
+        chart("gini", "Gini coefficient of |A|: 0 even, 1 a single entry", "Gini coefficient", each_map("gini")),
+        chart("entropy", "Entropy of |A| normalised to 1", "nats", each_map("entropy")),
+        chart("l0", f"Entries above {l0_share:g} of a row's mass (pseudo-ℓ0)", "share of entries", each_map("l0")),
+    ]
+    if not is_pair:
+        return charts
+    for measure, title, unit in (("cosine", "Cosine of A1 and A2", "cosine"), ("kl", "KL(A1 ‖ A2)", "nats")):
+        title += " within each part of the prompt"
+        lines = {label: f"{measure}_{part}" for label, part in parts.items() if f"{measure}_{part}" in by_layer}
+        with_first = {label: f"{key}_with_first" for label, key in lines.items()}
+        charts.append(chart(measure, title, unit, lines, over_steps=True))
+        charts.append(chart(f"{measure}_with_first", f"{title}, position 0 included", unit, with_first))
+    return [*charts, chart("lambda", "λ by layer", "λ", {"λ": "lambda"})]
+
+
+def _map_names(is_pair: bool) -> dict[str, str]:
+    return {"map": "A1 − λ A2", "a1": "A1", "a2": "A2"} if is_pair else {"map": "A"}
+
+
+def _label(example: Example, start: int, stop: int) -> str:
+    """Return the positions and the beginning of the text of tokens `start` to `stop - 1`."""
+    text = example.text_of(example.prompt.tokens[start:stop])[:MOST_CHARACTERS]
+    return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"

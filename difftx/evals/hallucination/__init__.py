@@ -1,0 +1,1 @@
+"""The suite hallucination: accuracy of summaries and answers, by a judge."""

@@ -1,0 +1,237 @@
+"""A client for endpoints of OpenAI's chat completions API, with retries, a rate limit, and no key in its messages."""
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import urllib3
+
+from difftx.config.eval import JudgeConfig
+from difftx.errors import RunError, UserError
+from difftx.evals.hallucination.bounded_http import RequestError, Response, may_carry_key, post_json
+from difftx.files import schema_error
+
+RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes to retry, besides all from 500.
+LONGEST_REASON = 200  # Characters of an endpoint's text that a message quotes.
+LONGEST_EXAMINED = 4096  # Characters of an endpoint's text that are searched for the key before they are shortened.
+LONGEST_RETRY_SECONDS = 10**9
+KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Names of environment variables whose values may be sent to an endpoint.
+# Fewest characters of a key that are masked in messages. Shorter parts, "sk-" and the last four, are often shown.
+SHORTEST_PART = 6
+RESUMES = "earlier answers are kept; run the same command again to resume"
+
+
+class Reply(NamedTuple):
+    """An endpoint's answer and the numbers of tokens that it bills; None: the endpoint does not report them."""
+
+    text: str
+    tokens_in: int | None
+    tokens_out: int | None
+
+
+class AttemptError(Exception):
+    """Error of an attempt that is worth repeating; `wait_seconds` is the wait that the endpoint asks for, or None."""
+
+    def __init__(self, reason: str, wait_seconds: float | None = None):
+        super().__init__(reason)
+        self.wait_seconds = wait_seconds
+
+
+class StoppedError(Exception):
+    """Error in threads that would send a request after the endpoint was stopped."""
+
+
+class ChatEndpoint:
+    """A chat endpoint that any number of threads may use; failed requests are repeated."""
+
+    def __init__(self, config: JudgeConfig):
+        """Read the key from the environment.
+
+        Raises:
+            UserError: the key is missing, is not a valid key, or would be sent unencrypted to another machine.
+        """
+        self._config, self._key = config, _key(config.key_variable)
+        if self._key is not None and not may_carry_key(config.base_url):
+            raise UserError(
+                f"eval.judge.base_url={config.base_url}: a key is sent over https, or over http within this machine "
+                "(localhost); use https, or eval.judge.key_variable=none for an endpoint that needs no key"
+            )
+        self.url = f"{config.base_url.rstrip('/')}/chat/completions"
+        self._pace = _Pace(config.requests_per_minute)
+
+    def ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
+        """Send a request and return `read(reply)`; repeat the request when `read` raises an `AttemptError`.
+
+        Raises:
+            UserError: the endpoint refuses the key or the request.
+            RunError: all attempts failed, or the endpoint asks for a wait beyond the configured limit.
+            StoppedError: `stop` was called, or another thread got a UserError or RunError.
+        """
+        try:
+            return self._ask(body, read)
+        except (UserError, RunError):
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop all requests: threads that wait or send another request get a `StoppedError`."""
+        self._pace.stop()
+
+    def public(self, text: str) -> str:
+        """Return a text with the key masked; a server may repeat the key in its answer."""
+        return text if self._key is None else text.replace(self._key, "(key)")
+
+    def brief(self, text: str) -> str:
+        """Return the beginning of a text for a message, with the key and long parts of the key masked."""
+        text = text[:LONGEST_EXAMINED]
+        masked = text if self._key is None else _without_parts(text, self._key)
+        return " ".join(masked.split())[:LONGEST_REASON]
+
+    def _ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
+        attempts, longest = self._config.attempts, self._config.longest_wait_seconds
+        reason = ""
+        for attempt in range(attempts):
+            self._pace.turn()
+            try:
+                return read(self._post(body))
+            except AttemptError as error:
+                reason, wait = str(error), error.wait_seconds or 0.0
+            if wait > longest:
+                raise RunError(
+                    f"{self.url} asks to wait {wait:.0f} s, longer than eval.judge.longest_wait_seconds={longest:g} "
+                    f"({reason}); {RESUMES}"
+                )
+            self._pace.hold(wait)
+            if attempt + 1 < attempts:
+                self._pace.sleep(min(self._config.backoff_seconds * 2**attempt, longest))
+        raise RunError(f"{self.url}: eval.judge.attempts={attempts} failed, the last: {reason}; {RESUMES}")
+
+    def _post(self, body: dict[str, Any]) -> Reply:
+        """Send a request once.
+
+        Raises:
+            AttemptError: another attempt may succeed.
+            UserError: another attempt would get the same response.
+        """
+        try:
+            response = post_json(self.url, body, key=self._key, seconds=self._config.timeout_seconds)
+        except RequestError as error:
+            raise AttemptError(self.brief(str(error))) from error
+        status = response.status
+        if status == 200:
+            return self._reply(response)
+        if status in (401, 403):
+            key = f"the key in the environment variable {self._config.key_variable}"
+            refused = "a request without a key; set eval.judge.key_variable" if self._key is None else key
+            raise UserError(f"{self.url} refuses {refused} (HTTP {status})")
+        if status < 500 and status not in RETRIED_STATUS:
+            raise UserError(
+                f"{self.url} refuses the request: {self._reason(response)}; see eval.judge.base_url and "
+                "eval.hallucination.judge_model"
+            )
+        raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After")))
+
+    def _reply(self, response: Response) -> Reply:
+        try:
+            content = json.loads(response.content)
+        except (ValueError, RecursionError) as error:
+            raise AttemptError("the reply is not JSON") from error
+        wrong = schema_error(content, {"choices": [{"message": {"content": str}}]})
+        if wrong is None and not content["choices"]:
+            wrong = "choices: empty"
+        if wrong is not None:  # Some endpoints report errors with status 200.
+            raise AttemptError(f"the reply is not a chat completion, {wrong}: {self._reason(response)}")
+        text, usage = content["choices"][0]["message"]["content"], content.get("usage")
+        if schema_error(usage, {"prompt_tokens": int, "completion_tokens": int}) is not None:
+            return Reply(text, None, None)
+        return Reply(text, usage["prompt_tokens"], usage["completion_tokens"])
+
+    def _reason(self, response: Response) -> str:
+        """Return the HTTP status and the endpoint's error message."""
+        try:
+            text = str(json.loads(response.content)["error"]["message"])
+        except (ValueError, RecursionError, TypeError, KeyError):
+            text = response.content.decode(errors="replace")
+        return f"HTTP {response.status}: {self.brief(text) or 'no message'}"
+
+
+class _Pace:
+    """A rate limit that several threads share."""
+
+    def __init__(self, per_minute: float | None):
+        self._gap = 60 / per_minute if per_minute else 0.0
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._free_at = time.monotonic()
+
+    def turn(self) -> None:
+        """Wait until the rate limit allows a request, and count the request."""
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                wait = self._free_at - now
+                if wait <= 0:
+                    self._free_at = now + self._gap
+            self.sleep(max(wait, 0))
+            if wait <= 0:
+                return
+
+    def hold(self, seconds: float) -> None:
+        """Allow no request for the next `seconds`."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic() + seconds)
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread; raise a `StoppedError` if `stop` is called, or was called before."""
+        if self._stopped.wait(seconds):
+            raise StoppedError
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not KEY_NAME.search(variable):
+        raise UserError(
+            f"eval.judge.key_variable={variable!r}: only a variable whose name ends in _KEY or _TOKEN is sent to an "
+            "endpoint; copy the key to such a variable, for example JUDGE_API_KEY"
+        )
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(
+            f"eval.judge.key_variable={variable!r}: this environment variable is not set; set it to the key of "
+            "eval.judge.base_url, or set the field to none for an endpoint that needs no key"
+        )
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise UserError(f"eval.judge.key_variable={variable!r}: the value of this environment variable is not a key")
+    return key
+
+
+def _without_parts(text: str, key: str) -> str:
+    """Return a text with every part of the key masked that has at least `SHORTEST_PART` characters."""
+    kept, at = [], 0
+    while at < len(text):
+        end = at
+        while end < len(text) and text[at : end + 1] in key:
+            end += 1
+        is_part = end - at >= min(SHORTEST_PART, len(key))
+        kept.append("(key)" if is_part else text[at])
+        at = end if is_part else at + 1
+    return "".join(kept)
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Return the seconds of a Retry-After header, a number or a date; None if the header is missing or invalid."""
+    if value is None:
+        return None
+    try:
+        seconds = urllib3.util.Retry().parse_retry_after(value)
+    # ValueError and OverflowError: a number or a year is too large.
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+        return None
+    return float(min(seconds, LONGEST_RETRY_SECONDS))

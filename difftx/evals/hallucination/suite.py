@@ -1,0 +1,182 @@
+"""Suite `hallucination`: summaries and answers faithful to a given document (arXiv 2410.05258, §3.6, Table 4)."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from difftx.config import Config
+from difftx.config.eval import KINDS
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.hallucination import overlap
+from difftx.evals.hallucination.judge import Case, OfflineJudge, Verdict
+from difftx.evals.hallucination.judge_model import JudgeModel
+from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
+from difftx.evals.result import Heatmap, LineChart, Result
+from difftx.evals.resume import resumable
+from difftx.evals.suite import Suite
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY
+from difftx.parallel.multihost import decide_on_primary
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
+from difftx.training.run import Run
+
+type Judge = OfflineJudge | JudgeModel
+type Measures = dict[str, float]
+type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
+
+# LongBench's measure of agreement with a reference, by kind: name in the numbers, name in the tables, function.
+AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
+    "summarisation": ("rouge_l", "ROUGE-L", overlap.rouge_l),
+    "question_answering": ("f1", "F1", overlap.f1),
+}
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Generate answers greedily; a judge decides whether each is accurate and free of hallucinations.
+
+    `accuracy_by_<judge>` is the share of accurate answers among all samples. `accuracy_when_answered_by_<judge>` is the
+    share among answered samples: those whose answer is neither empty nor an abstention. `answer_rate`,
+    `abstention_rate` and `empty_rate`, which sum to 1, show whether a model is wrong less often only because it answers
+    less often. Numbers named after a kind are means over its sets.
+
+    Raises:
+        UserError: the config has no set, or a set's file, the context or the judge cannot be used.
+        RunError: the judge cannot be reached.
+    """
+    sets, judge = sets_and_judge(evaluation.run)
+    entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
+    for data_set in sets:
+        _judge(evaluation, judge, data_set, entries[data_set.name])
+    measures = {data_set.name: _measures(data_set, entries[data_set.name], judge) for data_set in sets}
+    tables: list[LineChart | Heatmap] = []
+    for kind in KINDS:
+        if names := [data_set.name for data_set in sets if data_set.kind == kind]:
+            measures[kind] = _mean([measures[name] for name in names])
+            tables.append(_table(kind, names, measures, judge))
+    return Result(
+        numbers={f"{name}_{measure}": value for name, found in measures.items() for measure, value in found.items()},
+        details={"judge": judge.name, **judge.details(), "sets": entries},
+        charts=tables,
+    )
+
+
+def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
+    """Read the sets of the config, and return them with its judge.
+
+    Raises:
+        UserError: the config has no set, a file is invalid, the context does not hold a prompt, the environment has no
+            valid key for the judge, or the key would be sent unencrypted.
+    """
+    settings = run.config.eval.hallucination
+    if not settings.sets:
+        raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
+    sets = [HallucinationSet(run, config) for config in settings.sets]
+    if settings.judge_model is None:
+        return sets, OfflineJudge(settings)
+    replies = run.workdir / "evals" / "hallucination" / "verdicts.jsonl"
+    return sets, JudgeModel(settings, run.config.eval.judge, replies)
+
+
+def _files(config: Config) -> list[Path]:
+    return [Path(data_set.path) for data_set in config.eval.hallucination.sets]
+
+
+def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
+    """Return the model's answers by item id."""
+
+    def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
+        requests = [Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0) for item in items]
+        completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[data_set.kind])
+        return [
+            {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
+        ]
+
+    rows, what = evaluation.run.microbatch_rows, f"answers to {data_set.name}"
+    found = resumable(evaluation, data_set.items, answer, what=what, batch_items=rows)
+    return {
+        item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
+        for item, given in found
+    }
+
+
+def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, entries: dict[str, Entry]) -> None:
+    """Add the verdicts to the entries; empty answers are inaccurate without asking the judge."""
+    given = [item for item in data_set.items if entries[item.id]["answer"]]
+    cases = [
+        Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
+    ]
+    found = decide_on_primary(lambda: judge.verdicts(cases, data_set.name, evaluation.work), DECISION_SECONDS)
+    verdicts = {item.id: Verdict(*verdict) for item, verdict in zip(given, found, strict=True)}
+    for name, entry in entries.items():
+        verdict = verdicts.get(name, Verdict(False, "the answer is empty"))
+        entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
+
+
+def _measures(data_set: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
+    """Return the numbers of a set, each a share of its samples or a mean over them."""
+    answers = [entry["answer"] for entry in entries.values()]
+    accurate = [entry["accurate"] for entry in entries.values()]
+    abstains = [overlap.is_abstention(answer) for answer in answers]
+    is_answered = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
+    measures = {f"accuracy_by_{judge.label}": statistics.fmean(accurate)}
+    if any(is_answered):
+        of_answers = [right for right, answered in zip(accurate, is_answered, strict=True) if answered]
+        measures[f"accuracy_when_answered_by_{judge.label}"] = statistics.fmean(of_answers)
+    measures |= {
+        "answer_rate": statistics.fmean(is_answered),
+        "abstention_rate": statistics.fmean(abstains),
+        "empty_rate": statistics.fmean(not answer for answer in answers),
+        "answer_tokens": statistics.fmean(entry["tokens"] for entry in entries.values()),
+        "answer_words": statistics.fmean(len(answer.split()) for answer in answers),
+        "unfinished_rate": statistics.fmean(entry["ended_by"] == "limit" for entry in entries.values()),
+    }
+    name, _, agreement = AGREEMENT[data_set.kind]
+    for measure, compare in ((name, agreement), ("recall", overlap.recall)):
+        measures[measure] = statistics.fmean(
+            max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
+        )
+    measures["documents_cut"] = statistics.fmean(entry["document_cut"] for entry in entries.values())
+    # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
+    if has_reference := [
+        any(overlap.contains(item.document, reference) for reference in item.references)
+        for item in data_set.items
+        if data_set.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
+    ]:
+        measures["reference_in_document"] = statistics.fmean(has_reference)
+    return measures
+
+
+def _mean(found: Sequence[Measures]) -> Measures:
+    """Return the mean of each measure over the sets that have it."""
+    names = dict.fromkeys(name for measures in found for name in measures)
+    return {name: statistics.fmean(measures[name] for measures in found if name in measures) for name in names}
+
+
+def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
+    """Return Table 4 for a kind, with rates of answers and agreement with the references."""
+    agreement, agreement_label, _ = AGREEMENT[kind]
+    rows = {
+        f"accuracy_by_{judge.label}": "accuracy",
+        f"accuracy_when_answered_by_{judge.label}": "accuracy when answered",
+        "answer_rate": "answers",
+        "abstention_rate": "abstentions",
+        "recall": "recall of the reference",
+        agreement: agreement_label,
+    }
+    return Heatmap(
+        name=f"hallucination_{kind}",
+        title=f"Free of hallucinations, {judge.name}",
+        x_label=kind.replace("_", " "),
+        y_label="share of samples, or mean over them",
+        x=[*names, "mean"],
+        y=list(rows.values()),
+        values=[[measures[name].get(row) for name in (*names, kind)] for row in rows],
+        value_label="share",
+        low=0.0,
+        high=1.0,
+    )
+
+
+SUITE = Suite(evaluate=evaluate, reads=("hallucination",), check=sets_and_judge, files=_files)

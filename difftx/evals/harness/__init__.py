@@ -1,0 +1,1 @@
+"""The suite harness: tasks of lm-eval."""

@@ -1,0 +1,118 @@
+"""The model behind lm-eval's interface. Only suite `harness` imports this module, since lm-eval is optional."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from difftx.errors import UserError
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.harness.requests import GenerationRequest, Tokens, complete_all, score_all
+from difftx.inference.sampling import Sampling
+from difftx.inference.score import Score
+
+GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty"}
+
+
+class HarnessModel(TemplateLM):
+    """An lm-eval model; lm-eval itself splits texts into context and continuation.
+
+    Every process of a run gets the same requests and returns the same answers, so lm-eval sees a single process.
+    """
+
+    def __init__(self, evaluation: Evaluation):
+        super().__init__()
+        self.truncated = 0  # Number of requests that lost their left end.
+        self._evaluation = evaluation
+        self._settings = evaluation.run.config.eval.harness
+        self._window = evaluation.lm.window
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that replaces an empty context and precedes each text."""
+        return self._evaluation.lm.tokenizer.eot_token
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text; names of special tokens are encoded as ordinary text."""
+        return self._evaluation.lm.tokenizer.encode_ordinary(string)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return log p(continuation | context), and whether greedy decoding would produce the continuation."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
+        pairs = []
+        for _, context, continuation in requests:
+            # The last token of the continuation is only a target, so it needs no position in the context.
+            room = self._window + 1 - len(continuation)
+            pairs.append((self._truncated(tuple(context), room), tuple(continuation)))
+        return score_all(self._evaluation, pairs, what="answers to choose from")
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Return log p of whole texts, conditioned on <|endoftext|>.
+
+        A long text is split into windows that score each token once. Each window is conditioned on the last token of
+        the previous window.
+        """
+        windows = [self._windows(request.args[0]) for request in requests]
+        scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
+        return [sum(next(scores).loglikelihood for _ in text) for text in windows]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Return the model's completion of each context, up to the first of the task's stop strings."""
+        repeats: collections.Counter[tuple[str, str]] = collections.Counter()
+        found = []
+        for request in requests:
+            context, options = request.args
+            key = context, repr(options)
+            found.append(self._generation_request(context, options, repeats[key]))
+            repeats[key] += 1
+        return complete_all(self._evaluation, found, what="texts to write")
+
+    def _windows(self, text: str) -> list[tuple[Tokens, Tokens]]:
+        windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._window, context_len=1)
+        return [(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, windows)]
+
+    def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
+        """Return a request; `repeat`, the number of equal earlier requests, gives each repetition its own seed."""
+        options = normalize_gen_kwargs(options)
+        if unknown := options.keys() - GENERATION:
+            raise UserError(
+                f"suite 'harness': a task requires the generation option {min(unknown)!r}, which difftx does not "
+                "support; remove the task from eval.harness.tasks"
+            )
+        new_tokens, greedy = options["max_gen_toks"], not options["do_sample"]
+        tokens = tuple(self.tok_encode(context)) or (self.eot_token_id,)
+        return GenerationRequest(
+            prompt=self._truncated(tokens, self._window - new_tokens),
+            new_tokens=new_tokens,
+            stop=tuple(filter(None, options["until"])),
+            sampling=Sampling(
+                repetition_penalty=options.get("repetition_penalty"),
+                temperature=0.0 if greedy else options.get("temperature", 1.0),
+                top_k=None if greedy else options.get("top_k") or None,  # 0 means all tokens, as in Hugging Face.
+                top_p=None if greedy else options.get("top_p"),
+            ),
+            seed=0 if greedy else (self._settings.seed + repeat) % 2**32,
+        )
+
+    def _truncated(self, tokens: Tokens, room: int) -> Tokens:
+        """Return the last `room` tokens, or all if they are fewer.
+
+        Raises:
+            UserError: the tokens do not fit and `eval.harness.truncate` is False, or `room` is not positive.
+        """
+        if len(tokens) <= room:
+            return tokens
+        if room < 1 or not self._settings.truncate:
+            way = ", or truncate long requests on the left with eval.harness.truncate=true" if room > 0 else ""
+            raise UserError(
+                f"suite 'harness': a request takes {self._window + len(tokens) - room} tokens, and the model's context "
+                f"data.sequence_length={self._window}; remove its task from eval.harness.tasks{way}"
+            )
+        self.truncated += 1
+        return tokens[-room:]

@@ -1,0 +1,103 @@
+"""Likelihoods and completions for lm-eval's tasks: each request is answered once, also after a kill."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.resume import resumable
+from difftx.files import json_sha256
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import Sampling
+from difftx.inference.score import Item, Score, loglikelihoods
+
+# Largest number of continuations per item. Some contexts have many: all first windows of texts follow <|endoftext|>.
+CONTINUATIONS = 64
+# Items of a batch per row of a microbatch. In larger batches, rows of a microbatch are more similar in length, but a
+# kill loses a whole batch.
+ITEMS_PER_ROW = 8
+
+type Tokens = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choices:
+    """A context and the continuations to score after it."""
+
+    context: Tokens
+    continuations: tuple[Tokens, ...]
+
+    @functools.cached_property
+    def id(self) -> str:
+        return json_sha256([self.context, self.continuations])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A prompt to complete, with the settings of its completion."""
+
+    prompt: Tokens
+    new_tokens: int  # Largest number of new tokens.
+    stop: tuple[str, ...]
+    sampling: Sampling
+    seed: int
+
+    @functools.cached_property
+    def id(self) -> str:
+        return json_sha256(dataclasses.asdict(self))
+
+
+def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
+    """Return the log-likelihood of each continuation after its context.
+
+    Args:
+        evaluation: evaluation with the model, and the journal of finished items.
+        pairs: contexts and continuations of at least one token each, which together fit the model's context.
+        what: name of the pairs in the progress display.
+    """
+    by_context: dict[Tokens, dict[Tokens, None]] = {}
+    for context, continuation in pairs:
+        by_context.setdefault(context, {})[continuation] = None
+    items = [
+        _Choices(context, part)
+        for context, continuations in by_context.items()
+        for part in itertools.batched(continuations, CONTINUATIONS)
+    ]
+    # Longest first, so that a lack of memory shows immediately.
+    items.sort(key=lambda item: -len(item.context) - max(map(len, item.continuations)))
+    rows = evaluation.run.microbatch_rows
+
+    def answer(batch: Sequence[_Choices]) -> list[list[Score]]:
+        pairs = [Item(item.context, continuation) for item in batch for continuation in item.continuations]
+        scores = iter(loglikelihoods(evaluation.lm, pairs, batch_rows=rows))
+        return [list(itertools.islice(scores, len(item.continuations))) for item in batch]
+
+    found = {}
+    for item, scores in resumable(evaluation, items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
+        for continuation, score in zip(item.continuations, scores, strict=True):
+            found[item.context, continuation] = Score(*score)
+    return [found[pair] for pair in pairs]
+
+
+def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], *, what: str) -> list[str]:
+    """Return the completion of each prompt, up to the first of its stop strings.
+
+    Args:
+        evaluation: evaluation with the model, and the journal of finished items.
+        requests: prompts that fit the model's context together with their new tokens.
+        what: name of the prompts in the progress display.
+    """
+    texts: dict[GenerationRequest, str] = {}
+    groups: dict[tuple[Sampling, tuple[str, ...]], list[GenerationRequest]] = {}
+    for item in dict.fromkeys(requests):
+        groups.setdefault((item.sampling, item.stop), []).append(item)
+    for (sampling, stop), items in groups.items():
+
+        def answer(batch: Sequence[GenerationRequest], sampling=sampling, stop=stop) -> list[str]:
+            prompts = [Request(prompt=item.prompt, new_tokens=item.new_tokens, seed=item.seed) for item in batch]
+            return [completion.text for completion in generate(evaluation.lm, prompts, sampling, stop=stop)]
+
+        items.sort(key=lambda item: -len(item.prompt))  # Longest first, so that a lack of memory shows immediately.
+        texts |= resumable(evaluation, items, answer, what=what, batch_items=evaluation.run.microbatch_rows)
+    return [texts[item] for item in requests]

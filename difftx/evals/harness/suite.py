@@ -1,0 +1,192 @@
+"""Suite `harness`: tasks of EleutherAI's lm-eval, built in or from YAML files (arXiv 2410.05258, Tables 1 and 8)."""
+
+import difflib
+import functools
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftx.config import Config
+from difftx.config.eval import HarnessConfig
+from difftx.errors import UserError, import_extra
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.harness.data import data_files
+from difftx.evals.result import Heatmap, Result
+from difftx.evals.suite import Suite
+
+PAPER_METRICS = {
+    "arc_challenge": "acc",
+    "arc_easy": "acc",
+    "boolq": "acc",
+    "hellaswag": "acc_norm",
+    "openbookqa": "acc",
+    "piqa": "acc",
+    "winogrande": "acc",
+}
+LOCAL_TASKS = Path(__file__).parent / "tasks"
+# Resamples for standard errors of metrics that are not means, such as F1. lm-eval's default, 100,000, takes minutes.
+BOOTSTRAPS = 1000
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Run lm-eval's tasks on the model.
+
+    Numbers named `<task>_<metric>`, and their standard errors, are those of lm-eval. `averages` describes the means
+    over `eval.harness.tasks`.
+
+    Raises:
+        UserError: lm-eval is not installed, a task or its data is not available, or a request does not fit the context.
+    """
+    settings = evaluation.run.config.eval.harness
+    manager, tasks = load_tasks(settings)
+    import lm_eval
+
+    from difftx.evals.harness.model import HarnessModel
+
+    model = HarnessModel(evaluation)
+    found = lm_eval.simple_evaluate(
+        model,
+        tasks=list(tasks.values()),
+        task_manager=manager,
+        num_fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        bootstrap_iters=BOOTSTRAPS,
+        log_samples=False,
+        random_seed=None,  # With a seed, lm-eval would reset the process's global random generators.
+        numpy_random_seed=None,
+        torch_random_seed=None,
+        fewshot_random_seed=settings.seed,
+    )
+    return _result(list(tasks), found, model.truncated)
+
+
+def files(config: Config) -> list[Path]:
+    """Return the files that the suite reads in addition to the run's data."""
+    settings = config.eval.harness
+    data = [] if settings.data_path is None else data_files(settings.data_path, settings.tasks)
+    others = [] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*"))
+    return data + [path for path in others if path.suffix in (".yaml", ".py")]
+
+
+def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
+    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data.
+
+    Raises:
+        UserError: lm-eval is not installed, a task does not exist, or its data is not available.
+    """
+    for module in ("lm_eval", "datasets"):
+        import_extra(module, "eval")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # By default lm-eval logs every default and override.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap would fork: JAX's threads do not survive it.
+    for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
+        if path is not None and not Path(path).is_dir():
+            raise UserError(f"eval.harness.{field}={path}: no such folder")
+    manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=False)
+    if not set(settings.tasks) <= set(manager.all_tasks):
+        manager = _manager(settings.data_path, settings.include_path, settings.num_fewshot, built_in=True)
+    tasks = {}
+    for name in settings.tasks:
+        if name not in manager.all_tasks:
+            # `did_you_mean` would list all of the thousands of names if none is close.
+            close = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"eval.harness.tasks: lm-eval has no task {name!r}.{hint}")
+        tasks |= _load(manager, name)
+    return manager, tasks
+
+
+@functools.cache
+def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, built_in: bool) -> Any:
+    """Return a task manager. The index of lm-eval's built-in tasks takes half a minute to load."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [] if data_path is None else [LOCAL_TASKS]
+    folders += [] if include_path is None else [Path(include_path)]
+    metadata = None if data_path is None else {"data_path": data_path, "num_fewshot": num_fewshot or 0}
+    return TaskManager(include_path=folders, include_defaults=built_in, metadata=metadata)
+
+
+def _load(manager: Any, name: str) -> dict[str, Any]:
+    """Return the task or the group of this name, or all tasks of the tag of this name."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        loaded = manager.load([name])
+    except (OSError, DatasetsError) as error:
+        raise UserError(
+            f"eval.harness.tasks: the data of {name!r} cannot be downloaded from the Hugging Face hub ({error}); "
+            "remove the task, or read its data from files with eval.harness.data_path"
+        ) from error
+    for task in loaded["tasks"].values():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise UserError(f"eval.harness.tasks: {name!r} runs code of the model or needs images; remove the task")
+    groups = loaded["groups"]
+    return {name: groups[name]} if name in groups else loaded["tasks"]
+
+
+def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> Result:
+    """Return lm-eval's numbers and the means over `tasks`."""
+    scores = {task: _numbers(values) for task, values in found["results"].items()}
+    rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Some groups have no mean accuracy.
+    numbers = averages(rows)
+    for task, values in scores.items():
+        numbers |= {f"{task}_{metric}": value for metric, value in values.items()}
+    table = Heatmap(
+        name="harness",
+        title="Accuracy of lm-eval's tasks",
+        x_label="by likelihood (acc), by likelihood a character (acc_norm)",
+        y_label="task",
+        x=["acc", "acc_norm"],
+        y=list(rows),
+        values=[[row.get("acc"), row.get("acc_norm")] for row in rows.values()],
+        value_label="accuracy",
+        low=0.0,
+        high=1.0,
+    )
+    details = {
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "questions": {task: counts["effective"] for task, counts in found["n-samples"].items()},
+        "examples_in_a_prompt": found["n-shot"],
+        "versions_of_tasks": found["versions"],
+        "truncated_requests": truncated,
+    }
+    return Result(numbers=numbers, details=details, charts=[table] if rows else [])
+
+
+def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the means over tasks.
+
+    `average_acc` is the mean of `acc`. `average_acc_norm` is the mean of `acc_norm`, the accuracy of choices by
+    likelihood per character, with `acc` for tasks without it. `average_paper`, the "Avg" of Tables 1 and 8, exists only
+    if all of `PAPER_METRICS` were evaluated.
+
+    The paper does not name its metrics; `PAPER_METRICS` is an inference. With these metrics, the row of OpenLLaMA-3B-v2
+    in Table 1 equals, when rounded, the column of that model in the README of github.com/openlm-research/open_llama.
+    With the alternatives, the numbers differ (HellaSwag 70.0: acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26,
+    acc_norm 0.38).
+    """
+    numbers = {}
+    if rows:
+        numbers["average_acc"] = float(np.mean([row["acc"] for row in rows.values()]))
+        numbers["average_acc_norm"] = float(np.mean([row.get("acc_norm", row["acc"]) for row in rows.values()]))
+    if PAPER_METRICS.keys() <= rows.keys():
+        numbers["average_paper"] = float(np.mean([rows[task][metric] for task, metric in PAPER_METRICS.items()]))
+    return numbers
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", other filters append "_<filter>"."""
+    numbers = {}
+    for name, value in values.items():
+        metric, comma, filter_ = name.partition(",")
+        if comma and isinstance(value, int | float | np.number):
+            numbers[metric if filter_ == "none" else f"{metric}_{filter_}"] = float(value)
+    return numbers
+
+
+SUITE = Suite(evaluate=evaluate, reads=("harness",), check=lambda run: load_tasks(run.config.eval.harness), files=files)

@@ -1,0 +1,1 @@
+"""The suite icl: in-context learning by demonstrations."""

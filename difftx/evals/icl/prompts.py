@@ -1,0 +1,180 @@
+"""Prompts of suite `icl`: demonstrations of a classification task, then a question.
+
+A demonstration is a labelled text, followed by an empty line:
+
+    Question: How far is it from Denver to Aspen ?
+    Type: NUM
+
+The question has the same form, without the label. Each part is tokenised separately, so that a label has the same
+tokens everywhere.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from difftx.config.eval import IclConfig, IclTaskConfig
+from difftx.data.records import Record, read_records
+from difftx.errors import UserError, did_you_mean
+from difftx.inference.score import Prompt
+from difftx.training.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A text with its label."""
+
+    question: tuple[int, ...]  # Tokens of "Question: …\nType:".
+    label: int  # Index into `IclTask.labels`.
+    demonstration: tuple[int, ...]  # Tokens of question, label and empty line.
+
+
+@dataclasses.dataclass(frozen=True)
+class IclItem:
+    """A permutation of demonstrations; each question of the task is asked after it."""
+
+    task: str
+    number: int  # Index among the items with the same number of demonstrations.
+    permutation: tuple[int, ...]  # Indices of demonstrations.
+    orders: tuple[str, ...]  # Entries of `eval.icl.orders` that produce this permutation.
+
+    @property
+    def shots(self) -> int:
+        return len(self.permutation)
+
+    @property
+    def id(self) -> str:
+        return f"{self.task}/{self.shots}/{self.number}"
+
+
+class IclTask:
+    """The demonstrations, questions and labels of a task.
+
+    The same files, settings and tokenizer always give the same task.
+    """
+
+    def __init__(self, run: Run, config: IclTaskConfig):
+        """Read the files.
+
+        Demonstrations are drawn from the training file without regard to labels. Prompts with fewer demonstrations use
+        the first of them.
+
+        Raises:
+            UserError: a file cannot be read or is empty, a line lacks a field or has an unknown label, or the context
+                does not hold a demonstration and the longest question.
+        """
+        self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
+        self._settings: IclConfig = run.config.eval.icl
+        train, test = self._read("train"), self._read("test")
+        self._label_names = sorted({_one_line(record, config.label) for record in train})
+        # The line break ensures that a label is never a prefix of another, as `most_likely` requires.
+        self.labels = tuple(self._encode(f" {name}\n") for name in self._label_names)
+        rng = np.random.default_rng([self._settings.seed, 0])
+        demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
+        examples = [self._example(record) for record in test]  # Checks all records, including those that are not drawn.
+        self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
+        window = run.config.data.sequence_length
+        # The last token is only a target and needs no position.
+        room = window + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
+        ends = np.cumsum([len(example.demonstration) for example in demonstrations])
+        self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
+        if not most:
+            raise UserError(
+                f"eval.icl.tasks, task {self.name!r}: data.sequence_length={window} does not hold a demonstration and "
+                f"the longest question, which take {ends[0] - room} tokens more; leave the task out"
+            )
+        self._demonstrations = demonstrations[:most]
+        self.context_tokens = int(ends[most - 1])  # Tokens of the largest number of demonstrations.
+        # Numbers of demonstrations, ascending; numbers that exceed the context are replaced by the most that fit.
+        shots = self._settings.shots or [*(2**i for i in range(most.bit_length())), most]
+        self.shots = sorted({min(count, most) for count in shots})
+
+    @functools.cached_property
+    def items(self) -> list[IclItem]:
+        """The permutations of every number of demonstrations, fewest demonstrations first, without duplicates."""
+        items = []
+        for shots in self.shots:
+            orders: dict[tuple[int, ...], list[str]] = {}
+            for order in self._settings.orders:
+                for permutation in self._permutations(order, shots):
+                    orders.setdefault(permutation, []).append(order)
+            items += [
+                IclItem(self.name, number, permutation, tuple(names))
+                for number, (permutation, names) in enumerate(orders.items())
+            ]
+        return items
+
+    def prompts(self, item: IclItem) -> list[Prompt]:
+        """Return a prompt for each question, with an item's demonstrations before it."""
+        context = tuple(itertools.chain(*(self._demonstrations[i].demonstration for i in item.permutation)))
+        return [Prompt(context, example.question) for example in self.questions]
+
+    def accuracy(self, answers: list[int]) -> float:
+        """Return the share of questions whose chosen label is right."""
+        return float(
+            np.mean([example.label == answer for example, answer in zip(self.questions, answers, strict=True)])
+        )
+
+    def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
+        """Return `eval.icl.permutations` distinct permutations, or all if there are fewer.
+
+        Both orders process the same sequence of shuffles, and skip duplicates.
+        """
+        counts = Counter(example.label for example in self._demonstrations[:shots])
+        factors = [shots] if order == "random" else [len(counts), *counts.values()]
+        # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.
+        limit = min(self._settings.permutations, math.prod(math.factorial(min(n, 21)) for n in factors))
+        found: dict[tuple[int, ...], None] = {}
+        draws = itertools.count()
+        while len(found) < limit:
+            rng = np.random.default_rng([self._settings.seed, 1, next(draws)])
+            shuffled = rng.permutation(shots).tolist()
+            found[tuple(shuffled if order == "random" else self._alternating(shuffled))] = None
+        return list(found)
+
+    def _alternating(self, shuffled: list[int]) -> list[int]:
+        """Return the demonstrations in rounds, each with one demonstration of every label that has any left.
+
+        Labels, and demonstrations within a label, keep the order of their first occurrence in `shuffled`.
+        """
+        by_label: dict[int, list[int]] = {}
+        for i in shuffled:
+            by_label.setdefault(self._demonstrations[i].label, []).append(i)
+        rounds = itertools.zip_longest(*by_label.values())
+        return [i for one_round in rounds for i in one_round if i is not None]
+
+    def _read(self, field: Literal["train", "test"]) -> list[Record]:
+        path = Path(getattr(self._config, field))
+        return list(read_records(path, field=f"eval.icl.tasks, {self.name}.{field}", what="examples"))
+
+    def _example(self, record: Record) -> Example:
+        text, name = _one_line(record, self._config.text), _one_line(record, self._config.label)
+        if name not in self._label_names:
+            raise UserError(
+                f"{record.name}: {self._config.label}={name!r} is not a label of {self._config.train}."
+                f"{did_you_mean(name, self._label_names)}"
+            )
+        question = self._encode(f"{self._config.text_word}: {text}\n{self._config.label_word}:")
+        label = self._label_names.index(name)
+        return Example(question, label, question + self.labels[label] + self._encode("\n"))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_ordinary(text))
+
+
+def _one_line(record: Record, field: str) -> str:
+    """Return a field's text on one line, without surrounding space; line breaks would end a label.
+
+    Raises:
+        UserError: the field is missing, is not text, or is only white space.
+    """
+    text = " ".join(record.text(field).split())
+    if not text:
+        raise UserError(f"{record.name}: {field} is only white space")
+    return text

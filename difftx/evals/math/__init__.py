@@ -1,0 +1,1 @@
+"""The suite math: problems with numeric answers."""

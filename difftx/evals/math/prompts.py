@@ -1,0 +1,100 @@
+"""Prompts of suite `math`: demonstrations, which are solved problems, then a question.
+
+A demonstration, followed by an empty line, is:
+
+    Question: A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?
+    Answer: It takes 2/2=1 bolt of white fiber. So the total amount of fabric is 2+1=3 bolts. The answer is 3.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from difftx.config import Config
+from difftx.config.eval import MathTaskConfig
+from difftx.errors import UserError
+from difftx.evals.math.formats import Problem, read_problems
+from difftx.training.run import Run
+
+STOP = ("\nQuestion:",)  # The beginning of the next problem, as in the demonstrations.
+NUDGE = " Let's think step by step."  # For prompts without demonstrations (arXiv 2205.11916).
+
+
+@dataclasses.dataclass(frozen=True)
+class MathItem:
+    """A problem, its prompt, and the seed to sample its answer."""
+
+    id: str
+    problem: Problem
+    prompt: tuple[int, ...]
+    seed: int
+
+
+class MathTask:
+    """The problems of a task; the same files, settings and tokenizer always give the same problems."""
+
+    def __init__(self, run: Run, config: MathTaskConfig):
+        """Read the files and draw the demonstrations, which are the same for all questions.
+
+        Raises:
+            UserError: a file cannot be read or is empty, a line lacks a field, there are fewer demonstrations than
+                `eval.math.shots` or they lack solutions, or the context does not hold a prompt and one token.
+        """
+        settings = run.config.eval.math
+        self.name, self._run, self._settings = config.name, run, settings
+        rng = np.random.default_rng(settings.seed)
+        field = f"eval.math.tasks, {config.name}"
+        context = self._demonstrations(config, field, rng)
+        problems = read_problems(config.test, config.format, field=f"{field}.test")
+        if settings.questions is not None:
+            problems = [problems[i] for i in sorted(rng.permutation(len(problems))[: settings.questions])]
+        nudge = NUDGE if settings.chain_of_thought and not settings.shots else ""
+        self.items = [
+            MathItem(
+                f"{self.name}/{number}",
+                problem,
+                tuple(run.tokenizer.encode_ordinary(f"{context}Question: {problem.question}\nAnswer:{nudge}")),
+                (settings.seed + number) % 2**32,
+            )
+            for number, problem in enumerate(problems)
+        ]
+        for item in self.items:
+            if self.room(item) < 1:
+                raise UserError(
+                    f"{item.problem.name}: the prompt has {len(item.prompt)} tokens, and the model's context "
+                    f"data.sequence_length={run.config.data.sequence_length}; remove the line"
+                    + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
+                )
+
+    def room(self, item: MathItem) -> int:
+        """Return the largest number of tokens that the answer may have."""
+        return min(self._settings.new_tokens, self._run.config.data.sequence_length - len(item.prompt))
+
+    def _demonstrations(self, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
+        settings, form = self._settings, config.train_format or config.format
+        if not settings.shots or config.train is None:
+            return ""
+        problems = read_problems(config.train, form, field=f"{field}.train")
+        if len(problems) < settings.shots:
+            raise UserError(
+                f"{field}.train={config.train} has {len(problems)} problems, but eval.math.shots={settings.shots}"
+            )
+        chosen = [problems[i] for i in rng.permutation(len(problems))[: settings.shots]]
+        if settings.chain_of_thought and any(problem.solution is None for problem in chosen):
+            raise UserError(
+                f"{field}: format {form!r} has no solutions to show; set train and train_format to a file of a format "
+                "with solutions, or use eval.math.chain_of_thought=false"
+            )
+        return "".join(self._demonstration(problem) for problem in chosen)
+
+    def _demonstration(self, problem: Problem) -> str:
+        answer = f"The answer is ${problem.answer}$." if problem.latex else f"The answer is {problem.answer}."
+        reasoning = f"{problem.solution} " if self._settings.chain_of_thought else ""
+        return f"Question: {problem.question}\nAnswer: {reasoning}{answer}\n\n"
+
+
+def files(config: Config) -> list[Path]:
+    """Return the files that the suite reads in addition to the run's data."""
+    read = config.eval.math.shots > 0
+    return [Path(path) for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]

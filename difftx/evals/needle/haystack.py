@@ -1,0 +1,129 @@
+"""Haystacks: excerpts of a long text with an exact number of tokens, which begin and end at sentence ends."""
+#   N = tokens of a text
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from difftx.config import Config
+from difftx.data.corpora import open_split, read_texts, text_files
+from difftx.data.packing import PackedRows
+from difftx.data.store import META, TokenStore
+from difftx.data.tokenizer import token_bytes
+from difftx.errors import UserError
+from difftx.training.run import Run
+
+FIELD = "eval.needle.haystack"
+TEXT_TOKENS = 2**20  # Tokens to read from a corpus; four times the longest excerpt if that is more.
+TOLERANCE = 0.05  # Largest distance from a depth to the boundary that is used for it, as a share of the haystack.
+SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
+LINE_END = re.compile(rb"\n[ \t]*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A tokenised text with its boundaries; entry i of a boundary array is about the position before token i."""
+
+    tokens_N: np.ndarray  # int32
+    is_sentence_end: np.ndarray  # bool [N + 1]
+    is_character_end: np.ndarray  # bool [N + 1]
+
+    def excerpt(self, length: int, rng: np.random.Generator) -> "Text":
+        """Draw an excerpt of `length` tokens that begins and ends at sentence ends.
+
+        If there is none, the end, and if necessary also the start, may be any boundary between characters. If there is
+        no such excerpt either, return the beginning of the text.
+        """
+        sentence, character = self.is_sentence_end, self.is_character_end
+        start = 0
+        for begin, end in ((sentence, sentence), (sentence, character), (character, character)):
+            starts = np.flatnonzero(begin[: len(self.tokens_N) - length + 1] & end[length:])
+            if len(starts):
+                start = int(rng.choice(starts))
+                break
+        boundaries = slice(start, start + length + 1)
+        return Text(self.tokens_N[start : start + length], sentence[boundaries], character[boundaries])
+
+    def position_at(self, depth: float) -> int:
+        """Return the number of tokens before a depth, which is a share from 0 to 1 of the text.
+
+        The position is the nearest sentence end within `TOLERANCE`, else the nearest character boundary within
+        `TOLERANCE`, else the depth rounded to a token.
+        """
+        exact, farthest = depth * len(self.tokens_N), TOLERANCE * len(self.tokens_N)
+        if depth not in (0, 1):
+            for is_boundary in (self.is_sentence_end, self.is_character_end):
+                positions = np.flatnonzero(is_boundary)
+                distances = np.abs(positions - exact)
+                if len(positions) and np.min(distances) <= farthest:
+                    return int(positions[np.argmin(distances)])
+        return round(exact)
+
+
+def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest: int) -> Text:
+    """Return a text with its boundaries; a text with fewer than `longest` tokens, the longest excerpt, is repeated."""
+    tokens_N = np.resize(tokens, max(len(tokens), longest)).astype(np.int32)
+    before_N, after_N = tokens_N[:-1], tokens_N[1:]
+    values = [value or b"" for value in token_bytes(tokenizer)]
+    ends_sentence = np.array([bool(SENTENCE_END.search(value)) for value in values])
+    ends_line = np.array([bool(LINE_END.search(value)) for value in values])
+    begins_with_space = np.array([value[:1].isspace() for value in values])
+    begins_character = np.array([not 0x80 <= (value[:1] or b"a")[0] < 0xC0 for value in values])
+    is_sentence_end = (ends_sentence[before_N] & begins_with_space[after_N]) | ends_line[before_N]
+    return Text(
+        tokens_N,
+        np.concatenate([[True], is_sentence_end, [True]]),
+        np.concatenate([[True], begins_character[after_N], [True]]),
+    )
+
+
+def read_haystack(run: Run, *, longest: int) -> np.ndarray:
+    """Return the token ids of the text at `eval.needle.haystack`, or of the run's first validation set of text.
+
+    Args:
+        run: run with the tokenizer and the validation sets.
+        longest: number of tokens of the longest excerpt.
+
+    Raises:
+        UserError: there is no text, or it cannot be read.
+    """
+    path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
+    if path is not None and not Path(path).is_dir():
+        tokens = _encode_files(run, path, limit)
+    else:
+        data = run.config.data
+        store = _validation_text(run) if path is None else open_split(data, path, "valid", run.tokenizer, FIELD)
+        tokens = store.slice(0, min(len(store), limit))
+    tokens = tokens[tokens != run.tokenizer.eot_token]
+    if not len(tokens):
+        raise UserError(f"{FIELD}={path!r}: there is no text; use a file that contains text")
+    return tokens
+
+
+def haystack_files(config: Config) -> list[Path]:
+    """Return the files that identify the text; for a token store, its metadata file, which contains hashes."""
+    path = config.eval.needle.haystack
+    if path is None:
+        return []
+    return [Path(path) / META] if Path(path).is_dir() else text_files(path, FIELD)
+
+
+def _validation_text(run: Run) -> TokenStore:
+    for rows in run.data.valid.values():
+        if isinstance(rows, PackedRows):
+            return rows.store
+    raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
+
+
+def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:
+    """Return the tokens of text files, up to the text that reaches `limit` tokens."""
+    parts, count = [np.empty(0, np.uint32)], 0
+    for text in read_texts(path, FIELD):
+        parts.append(run.tokenizer.encode_to_numpy(text, disallowed_special=()))
+        count += len(parts[-1])
+        if count >= limit:
+            break
+    return np.concatenate(parts)

@@ -1,0 +1,173 @@
+"""Prompts of suite `needle`: magic numbers of cities hidden in a long text, then a question about some of them.
+
+The protocol is that of LWM (arXiv 2402.08268) as §3.4 of the paper applies it: numbers have seven digits, the queried
+needles are at a given depth, and the remaining needles are at random positions. Neither paper prints a prompt for
+models without instruction tuning, so the prompts below were written for difftx.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from difftx.config.eval import NeedleCaseConfig, NeedleConfig
+from difftx.errors import UserError
+from difftx.evals.needle.haystack import find_boundaries, read_haystack
+from difftx.training.run import Run
+
+# Names of cities, none of which is contained in another.
+NAMES = """
+Accra Algiers Amsterdam Ankara Athens Auckland Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston
+Brussels Budapest Cairo Canberra Caracas Chicago Copenhagen Dakar Damascus Delhi Denver Dublin Edinburgh
+Geneva Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Kabul Kampala Kiev Lagos Lima Lisbon London
+Madrid Manila Melbourne Milan Montreal Moscow Mumbai Munich Nairobi Naples Osaka Oslo Ottawa Paris Prague
+Rabat Riga Rome Santiago Seattle Seoul Shanghai Sofia Stockholm Sydney Tehran Tokyo Toronto Tunis Vancouver
+Venice Vienna Warsaw Zurich
+"""
+CITIES = tuple(NAMES.split())
+NEEDLE = "\nThe magic number for {city} is {number}.\n"
+ONE_QUESTION = "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is"
+SEVERAL_QUESTIONS = "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are"
+DIGITS = 7
+SMALLEST_HAYSTACK = 16  # Tokens; a shorter haystack has no meaningful depths.
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleItem:
+    """The parameters of a prompt: a cell and the index of a sample in it."""
+
+    length: int  # Tokens of prompt and answer.
+    case: NeedleCaseConfig
+    depth: float  # Position of the queried needles, a share of the haystack.
+    sample: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.cell}/{self.sample}"
+
+    @property
+    def cell(self) -> str:
+        return f"{self.length}/{self.case.needles}-{self.case.queries}/{self.depth:g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeedlePrompt:
+    """A prompt with the spans (start, stop) of its parts; the span of a needle includes its line breaks."""
+
+    item: NeedleItem
+    tokens: list[int]  # `item.length - eval.needle.new_tokens` token ids.
+    asked: tuple[tuple[int, int], ...]  # Spans of the queried needles, in the order of the question.
+    others: tuple[tuple[int, int], ...]  # Spans of the remaining needles.
+    question: tuple[int, int]  # Span of the question and of the beginning of the answer.
+    numbers: tuple[str, ...]  # The expected numbers, in the order of `asked`.
+
+
+class NeedlePrompts:
+    """The prompts of suite `needle`; the same settings, haystack and tokenizer always give the same prompts.
+
+    A sample of a case and length has the same haystack, cities, numbers and remaining needles at every depth.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        settings: NeedleConfig | None = None,
+        *,
+        length_field: str = "eval.needle.lengths",
+        case_field: str = "eval.needle.cases",
+    ):
+        """Read the haystack.
+
+        Args:
+            run: run with the tokenizer, the context length and the haystack.
+            settings: settings of the prompts, except the haystack; None: the run's `eval.needle`.
+            length_field: config field of the lengths, for messages.
+            case_field: config field of the cases, for messages.
+
+        Raises:
+            UserError: a length exceeds the context or does not hold a case, or there is no haystack.
+        """
+        self._settings = settings = settings or run.config.eval.needle
+        self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
+        window = run.config.data.sequence_length
+        self.cases, self.depths = settings.cases, settings.depths
+        self.lengths = sorted(settings.lengths) or [window]
+        for length in self.lengths:
+            if length > window:
+                raise UserError(
+                    f"{length_field}: {length} tokens are more than the model's context "
+                    f"data.sequence_length={window}; use at most that"
+                )
+        for case in self.cases:
+            self._check_length(case, length_field, case_field)
+        tokens = read_haystack(run, longest=self.lengths[-1])
+        self.haystack_tokens = len(tokens)
+        self._text = find_boundaries(tokens, run.tokenizer, longest=self.lengths[-1])
+        self.items = [
+            NeedleItem(length, case, depth, sample)
+            for length, case, depth, sample in itertools.product(
+                self.lengths, self.cases, self.depths, range(settings.samples)
+            )
+        ]
+
+    def prompt(self, item: NeedleItem) -> NeedlePrompt:
+        """Return the prompt of an item."""
+        needles, queries = item.case.needles, item.case.queries
+        rng = np.random.default_rng([self._settings.seed, item.length, needles, queries, item.sample])
+        cities = [CITIES[i] for i in rng.choice(len(CITIES), needles, replace=False)]
+        numbers = _distinct_numbers(needles, rng)
+        sentences = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
+        question = self._question(cities[:queries])
+        length = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
+        haystack = self._text.excerpt(length, rng)
+        # The first `queries` needles are the queried ones. They are adjacent, in random order. If other needles fall on
+        # the same position, the queried ones come before them in the first half of the haystack, else after them.
+        position, side = haystack.position_at(item.depth), 1 if item.depth > 0.5 else -1
+        placed = [(position, side, needle) for needle in rng.permutation(queries).tolist()]
+        placed += [(haystack.position_at(rng.random()), 0, needle) for needle in range(queries, needles)]
+        tokens: list[int] = []
+        spans, done = {}, 0
+        for position, _, needle in sorted(placed, key=lambda entry: entry[:2]):
+            tokens += haystack.tokens_N[done:position].tolist()
+            spans[needle] = len(tokens), len(tokens) + len(sentences[needle])
+            tokens += sentences[needle]
+            done = position
+        tokens += haystack.tokens_N[done:].tolist()
+        return NeedlePrompt(
+            item=item,
+            tokens=tokens + question,
+            asked=tuple(spans[needle] for needle in range(queries)),
+            others=tuple(spans[needle] for needle in range(queries, needles)),
+            question=(len(tokens), len(tokens) + len(question)),
+            numbers=tuple(numbers[:queries]),
+        )
+
+    def _needle(self, city: str, number: str) -> list[int]:
+        return self._tokenizer.encode_ordinary(NEEDLE.format(city=city, number=number))
+
+    def _question(self, cities: Sequence[str]) -> list[int]:
+        if len(cities) == 1:
+            return self._tokenizer.encode_ordinary(ONE_QUESTION.format(cities=cities[0]))
+        listed = f"{', '.join(cities[:-1])} and {cities[-1]}"
+        return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed))
+
+    def _check_length(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
+        if case.needles > len(CITIES):
+            raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
+        longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
+        # An upper bound: a number has at most as many tokens as digits.
+        parts = [*(self._needle(city, "") for city in longest), self._question(longest[: case.queries])]
+        needed = sum(map(len, parts)) + case.needles * DIGITS + self._settings.new_tokens + SMALLEST_HAYSTACK
+        if self.lengths[0] < needed:
+            raise UserError(
+                f"{length_field}: {self.lengths[0]} tokens do not hold {case.needles} needles, a question and "
+                f"eval.needle.new_tokens={self._settings.new_tokens}; use at least {needed}, or other {case_field}"
+            )
+
+
+def _distinct_numbers(count: int, rng: np.random.Generator) -> list[str]:
+    numbers: dict[str, None] = {}
+    while len(numbers) < count:
+        numbers[str(rng.integers(10 ** (DIGITS - 1), 10**DIGITS))] = None
+    return list(numbers)

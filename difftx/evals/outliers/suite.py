@@ -1,0 +1,166 @@
+"""Suite `outliers`: largest and median magnitudes of attention logits and hidden states (arXiv 2410.05258, Table 5)."""
+#   B = batch, T = query tokens, S = key tokens (= T), D = model width, H = heads, K = key/value heads,
+#   R = H / K query heads per key/value head, G = groups (A1 and A2), C = queries of a chunk, N = devices
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import P
+
+from difftx.config import ModelConfig
+from difftx.data.loader import Batch, ordered_rows
+from difftx.evals.evaluation import Evaluation
+from difftx.evals.outliers.order_statistics import (
+    Counts,
+    Digit,
+    add_counts,
+    no_counts,
+    order_statistics,
+    slots_for,
+    summed,
+)
+from difftx.evals.result import Result
+from difftx.evals.suite import Suite
+from difftx.kernels import xla
+from difftx.parallel.layout import Layout
+from difftx.training.state import graph
+
+KINDS = ("logits", "hidden")
+CHUNK_VALUES = 2**20  # Hidden-state values that a device counts per chunk; for logits, `xla.CHUNK_MAP_ELEMENTS`.
+
+
+def evaluate(evaluation: Evaluation) -> Result:
+    """Return the exact largest and median magnitudes over at most `eval.outliers.tokens` of each validation set.
+
+    Logits are q·k/√d in float32, for every query and every key that it sees, in all layers, heads and groups. Logits of
+    a noise head of grouped differential attention count once. Hidden states are the outputs of all layers, including
+    the residual stream, before the final norm. Padding does not count.
+    """
+    run, settings = evaluation.run, evaluation.run.config.eval.outliers
+    passes = iter(range(1, 3))
+
+    def count(digits: Mapping[str, Digit]) -> dict[str, np.ndarray]:
+        return _count(evaluation, digits, f"pass {next(passes)} of 2")
+
+    statistics = order_statistics(count, KINDS, settings.ranks, field="eval.outliers.ranks")
+    model, numbers = run.config.model, {}
+    for kind, found in statistics.items():
+        numbers |= {f"{kind}_top_{rank}": value for rank, value in found.top.items()}
+        numbers[f"{kind}_median"] = found.median
+    tokens = statistics["hidden"].count // (model.num_layers * model.d_model)
+    counts = {kind: found.count for kind, found in statistics.items()}
+    return Result(numbers={**numbers, "tokens": float(tokens)}, details={"values": counts})
+
+
+def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
+    """Make a pass over the validation data, and return the counts of `digits` for logits and hidden states."""
+    run, settings = evaluation.run, evaluation.run.config.eval.outliers
+    graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
+    counts = {kind: no_counts(run.mesh, slots_for(settings.ranks)) for kind in KINDS}
+    for name, source in run.data.valid.items():
+        left = ordered_rows(source, settings.tokens)
+        for batch in evaluation.batches(source, settings.tokens, f"rows of {name}, {what}"):
+            counts = _add_batch(graphdef, evaluation.params, batch, np.int32(left), digits, counts)
+            left -= run.microbatch_rows
+    return {kind: summed(counts[kind]) for kind in KINDS}
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+def _add_batch(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    batch: Batch,
+    rows: jax.Array,
+    digits: Mapping[str, Digit],
+    counts: Mapping[str, Counts],
+) -> dict[str, Counts]:
+    """Return `counts` plus those of the logits and hidden states of a batch's first `rows` rows."""
+    model, ids_BT = nnx.merge(graphdef, params), batch.segment_ids_BT
+    layout = model.layout
+    row_BT = jax.lax.broadcasted_iota(jnp.int32, batch.tokens_BT.shape, 0, out_sharding=layout.act_BT)
+    real_BT = row_BT < rows
+    if ids_BT is not None:
+        real_BT &= ids_BT != 0
+    per_device = P(jax.sharding.get_abstract_mesh().axis_names)
+    over_rows, _, over_heads, _ = layout.attend_BTHE
+    own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
+    by_row = jax.sharding.reshard((real_BT, ids_BT), P(over_rows))
+
+    def visit(counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, out_BTD: jax.Array) -> dict[str, Counts]:
+        spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
+        count_logits = jax.shard_map(
+            functools.partial(_add_logits, shared="context" not in over_heads),
+            in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()),
+            out_specs=per_device,
+            check_vma=False,
+        )
+        count_hidden = jax.shard_map(
+            _add_hidden,
+            in_specs=(per_device, layout.act_BTD, layout.act_BT, P()),
+            out_specs=per_device,
+            check_vma=False,
+        )
+        return {
+            "logits": count_logits(counts["logits"], q, k, own_HG, by_row, digits["logits"]),
+            "hidden": count_hidden(counts["hidden"], out_BTD, real_BT, digits["hidden"]),
+        }
+
+    return model.fold(visit, counts, batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=ids_BT)
+
+
+def _is_own(config: ModelConfig) -> np.ndarray:
+    """Return whether to count each head and group, bool `[H, G]`: of the copies of a noise head, only the first."""
+    if config.signal_heads is None:
+        return np.ones((config.query_heads // config.groups, config.groups), bool)
+    is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
+    return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
+
+
+def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
+    """Return one device's counts plus those of its logits, computed in chunks of queries.
+
+    With `shared`, the devices along the axis `context` have the same logits, and only the first of them counts.
+    """
+    real_BT, ids_BT = by_row
+    q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    B, _, H, G, _ = q_BTHGd.shape
+    K = k_BTKGd.shape[2]
+    counted_BTHG = real_BT[:, :, None, None] & own_HG[None, None]
+    if shared:
+        counted_BTHG &= jax.lax.axis_index("context") == 0
+
+    def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
+        logits_BKRGCS = xla.masked_logits(rows, k_BTKGd, ids_BT, None)
+        counted_BKRGC = jnp.moveaxis(rows["counted"].reshape(B, -1, K, H // K, G), 1, 4)
+        counted_BKRGCS = counted_BKRGC[..., None] & (logits_BKRGCS > xla.MASKED)
+        return add_counts(counts_P2V, logits_BKRGCS, counted_BKRGCS, digit), None
+
+    rows = xla.chunks(ids_BT, None, B * H * G, q=q_BTHGd, counted=counted_BTHG)
+    return jax.lax.scan(chunk, counts_1P2V[0], rows)[0][None]
+
+
+def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
+    """Return one device's counts plus those of its hidden states, in chunks of tokens.
+
+    The devices along the axis `tensor` have the same hidden states, and only the first of them counts.
+    """
+    D = out_BTD.shape[2]
+    counted = (real_BT & (jax.lax.axis_index("tensor") == 0)).reshape(-1)
+    size = min(len(counted), max(1, CHUNK_VALUES // D))
+    count = -(-len(counted) // size)
+    counted = jnp.pad(counted, (0, count * size - len(counted))).reshape(count, size)
+    values = jnp.pad(out_BTD.reshape(-1, D), [(0, counted.size - out_BTD.size // D), (0, 0)]).reshape(count, size, D)
+
+    def chunk(counts_P2V: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        values, counted = rows
+        return add_counts(counts_P2V, values, jnp.broadcast_to(counted[:, None], values.shape), digit), None
+
+    return jax.lax.scan(chunk, counts_1P2V[0], (values, counted))[0][None]
+
+
+SUITE = Suite(evaluate=evaluate, reads=("outliers",), quantizable=False)

@@ -1,0 +1,335 @@
+"""The attention functions, and how a call finds its backend.
+
+A backend that the caller names serves the call or raises an error with the reason. "auto" selects the first backend in
+`BACKENDS` that runs on the platform and supports the call, and logs the choice once.
+
+Under a mesh with explicit axes, a backend runs inside `jax.shard_map` over batch and heads. The shardings come from the
+arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows
+(`context.py`).
+
+A Pallas backend runs in the Pallas interpreter if the caller names it on another platform. A training step would then
+take minutes, so `why_unavailable` rejects such a backend for training.
+"""
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
+#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+#   D = width of a query/key sub-head, E = 2 D = width of a value head
+
+import functools
+import logging
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from difftx.kernels import baseline, cudnn, pallas_tpu, reference, target, xla
+from difftx.kernels.backend import AttentionCall, Backend, Struct, lam_per_token, per_shard
+from difftx.kernels.context import SequenceSharding
+from difftx.kernels.maps import Map
+
+try:
+    from difftx.kernels import pallas_gpu
+except ImportError:  # This jaxlib lacks the Mosaic GPU bindings, as on some laptops.
+    pallas_gpu = None
+
+# All names of backends. A test compares them with `BACKENDS`.
+Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
+
+
+def _by_name(*backends: Backend) -> dict[str, Backend]:
+    return {backend.name: backend for backend in backends}
+
+
+def _no_mosaic_gpu(*_: object, **__: object) -> str:
+    return "this jaxlib has no Mosaic GPU"
+
+
+# Function → name → backend. "auto" tries the backends in this order. "reference" is only an oracle for checks.
+BACKENDS = {
+    "diff_attention": _by_name(
+        Backend("reference", reference.diff_attention, auto=False),
+        Backend(
+            "pallas_tpu",
+            pallas_tpu.forward,
+            pallas_tpu.backward,
+            unsupported=pallas_tpu.unsupported,
+            platform="tpu",
+        ),
+        Backend(
+            "pallas_gpu",
+            pallas_gpu.forward if pallas_gpu else _no_mosaic_gpu,
+            pallas_gpu.backward if pallas_gpu else None,
+            unsupported=pallas_gpu.unsupported if pallas_gpu else _no_mosaic_gpu,
+            platform="gpu",
+            whole_rows=True,
+        ),
+        Backend(
+            "cudnn_wide",
+            cudnn.diff_attention_wide_values,
+            unsupported=cudnn.wide_values_unsupported,
+            platform="gpu",
+            whole_rows=True,
+        ),
+        Backend("cudnn", cudnn.diff_attention, unsupported=cudnn.unsupported, platform="gpu", whole_rows=True),
+        Backend("xla", xla.forward, xla.backward),
+    ),
+    "attention": _by_name(
+        Backend("reference", reference.attention, auto=False),
+        Backend("splash", baseline.splash_attention, unsupported=baseline.splash_unsupported, platform="tpu"),
+        Backend(
+            "cudnn",
+            baseline.cudnn_attention,
+            unsupported=baseline.cudnn_unsupported,
+            platform="gpu",
+            whole_rows=True,
+        ),
+        Backend("xla", baseline.xla_attention),
+    ),
+    "mapped_attention": _by_name(
+        Backend("reference", reference.mapped_attention, auto=False), Backend("xla", xla.mapped_attention)
+    ),
+}
+
+log = logging.getLogger(__name__)
+
+distrusted: dict[str, str] = {}  # Backends that failed `check_gradients` → the reason. "auto" skips these backends.
+# Largest relative error that `check_gradients` accepts. Rounding to bfloat16 costs 0.01; a wrong kernel exceeds 0.05.
+GRADIENT_TOLERANCE = 0.05
+
+
+def diff_attention(
+    q_BTHGD: jax.Array,
+    k_BSKGD: jax.Array,
+    v_BSKE: jax.Array,
+    lam: jax.typing.ArrayLike,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    zigzag: bool = False,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Compute causal differential attention, (softmax(Q1 K1ᵀ/√D) - λ softmax(Q2 K2ᵀ/√D)) V.
+
+    This is Eq. 1 of arXiv 2410.05258.
+
+    Args:
+        q_BTHGD: Queries, float32 or bfloat16. Index 0 of G holds Q1, index 1 holds Q2.
+        k_BSKGD: Keys, with S = T. Query head n uses key/value head n // (H / K).
+        v_BSKE: Values, twice as wide as a query/key sub-head.
+        lam: λ as a scalar, per head `[H]`, or per token and head `[B, T, H]`. A Python number or an array of any real
+            dtype; the computation uses float32 or wider.
+        segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
+        window: Number of tokens that a token attends to: itself and the `window - 1` tokens before it. None: all
+            tokens up to itself.
+        zigzag: Whether the tokens of rows that are sharded over devices are in zig-zag order (`context.to_zigzag`).
+        implementation: Name of a backend, or "auto".
+
+    Returns:
+        `[B, T, H, E]` in the dtype of the values.
+
+    Raises:
+        ValueError: Shapes or dtypes do not match, or no backend can serve the call.
+    """
+    lam = jnp.asarray(lam)
+    _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
+    sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
+    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
+    backend = _choose("diff_attention", implementation, call)
+    operands = (q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
+    return backend.run(*operands, window=window, sharding=sharding)
+
+
+def attention(
+    q_BTHD: jax.Array,
+    k_BSKD: jax.Array,
+    v_BSKD: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    zigzag: bool = False,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Compute causal softmax attention, as used by the baseline Transformer.
+
+    Arguments and errors are those of `diff_attention`, without groups and λ.
+
+    Returns:
+        `[B, T, H, D]` in the dtype of the values.
+    """
+    if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
+        raise ValueError(
+            "attention expects q [B, T, H, D] and k, v [B, S, K, D]; "
+            f"got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
+        )
+    sharding = SequenceSharding.of(q_BTHD, zigzag=zigzag)
+    call = AttentionCall(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window, sharding)
+    backend = _choose("attention", implementation, call)
+    return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=sharding)
+
+
+def mapped_attention(
+    map_of: Map,
+    q: jax.Array,
+    k: jax.Array,
+    v_BSKE: jax.Array,
+    *,
+    per_query: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
+    zigzag: bool = False,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Compute causal attention with a weight function of `difftx.kernels.maps`.
+
+    Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
+    errors and the pairing of query heads with key/value heads are those of `diff_attention`.
+
+    Args:
+        map_of: Function from logits to attention weights.
+        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes.
+        k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
+        v_BSKE: Values of any width E.
+        per_query: Last argument of `map_of` if `map_of` takes one, float32: a scalar, per head `[H]`, or `[B, T, H]`.
+
+    Returns:
+        `[B, T, H, E]` in the dtype of the values.
+    """
+    q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
+    if k_BSKGD.shape[3:] != q_BTHGD.shape[3:] or v_BSKE.shape[:3] != k_BSKGD.shape[:3] or v_BSKE.ndim != 4:
+        raise ValueError(
+            "mapped_attention expects q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
+            f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
+        )
+    sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
+    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
+    backend = _choose("mapped_attention", implementation, call)
+    per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
+    forward = functools.partial(backend.forward, map_of, window=window)
+    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=sharding)
+
+
+def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str | None:
+    """Return the reason why a backend cannot train or generate on this device, or None.
+
+    Args:
+        implementation: Name of a backend, or "auto", which finds a backend on every device.
+        q: Queries `[B, T, H, 2, D]` of `diff_attention`, or `[B, T, H, D]` of `attention`.
+        k: Keys.
+        v: Values.
+    """
+    if implementation == "auto":
+        return None
+    backend = BACKENDS["diff_attention" if q.ndim == 5 else "attention"][implementation]
+    platform = target.platform()
+    if backend.platform is not None and backend.platform != platform:
+        return f"this backend requires a {backend.platform.upper()}, and JAX runs on {platform.upper()} here"
+    return backend.why_unsupported(AttentionCall(q, k, v))
+
+
+def check_gradients(head_dim: int) -> dict[str, str]:
+    """Compare the gradients of the backends that "auto" may select on this device with the reference's gradients.
+
+    Compilers and libraries have returned wrong gradients with correct outputs (issues TransformerEngine#3216 and
+    cudnn-frontend#160). Call this function before you set a mesh.
+
+    Returns:
+        `distrusted`: the backends that "auto" skips from now on, with the reason for each.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
+    q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    backends = [backend for backend in _candidates("diff_attention") if backend.name != "xla"]  # Plain XLA operations.
+    names = [backend.name for backend in backends if backend.why_unsupported(AttentionCall(q, k, v)) is None]
+    if not names:
+        return distrusted
+
+    def gradients(name: str, dtype: jnp.dtype) -> list[jax.Array]:
+        def loss(q, k, v, lam):
+            out = diff_attention(q, k, v, lam, implementation=name)  # pyrefly: ignore[bad-argument-type]
+            return jnp.sum(out.astype(jnp.float32) * weights)
+
+        inputs = (*(x.astype(dtype) for x in (q, k, v)), jnp.float32(0.5))
+        return jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*inputs))
+
+    expected = gradients("reference", jnp.dtype("float32"))
+    for name in names:
+        actual = gradients(name, q.dtype)
+        errors = [
+            float(jnp.linalg.norm(a.astype(jnp.float32) - e) / jnp.linalg.norm(e))
+            for a, e in zip(actual, expected, strict=True)
+        ]
+        if not max(errors) < GRADIENT_TOLERANCE:
+            distrusted[name] = f"its gradients were off by {max(errors):.1%} when the program started"
+            log.warning("%s on %s: %s", name, target.device_kind(), distrusted[name])
+    return distrusted
+
+
+def _candidates(function: str) -> list[Backend]:
+    """Return the backends that "auto" may select on this platform, best first."""
+    platforms = (None, target.platform())
+    return [backend for backend in BACKENDS[function].values() if backend.auto and backend.platform in platforms]
+
+
+def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
+    """Return the backend for a call.
+
+    Raises:
+        ValueError: The call is invalid, or no backend can serve it.
+    """
+    _check_common(*call[:5])
+    if implementation != "auto":
+        backend = BACKENDS[function].get(implementation)
+        if backend is None:
+            names = ", ".join(BACKENDS[function])
+            raise ValueError(f"{function}: implementation={implementation!r} is not one of auto, {names}")
+        if reason := backend.why_unsupported(call):
+            raise ValueError(f"{function}: {implementation} cannot serve this call: {reason}")
+        return backend
+    reasons = {}
+    for backend in _candidates(function):
+        reason = distrusted.get(backend.name) or backend.why_unsupported(call)
+        if reason is None:
+            _log_once(function, backend.name, target.device_kind(), _listed(reasons))
+            return backend
+        reasons[backend.name] = reason
+    raise ValueError(f"{function}: no backend can serve this call: {_listed(reasons)}")
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+@functools.cache
+def _log_once(function: str, name: str, device: str, rejected: str) -> None:
+    log.info("%s: 'auto' selects %r on %s%s", function, name, device, rejected and f" (rejected: {rejected})")
+
+
+def _check_diff_shapes(q, k, v, lam) -> None:
+    shapes = (
+        "diff_attention expects q [B, T, H, 2, D], k [B, S, K, 2, D] and v [B, S, K, 2 D]; "
+        f"got {q.shape}, {k.shape}, {v.shape}"
+    )
+    if q.ndim != 5 or k.ndim != 5 or v.ndim != 4:
+        raise ValueError(shapes)
+    if q.shape[3] != 2 or k.shape[3] != 2 or q.shape[4] != k.shape[4]:
+        raise ValueError(f"{shapes}: queries and keys must have two groups of one width")
+    if v.shape[3] != 2 * q.shape[4] or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{shapes}: values must be twice as wide as a query sub-head, and as many as the keys")
+    if lam.shape not in ((), q.shape[2:3], q.shape[:3]) or not jnp.isrealobj(lam):
+        raise ValueError(
+            f"diff_attention requires a real lam: a scalar, [H] = {q.shape[2:3]} or [B, T, H] = {q.shape[:3]}; "
+            f"got {lam.dtype}{list(lam.shape)}"
+        )
+
+
+def _check_common(q, k, v, segment_ids_BT, window) -> None:
+    if k.shape[:2] != q.shape[:2]:
+        raise ValueError(f"queries and keys must cover the same tokens; got {q.shape[:2]} and {k.shape[:2]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads; use a multiple")
+    dtypes = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes:
+        raise ValueError(f"q, k and v must have one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if segment_ids_BT is not None and segment_ids_BT.shape != q.shape[:2]:
+        raise ValueError(f"segment_ids must be [B, T] = {q.shape[:2]}; got {segment_ids_BT.shape}")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1, the token itself")

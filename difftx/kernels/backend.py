@@ -1,0 +1,173 @@
+"""The record of a backend, and how a backend runs under a mesh and gets its gradient.
+
+A backend with a backward pass of its own is wrapped in `jax.custom_vjp`. The custom gradient wraps `jax.shard_map`
+rather than the other way round. Inside `shard_map`, JAX would sum gradients over devices although each device owns its
+own shard (jax issue 21855).
+"""
+#   B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
+#   D = width of a query/key sub-head, E = 2 D = width of a value head
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+
+from difftx.kernels.context import SequenceSharding, is_explicit_mesh, with_whole_keys
+
+Struct = jax.Array | jax.ShapeDtypeStruct
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of an attention function that decide whether a backend supports the call."""
+
+    q: Struct
+    k: Struct
+    v: Struct
+    segment_ids_BT: Struct | None = None
+    window: int | None = None
+    sharding: SequenceSharding | None = None
+
+
+class Saved(NamedTuple):
+    """Arrays that a forward pass saves for the backward pass, one tuple for each order of axes.
+
+    `per_shard` builds a `Saved` that holds one PartitionSpec per field in place of the tuples.
+    """
+
+    by_token: Any = ()  # Arrays [B, T, H, …].
+    by_head: Any = ()  # Arrays [B, H, T, …].
+    by_group: Any = ()  # Arrays [B, H, G, T].
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation of an attention function, for the rows and heads that one device holds.
+
+    A frozen record, because `jax.custom_vjp` compares backends to find compiled programs again.
+    """
+
+    name: str
+    # `forward(*operands, window=…)` returns the output, and also a `Saved` if there is a `backward`. If rows are
+    # sharded along their tokens, both functions receive `sharding=…` and the keys and values of whole rows.
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None  # Receives the operands, output, `Saved` and cotangent. None: autodiff.
+    unsupported: Callable[[AttentionCall], str | None] = lambda call: None  # Reason why it cannot serve a call.
+    platform: str | None = None  # The only platform that the backend compiles for. None: every platform.
+    whole_rows: bool = False  # Whether the backend requires whole rows on each device.
+    auto: bool = True  # Whether "auto" may select the backend.
+
+    def why_unsupported(self, call: AttentionCall) -> str | None:
+        """Return the reason why the backend cannot serve a call, or None."""
+        if self.whole_rows and call.sharding is not None:
+            return f"it requires whole rows, but these rows are sharded along their tokens over {call.sharding.axis!r}"
+        return self.unsupported(call)
+
+    def run(self, *operands: jax.Array | None, window: int | None, sharding: SequenceSharding | None) -> jax.Array:
+        """Run the backend on the shards of q, k, v, further per-token operands and segment ids (or None)."""
+        if self.backward is not None:
+            return _attend(self, window, sharding, *operands)
+        return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(backend, window, sharding, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
+    return _forward(backend, window, sharding, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)[0]
+
+
+def _forward(backend, window, sharding, *inputs):
+    call = functools.partial(backend.forward, window=window)
+    out_BTHE, saved = per_shard(call, *inputs, saves=True, sharding=sharding)
+    return out_BTHE, (*inputs, out_BTHE, saved)
+
+
+def _backward(backend, window, sharding, residuals, dout_BTHE):
+    segment_ids_BT = residuals[4]
+    call = functools.partial(backend.backward, window=window)
+    if sharding is not None:
+        call = functools.partial(_with_summed_keys, call)
+    grads = per_shard(call, *residuals, dout_BTHE, sharding=sharding)
+    # JAX requires gradients of integer inputs to have the dtype float0.
+    no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
+    return *grads, no_grad
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _with_summed_keys(call, *operands, sharding):
+    """Sum the gradients of keys and values over the devices whose queries attended to them."""
+    dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands, sharding=sharding)
+    return dq_BTHGD, sharding.scatter(dk_BSKGD), sharding.scatter(dv_BSKE), dlam_BTH
+
+
+def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
+    """Broadcast λ from a scalar or `[H]` to `[B, T, H]`, in float32 or wider and sharded like the queries."""
+    lam = lam.astype(jnp.promote_types(lam.dtype, jnp.float32))
+    if lam.ndim == 3:
+        return lam
+    if not is_explicit_mesh():
+        return jnp.broadcast_to(lam, q_BTHGD.shape[:3])
+    spec = P(*jax.typeof(q_BTHGD).sharding.spec[:3])
+    if lam.ndim:
+        lam = jax.sharding.reshard(lam, P(spec[2]))
+    return jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=spec)
+
+
+def deltas(
+    out_BTHE: jax.Array, out2_BTHE: jax.Array, lam_BTH: jax.Array, dout_BTHE: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, from O = O1 - λ O2 and O2."""
+    dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
+    delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
+    return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
+
+
+def per_shard(
+    call: Callable[..., Any], *operands: Any, saves: bool = False, sharding: SequenceSharding | None = None
+) -> Any:
+    """Run `call` on each device with its shard of batch rows, heads and, if `sharding` is given, tokens.
+
+    Attention needs no communication between rows or between heads. `context.py` communicates between tokens.
+
+    Args:
+        call: Function of the operands. It returns an output and a `Saved` if `saves`, else arrays like the operands.
+        operands: Arrays `[B, T or S, H or K, …]` or `[B, T]`, `Saved` tuples, or None. The first operand is q.
+        saves: Whether `call` returns a `Saved`.
+        sharding: Sharding of the tokens. None: `call` requires whole rows.
+
+    Raises:
+        ValueError: Rows are sharded along their tokens and `sharding` is None.
+    """
+    if not is_explicit_mesh():
+        return call(*operands)
+    batch, tokens, heads = jax.typeof(operands[0]).sharding.spec[:3]
+    if sharding is None and SequenceSharding.of(operands[0], zigzag=False) is not None:
+        raise ValueError(
+            f"this attention function requires whole rows on each device, but q is sharded along its tokens over "
+            f"{tokens!r}; reshard q, k and v first"
+        )
+    if sharding is not None:
+        call = with_whole_keys(call, sharding)
+    by_token, row = P(batch, tokens, heads), P(batch, tokens)
+    saved: Any = Saved(by_token, P(batch, heads, tokens), P(batch, heads, None, tokens))
+
+    def spec(operand: Any) -> Any:
+        if isinstance(operand, Saved):
+            return saved
+        return None if operand is None else row if operand.ndim == 2 else by_token
+
+    # Segment ids and λ are small, so they are resharded like the queries. Larger operands must match already.
+    operands = tuple(jax.sharding.reshard(x, spec(x)) if getattr(x, "ndim", 9) <= 3 else x for x in operands)
+    # check_vma=True would require each zero-initialised accumulator of a backend to be marked as device-varying.
+    sharded = jax.shard_map(
+        call,
+        in_specs=tuple(map(spec, operands)),
+        out_specs=(by_token, saved) if saves else by_token,
+        check_vma=False,
+    )
+    return sharded(*operands)

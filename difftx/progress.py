@@ -1,0 +1,114 @@
+"""Progress of long commands: bars in a terminal, and a line every ten seconds elsewhere."""
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, Self
+
+import rich.console
+import rich.progress
+
+from difftx.errors import printable
+
+LINE_SECONDS = 10.0
+LINE = "{what}: {done:,} of {total:,}, {left} left"
+
+
+class Advance(Protocol):
+    """A function that counts more finished parts of a task, and shows a text beside its bar."""
+
+    def __call__(self, parts: int, text: str = "") -> None: ...
+
+
+class Work:
+    """A context manager that displays tasks, which may be nested, each with its share done and the time left.
+
+    Outside of a terminal, each task prints a line every ten seconds.
+    """
+
+    def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None, is_output: bool = False):
+        """Create the display.
+
+        Args:
+            enabled: Show anything at all. With several processes, only one process shows its progress.
+            on_advance: Function to call whenever a task advances, also if the display is not enabled.
+            is_output: The progress is the output of the command, as in training: show it on standard output instead of
+                standard error, and keep the last state of each task.
+        """
+        self._enabled, self._on_advance, self._is_output = enabled, on_advance, is_output
+        self._console = rich.console.Console(stderr=not is_output, emoji=False)
+        self._bars = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("{task.fields[text]}", markup=False),
+            rich.progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not enabled or not self._console.is_terminal,
+            transient=not is_output,
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    @contextlib.contextmanager
+    def task(
+        self, what: str, total: int, *, done: int = 0, label: str = "{what}", line: str = LINE
+    ) -> Iterator[Advance]:
+        """Show a task, and yield the function that the block calls when parts of the task are finished.
+
+        Args:
+            what: Name of the task.
+            total: Number of parts.
+            done: Parts that were finished before.
+            label: Format of the text before the bar, with the fields of `line`.
+            line: Format of a line outside of a terminal, with the fields `what`, `done`, `total`, `share` (0 to 1),
+                `text`, `left` (a `timedelta`) and `seconds`, the seconds left.
+        """
+        shown = label.format(what=what, done=done, total=total)
+        bar = self._bars.add_task(shown, total=total, completed=done, text="")
+        before = done
+        start = printed = time.monotonic()
+
+        def advance(parts: int, text: str = "") -> None:
+            nonlocal done, printed
+            done += parts
+            self._on_advance()
+            if not self._enabled:
+                return
+            now = time.monotonic()
+            seconds = (now - start) * (total - done) / max(done - before, 1)
+            left = datetime.timedelta(seconds=round(seconds))
+            fields = {"what": what, "done": done, "total": total, "share": done / max(total, 1), "text": text}
+            self._bars.update(bar, completed=done, description=label.format(**fields), text=text)
+            due = now - printed >= LINE_SECONDS if done < total else self._is_output
+            if due and not self._console.is_terminal:
+                printed = now
+                self.note(line.format(**fields, left=left, seconds=seconds))
+
+        try:
+            yield advance
+        finally:
+            if not self._is_output:
+                self._bars.remove_task(bar)
+
+    def track[Item](self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+        """Yield `items`, of which there are `total`, and show their progress as a task."""
+        with self.task(what, total) as advance:
+            for item in items:
+                yield item
+                advance(1)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        if not self._enabled:
+            return
+        if self._console.is_terminal:
+            self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(printable(text), file=self._console.file, flush=True)

@@ -1,0 +1,1 @@
+"""Checkpoints of training: saving, verification, retention and reading."""

@@ -1,0 +1,406 @@
+"""Checkpoints of a run: train state, loader state and config.
+
+Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
+part, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
+processes share the file system, but only the primary process checks, renames and deletes checkpoints.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from difftx.config import CheckpointConfig, Config
+from difftx.config.build import config_from_dict
+from difftx.errors import RunError, UnreadableError, UserError
+from difftx.files import json_sha256, list_folder, read_json
+from difftx.parallel.multihost import decide_on_primary, is_primary, say
+from difftx.registry import require_names
+from difftx.training.checkpoint.manifest import (
+    MANIFEST,
+    describe_arrays,
+    quarantined_in,
+    read_manifest,
+    steps_in,
+    why_invalid,
+    write_manifest,
+)
+from difftx.training.checkpoint.retention import (
+    quarantine,
+    quarantine_order,
+    remove,
+    remove_leftovers,
+    rename,
+    steps_to_keep,
+)
+from difftx.training.state import TrainState
+
+# Timeout for the primary process to read a checkpoint. If it dies, the other processes' heartbeat notices earlier.
+DECISION_SECONDS = 24 * 3600.0
+CONFIG_FILE = "config/metadata"  # Path that orbax's JsonCheckpointHandler uses.
+
+
+class Checkpointer:
+    """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
+
+    def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int | None = None):
+        """Open the folder of checkpoints.
+
+        Args:
+            workdir: Directory of the run.
+            config: Checkpoint settings for training. None opens the folder for reading, which changes nothing.
+            save_seconds: Timeout of a save, for example when another process fails meanwhile. None: 20 minutes.
+        """
+        self.folder = workdir.resolve() / "checkpoints"
+        self._workdir, self._config = workdir, config
+        self._orbax = _open_orbax(self._finish_folder, save_seconds)
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
+        self._unfinished = self.folder  # Temporary folder of the save in progress.
+        self._describe: Callable[[Path], None] | None = None  # Writes the manifest of that save.
+        self._verified: set[int] = set()  # Steps that this process has restored or saved.
+        self._failures = 0  # Failed saves in a row.
+        self._attempt = ""
+        if config is not None:
+            _hide_late_writes()
+            # Each attempt creates its own checkpointer, so the attempt's id and a step identify parameters.
+            self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
+            decide_on_primary(self._make_folder, DECISION_SECONDS)
+
+    # ── Reading ──
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, ascending, including steps that do not verify."""
+        return steps_in(self.folder)
+
+    def newest(self) -> int | None:
+        """Return the newest step that verifies, or None if there has never been a checkpoint.
+
+        Training quarantines each checkpoint that does not verify. If no checkpoint verifies, training checks the
+        quarantined checkpoints again and renames the newest one that verifies back to its step.
+
+        Raises:
+            UserError: checkpoints exist, but none verifies.
+            UnreadableError: a checkpoint that would be used cannot be read. It is not renamed.
+        """
+        self._settle()
+        step = decide_on_primary(self.find_newest, DECISION_SECONDS)
+        if step is not None:
+            self._verified.add(step)
+        return step
+
+    def verified(self, step: int) -> int:
+        """Return `step`, or raise `UserError` if its checkpoint does not exist or does not verify."""
+        decide_on_primary(lambda: self._require_verified(step), DECISION_SECONDS)
+        return step
+
+    def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
+        """Return the train state, sharded over `mesh` like `abstract`, and the loader's state.
+
+        Raises:
+            UserError: the checkpoint's arrays differ from those of `abstract` in name, shape or dtype.
+        """
+        folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
+        saved = _check_arrays(folder, wanted)
+        if saved:
+            raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's train state")
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
+        with _reading(folder):
+            restored = self._orbax.restore(folder, args=args)
+        return TrainState(**restored["state"]), restored["loader"]
+
+    def weights_id(self, step: int) -> str:
+        """Return the identifier of this attempt's parameters after `step`, for the manifest."""
+        return f"{self._attempt}/{step}"
+
+    def find_newest(self) -> int | None:
+        """Return the result of `newest`, computed in this process alone."""
+        if self._config is not None and (leftovers := remove_leftovers(self.folder)):
+            say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
+        reasons, quarantined = [], quarantined_in(self.folder)
+        for step in reversed(self.steps()):
+            why = self._damage(step)
+            if why is None:
+                return step
+            if self._config is None and not (self.folder / str(step)).exists():
+                say(f"checkpoint {self.folder / str(step)} was deleted while it was read; looking for the newest again")
+                return self.find_newest()
+            reasons.append(f"{step}: {why}")
+            fate = "skipped" if self._config is None else f"renamed {quarantine(self.folder / str(step)).name}"
+            say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
+        if self._config is not None and (step := self._take_back(quarantined)) is not None:
+            return step
+        if reasons := reasons or [path.name for path in quarantined]:
+            raise UserError(
+                f"{self.folder}: there are checkpoints, but none verifies ({'; '.join(reasons)}); "
+                "restore one from a copy, or use a new --workdir"
+            )
+        return None
+
+    def _make_folder(self) -> None:
+        if not list_folder(self.folder):  # Raises if it is a file, or a link to an unmounted disk.
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
+
+    def _take_back(self, quarantined: Sequence[Path]) -> int | None:
+        """Rename the newest quarantined checkpoint that verifies back to its step, and return the step.
+
+        Call this method only if no other checkpoint verifies: a user may have quarantined checkpoints to resume from an
+        earlier step.
+        """
+        unreadable = []
+        for path in sorted(quarantined, key=quarantine_order, reverse=True):
+            step, _ = quarantine_order(path)
+            try:
+                why = why_invalid(path, step=step, content=True)
+            except UnreadableError as error:
+                unreadable.append(error)
+                continue
+            if why is None:
+                rename(path, self.folder / str(step))
+                say(f"checkpoint {path} verifies, and no other does; renamed {step}")
+                return step
+        if unreadable:
+            raise UnreadableError(
+                f"{unreadable[0]}; no other checkpoint verifies: run the same command again once it can be read, "
+                "restore a checkpoint from a copy, or use a new --workdir"
+            )
+        return None
+
+    def _damage(self, step: int) -> str | None:
+        content = self._config is None or self._config.verify == "checksums"
+        try:
+            return why_invalid(self.folder / str(step), step=step, content=content)
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"{error}; nothing was renamed: run the same command again once it can be read, or put the checkpoint "
+                f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
+            ) from error
+
+    def _require_verified(self, step: int) -> None:
+        steps = self.steps()
+        if step not in steps:
+            raise UserError(
+                f"step {step}: no such checkpoint; {self.folder} has {', '.join(map(str, steps)) or 'none'}"
+            )
+        if why := self._damage(step):
+            raise UserError(
+                f"step {step}: the checkpoint does not verify: {why}; {self.folder} has {', '.join(map(str, steps))}"
+            )
+
+    # ── Writing ──
+
+    def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
+        """Wait for an earlier save, start to save under the state's step, and return when the arrays may be donated.
+
+        Raises:
+            RunError: saves failed `checkpoint.max_failed_saves` times in a row. The next two methods raise it too.
+        """
+        self._settle()
+        step = int(jax.device_get(state.step))
+        if step in self._verified:
+            return
+        tree = _as_tree(state)
+        arrays = describe_arrays(tree)
+        self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
+        self._describe = lambda folder: write_manifest(
+            folder, step, self.weights_id(step), arrays, config, loader["signature"]
+        )
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(tree),
+            loader=ocp.args.JsonSave(loader),
+            config=ocp.args.JsonSave(json.loads(config.to_json())),
+        )
+        try:
+            self._orbax.save(self.folder / str(step), args=args, force=True)
+        except Exception as error:  # Orbax raises many exception types. The run can continue without this checkpoint.
+            self._note_failure(step, error)
+            return
+        self._saving = step, self._background.submit(self._finish, step)
+
+    def check(self) -> None:
+        """Record the result of a background save if it has ended."""
+        if self._saving is not None and self._saving[1].done():
+            self._settle()
+
+    def save_and_wait(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
+        """Save, retry after a failure, and return when the checkpoint is on disk."""
+        self._settle()
+        step = int(jax.device_get(state.step))
+        while not decide_on_primary(lambda: step in self._verified, DECISION_SECONDS):
+            self.save(state, loader, config)
+            self._settle()
+
+    def close(self) -> None:
+        """Wait until a pending save is on disk, and close orbax.
+
+        Raises:
+            RunError: the last save failed.
+        """
+        self._settle()
+        self._background.shutdown()
+        self._orbax.close()
+        if self._failures:
+            raise RunError(f"{self.folder}: the last checkpoint was not saved")
+
+    def _finish_folder(self) -> None:
+        """Write the manifest of the save in progress. Orbax calls this in a thread before it renames the folder."""
+        assert self._describe is not None
+        self._describe(self._unfinished)
+
+    def _finish(self, step: int) -> None:
+        """Wait for orbax in a background thread, then delete the checkpoints that the config does not keep."""
+        self._orbax.wait_until_finished()
+        if self._config is None or not is_primary():
+            return
+        try:
+            steps = [other for other in self.steps() if other <= step]
+            kept = steps_to_keep(self._config, steps, self._workdir)
+            remove(self.folder / str(other) for other in steps if other not in kept)
+        # The save has succeeded, so an old checkpoint that cannot be deleted does not make it fail.
+        except (OSError, UserError, UnreadableError) as error:
+            say(f"old checkpoints stay: {error}")
+
+    def _settle(self) -> None:
+        """Wait for the save in progress and record its result."""
+        if self._saving is None:
+            return
+        (step, job), self._saving = self._saving, None
+        error = job.exception()
+        if error is not None:
+            self._note_failure(step, error)
+            return
+        self._verified.add(step)
+        self._failures = 0
+
+    def _note_failure(self, step: int, error: BaseException) -> None:
+        assert self._config is not None
+        if is_primary():  # Free the space, which may be missing for the next save.
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._failures += 1
+        limit = self._config.max_failed_saves
+        why = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        text = f"checkpoint of step {step} was not saved, failure {self._failures} of {limit} in a row: {why}"
+        if self._failures >= limit:
+            raise RunError(f"{text}; earlier checkpoints are untouched (checkpoint.max_failed_saves={limit})")
+        print(text, flush=True)
+
+
+def config_of(folder: Path) -> Config:
+    """Return the config that the checkpoint in `folder` was trained with.
+
+    Raises:
+        UserError: it is not the config of the checkpoint's manifest, or requires an extension that is not loaded.
+    """
+    path = folder / CONFIG_FILE
+    raw = read_json(path)
+    manifest = read_manifest(folder)
+    if json_sha256(raw) != manifest.config_sha256:
+        raise UserError(f"{path}: the file is corrupt: its SHA-256 is not the config_sha256 of {folder / MANIFEST}")
+    require_names(manifest.extensions, str(folder))
+    return config_from_dict(raw)
+
+
+def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Return the parameters of the verified checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
+
+    Raises:
+        UserError: the checkpoint's arrays differ from those of `params` in name, shape or dtype.
+    """
+    wanted = _on_mesh({"params": params}, mesh)
+    if more := [name for name in _check_arrays(folder, wanted) if name.startswith("params/")]:
+        raise UserError(f"{folder}: {more[0]} has no place in this config's model")
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(folder / "state", args=args)["params"]
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Convert a read error of orbax or tensorstore, for a checkpoint that has verified, into an `UnreadableError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # Tensorstore gives no other access to the code.
+        number = error.errno if isinstance(error, OSError) else code and int(code[1])
+        if number is None or isinstance(error, FileNotFoundError):
+            raise
+        why = os.strerror(number)
+        raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
+
+
+def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
+    # Orbax's CheckpointManager is not used: it would treat any folder with a numeric name as a checkpoint.
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.StandardCheckpointHandler(), loader=ocp.JsonCheckpointHandler(), config=ocp.JsonCheckpointHandler()
+    )
+    options = ocp.AsyncOptions(post_finalization_callback=before_commit)
+    if save_seconds is not None:
+        options.timeout_secs = save_seconds
+    return ocp.AsyncCheckpointer(handler, async_options=options)
+
+
+def _hide_late_writes() -> None:
+    """Stop the printing of a traceback for each write that ends after its save has failed.
+
+    Orbax closes the event loop of a failed save while tensorstore still writes other arrays. Each of these writes then
+    raises an error in a thread of tensorstore. The save's own error is reported by `Checkpointer.check`.
+    """
+    if getattr(sys.unraisablehook, "__name__", "") == "hide_late_writes":
+        return
+    report = sys.unraisablehook
+
+    def hide_late_writes(unraisable: "sys.UnraisableHookArgs") -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            report(unraisable)
+
+    sys.unraisablehook = hide_late_writes
+
+
+def _check_arrays(folder: Path, wanted: Any) -> list[str]:
+    """Return the names of the checkpoint's arrays that are not `wanted`.
+
+    Orbax does not check this: its error for a mismatch does not name the array, and it casts dtypes silently.
+
+    Raises:
+        UserError: a wanted array is missing, or has another shape or dtype.
+    """
+    saved = dict(read_manifest(folder).arrays)
+    # Compare parameters first: the user knows their names, and the optimizer's moments have the same mismatches.
+    arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
+    for name, (shape, dtype) in arrays:
+        if saved.pop(name, None) != (shape, dtype):
+            raise UserError(
+                f"{folder}: {name} is not {shape} {dtype} there; "
+                "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
+            )
+    return list(saved)
+
+
+def _as_tree(state: TrainState) -> dict[str, Any]:
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Return the abstract arrays, sharded over `mesh`. Scalars have no sharding and are replicated."""
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)

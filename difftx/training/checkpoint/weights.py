@@ -1,0 +1,132 @@
+"""Checkpoints of parameters alone, written and read one layer at a time, so that a conversion never holds all layers.
+
+`restore_params` reads such a checkpoint. It contains neither the optimizer's state nor the loader's state.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+from difftx.config import Config
+from difftx.training.checkpoint.manifest import write_manifest
+
+type_handlers = ocp.type_handlers
+
+DATA_FILE_BYTES = 2**28  # Target size of orbax's data files, which orbax collects in memory.
+CACHE_BYTES = 2**31  # Cache of decoded chunks, for chunks of several layers, such as those that training saves.
+SAVE_SECONDS = 24 * 3600
+STEP = 0  # Step of a checkpoint that difftx did not train.
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """A float32 array whose blocks are produced while it is written."""
+
+    shape: tuple[int, ...]
+    rows: int  # Rows of a block along the first axis.
+    blocks: Callable[[], Iterable[np.ndarray]]  # Yields the blocks in order. The last block may have fewer rows.
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> None:
+    """Write the checkpoint of step 0 of a run, from parameters by name, such as "blocks/mlp/up_DF".
+
+    `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
+    """
+    folder = workdir.resolve() / "checkpoints" / str(STEP)
+    folder.parent.mkdir(parents=True)
+    unfinished = folder.with_name(f"{STEP}{ocp.step.TMP_DIR_SUFFIX}")
+    weights = f"{uuid.uuid4().hex}/{STEP}"
+    described = {f"params/{name}": (array.shape, str(array.dtype)) for name, array in arrays.items()}
+    options = ocp.AsyncOptions(
+        timeout_secs=SAVE_SECONDS,
+        post_finalization_callback=lambda: write_manifest(unfinished, STEP, weights, described, config, data),
+    )
+    registry = type_handlers.create_type_handler_registry((Streamed, _StreamedHandler()))
+    handler = ocp.CompositeCheckpointHandler(
+        state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry), config=ocp.JsonCheckpointHandler()
+    )
+    tree = {"params": flax.traverse_util.unflatten_dict(dict(arrays), sep="/")}
+    with contextlib.closing(ocp.AsyncCheckpointer(handler, async_options=options)) as writer:
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES),
+            config=ocp.args.JsonSave(json.loads(config.to_json())),
+        )
+        writer.save(folder, args=args)
+        writer.wait_until_finished()
+
+
+class ParamsReader:
+    """A reader of a checkpoint's parameters, one layer at a time."""
+
+    def __init__(self, folder: Path):
+        self._state = epath.Path(folder.resolve() / "state")
+        self._opened: dict[str, ts.TensorStore] = {}
+
+    def read(self, name: str, index: int | slice) -> np.ndarray:
+        """Return one layer of a stacked array, or rows of another array, such as "embedding_VD"."""
+        if name not in self._opened:
+            store = self._open(name, cache_bytes=0)
+            chunk = store.chunk_layout.read_chunk.shape
+            if chunk is not None and chunk[0] != 1:
+                store = self._open(name, cache_bytes=CACHE_BYTES)
+            self._opened = {name: store}  # Drops the previous array and its cache.
+        return self._opened[name][index].read().result()
+
+    def _open(self, name: str, *, cache_bytes: int) -> ts.TensorStore:
+        limits = {"cache_pool": cache_bytes, "cache_pool#ocdbt": 10**8}
+        context = ts.Context({pool: {"total_bytes_limit": size} for pool, size in limits.items()})
+        info = type_handlers.ParamInfo(
+            name=f"params.{name.replace('/', '.')}",
+            parent_dir=self._state,
+            is_ocdbt_checkpoint=True,
+            ts_context=context,
+        )
+        spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        return ts.open(ts.Spec(spec), open=True, context=context).result()
+
+
+class _StreamedHandler(type_handlers.NumpyHandler):
+    """An orbax handler that writes `Streamed` arrays one after the other, with each block as one chunk of the file."""
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[type_handlers.ParamInfo], args: Any = None
+    ) -> Sequence[ocp.future.Future]:
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos), name="params")]
+
+    async def _write(self, values: Sequence[Streamed], infos: Sequence[type_handlers.ParamInfo]) -> None:
+        for array, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            spec = type_handlers.get_json_tspec_write(
+                info,
+                use_ocdbt=True,
+                global_shape=array.shape,
+                local_shape=(array.rows, *array.shape[1:]),
+                dtype=array.dtype,
+                process_index=0,
+            )
+            # Pass the dtype explicitly, because orbax 0.12.3 omits it from the specification.
+            store = await ts.open(ts.Spec(spec), dtype=array.dtype, create=True, open=True, context=info.ts_context)
+            start = 0
+            for block in array.blocks():
+                await store[start : start + len(block)].write(block)
+                start += len(block)
+            assert start == array.shape[0], info.name

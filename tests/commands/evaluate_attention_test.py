@@ -1,0 +1,91 @@
+"""Suites attention, outliers, quantize and gradients, run by eval.py in a process, and drawn in the report."""
+
+import html
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment
+from helpers.report_runs import save_run, write_run
+
+from difftx.config.recipes import load_config
+
+pytestmark = pytest.mark.long
+
+FLAGS = [
+    "--eval.outliers.tokens=300",
+    "--eval.gradients.tokens=64",
+    "--eval.gradients.at_initialization=no_norm",
+    "--eval.quantize.bits=16,4",
+]
+
+
+def evaluate(run, *flags, devices=8):
+    command = [sys.executable, "eval.py", f"--workdir={run.workdir}", *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=child_environment(devices), capture_output=True, text=True, timeout=300
+    )
+
+
+def test_three_suites_end_to_end(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    changes = {"data.path": str(tmp_path / "text.txt"), "eval.loss_tokens": "500", "mesh.fsdp": "8"}
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes)
+    run = save_run(config, tmp_path / "run", (6,))
+    done = evaluate(run, "--suite=outliers,quantize,gradients", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    results = {
+        suite: json.loads((run.workdir / "evals" / suite / "6.json").read_text())
+        for suite in ("outliers", "quantize", "gradients")
+    }
+    outliers, quantize, gradients = (result["numbers"] for result in results.values())
+    assert outliers["logits_top_1"] >= outliers["logits_top_100"] > outliers["logits_median"] > 0
+    assert outliers["tokens"] == 288
+    assert quantize["loss_loss_16_bits"] != quantize["loss_loss_4_bits"]
+    assert gradients["checkpoint_query_1_norm"] > 0
+    assert "gradients_no_norm.png" in done.stdout
+    again = evaluate(run, "--suite=outliers,quantize,gradients", *FLAGS)
+    assert again.stdout.count("was made with the same settings") == 3
+    other = evaluate(run, "--suite=quantize", *FLAGS, "--eval.loss_tokens=300")  # A field of the suite inside.
+    assert "was made" not in other.stdout
+    mistake = evaluate(run, "--suite=quantize", "--eval.quantize.suites=los")
+    assert mistake.returncode == 2
+    assert "Did you mean 'loss'" in mistake.stderr
+    trained = write_run(tmp_path / "trained", run.config)
+    (trained / "metrics.jsonl").rename(run.workdir / "metrics.jsonl")
+    report = evaluate(run, "--report")
+    assert report.returncode == 0, report.stderr
+    page = (run.workdir / "report.html").read_text()
+    assert all(text in page for text in ("Gradient norms of the checkpoint", "by the bits of attention logits"))
+
+
+def test_attention_of_all_checkpoints_and_report(tmp_path):
+    """Every checkpoint of a run; a second call skips them; the page has tokens by the map's cells."""
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    sizes = {"data.sequence_length": "256", "train.global_batch_tokens": "2048", "mesh.fsdp": "-1"}
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | sizes | {"data.path": str(tmp_path / "text.txt")})
+    run = save_run(config, tmp_path / "run", (3, 6))
+    write_run(tmp_path / "metrics", config, layers=2)
+    (tmp_path / "metrics" / "metrics.jsonl").rename(run.workdir / "metrics.jsonl")
+
+    def call(*flags):
+        result = evaluate(run, *flags, devices=2)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    suite = ["--suite=attention", "--step=all", "--eval.attention.samples=2"]
+    assert "step 6 attention  answer 0." in call(*suite)
+    first, last = (json.loads((run.workdir / "evals" / "attention" / f"{step}.json").read_text()) for step in (3, 6))
+    assert first["numbers"]["cosine_noise"] != last["numbers"]["cosine_noise"]
+    assert sum(last["numbers"][part] for part in ("answer", "others", "noise", "question", "first")) == pytest.approx(1)
+    folder = run.workdir / "evals" / "attention" / "6"
+    assert {path.name for path in folder.glob("*.png")} == {f"{chart['name']}.png" for chart in last["charts"]}
+    assert call(*suite).count("was made with the same settings") == 2
+
+    call("--report", f"--out={tmp_path / 'page.html'}")
+    text = html.unescape((tmp_path / "page.html").read_text())
+    for part in ("attention: Cosine of A1 and A2", "noise, over the steps: run", "A1 − λ A2 of the last tokens"):
+        assert part in text
+    assert last["charts"][2]["x"][5][:2] == "5 "
+    assert json.dumps(last["charts"][2]["x"][5])[1:-1] in text  # What a token says is shown under the pointer.

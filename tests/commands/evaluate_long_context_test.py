@@ -1,0 +1,95 @@
+"""Suites needle and icl on a real, tiny model, as eval.py runs them."""
+
+import importlib
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from helpers.evals_examples import examples, task_of, write_lines
+from helpers.report_runs import save_run
+
+from difftx.commands.evaluate import load_params
+from difftx.commands.flags import parse_overrides
+from difftx.config.build import override
+from difftx.config.recipes import load_config
+from difftx.evals.icl.prompts import IclTask
+from difftx.evals.needle.prompts import NeedlePrompts
+from difftx.inference.decode import LanguageModel
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY
+from difftx.inference.score import Item, loglikelihoods
+from difftx.training.run import Run
+
+STEP = 900  # `save_run` scales parameters by 10: random ones, for which a context matters.
+NEEDLES = ['--eval.needle.cases=[{"needles": 2, "queries": 1}]', "--eval.needle.depths=0,1", "--eval.needle.samples=3"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    write_lines(folder / "train.jsonl.gz", examples(60, 0))
+    write_lines(folder / "test.jsonl", examples(9, 1))
+    sizes = {"data.sequence_length": "512", "train.global_batch_tokens": "4096", "mesh.fsdp": "8"}
+    sizes |= {"model.num_layers": "1", "data.path": str(folder / "text.txt")}
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | sizes)
+    return save_run(config, folder / "run", (STEP,))
+
+
+def flags_of(run):
+    tasks = [task_of(run.workdir.parent)]
+    icl = [f"--eval.icl.tasks={json.dumps(tasks)}", "--eval.icl.shots=1,6", "--eval.icl.permutations=2"]
+    return [*NEEDLES, *icl]
+
+
+def evaluate(run, monkeypatch):
+    flags = [f"--workdir={run.workdir}", "--suite=needle,icl", *flags_of(run)]
+    monkeypatch.setattr(sys, "argv", ["eval.py", *flags])
+    return importlib.import_module("eval").main()
+
+
+def result(run, suite):
+    return json.loads((run.workdir / "evals" / suite / f"{STEP}.json").read_text())
+
+
+@pytest.mark.long
+def test_both_suites_end_to_end(run, monkeypatch, capsys):
+    assert evaluate(run, monkeypatch) == 0
+    needle, icl = result(run, "needle"), result(run, "icl")
+    assert re.search(r"needle +accuracy 0\.\d+ +n2_r1_512", capsys.readouterr().out)
+    for suite, names in (("needle", ("needle", "needle_n2_r1")), ("icl", ("icl_trec", "icl_trec_permutations"))):
+        figures = {path.name for path in (run.workdir / "evals" / suite / str(STEP)).iterdir()}
+        assert figures == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+        assert not (run.workdir / "evals" / suite / f"{STEP}.items.jsonl").exists()
+
+    # The answers again: each prompt alone, without what the others share.
+    config = override(run.config, parse_overrides(flags_of(run), "eval", "mesh"))
+    made = Run.open(config, run.workdir)
+    lm = LanguageModel(config, made.mesh, load_params(made, STEP), made.tokenizer)
+    needle_prompts = NeedlePrompts(made)
+    prompts = [needle_prompts.prompt(item) for item in needle_prompts.items]
+    for prompt, first in zip(prompts[::3], needle["details"]["first_of_each_cell"], strict=True):
+        (completion,) = generate(lm, [Request(prompt=prompt.tokens, new_tokens=32, seed=0)], GREEDY)
+        assert first == {"id": prompt.item.id, "numbers": list(prompt.numbers), "answer": completion.text}
+
+    task = IclTask(made, config.eval.icl.tasks[0])
+    per_permutation = icl["details"]["tasks"]["trec"]["accuracy_of_each_permutation"]
+    rows = {(row["order"], row["shots"]): row["accuracy"] for row in per_permutation}
+    item = [item for item in task.items if "alternating" in item.orders and item.shots == 6][1]
+    choices = []
+    for prompt in task.prompts(item):
+        scores = loglikelihoods(
+            lm, [Item(prompt.context + prompt.question, label) for label in task.labels], batch_rows=2
+        )
+        choices.append(int(np.argmax([score.loglikelihood for score in scores])))
+    assert rows["alternating", 6][1] == pytest.approx(task.accuracy(choices))
+    assert len(set(choices)) > 1
+
+    # A second time nothing is done.
+    monkeypatch.setattr("difftx.evals.needle.suite.generate", None)
+    monkeypatch.setattr("difftx.evals.icl.suite.most_likely", None)
+    assert evaluate(run, monkeypatch) == 0
+    assert capsys.readouterr().out.count("was made with the same settings") == 2

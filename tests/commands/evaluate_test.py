@@ -1,0 +1,276 @@
+"""Flags --workdir, --suite, --step and --again of eval.py, on real checkpoints."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import ROOT, TINY, replace
+from helpers.report_runs import save_run
+from helpers.training_checkpoints import flip_a_bit, largest_file
+
+from difftx import evals
+from difftx.commands import evaluate as commands
+from difftx.commands.evaluate import _show_result, chosen_steps, run_suites
+from difftx.commands.flags import parse_overrides
+from difftx.config.recipes import load_config
+from difftx.errors import UNPRINTABLE, UserError
+from difftx.evals import loss
+from difftx.evals.result import Result
+from difftx.evals.resume import resumable
+from difftx.files import json_sha256
+from difftx.training.checkpoint import checkpointer as checkpoint_module
+from difftx.training.checkpoint.manifest import read_manifest
+from difftx.training.run import Run
+from difftx.training.state import init_state
+
+ALONE = argparse.Namespace(distributed=False, coordinator=None, processes=None, process=None)
+STEPS = (3, 6, 9, 12)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with checkpoints, which no test changes."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
+    changes = {"data.path": str(folder / "text.txt"), "eval.loss_tokens": "500", "eval.position_documents": "3"}
+    config = load_config(f"{ROOT}/configs/quickstart.py:diff", TINY | changes | {"mesh.fsdp": "8"})
+    return save_run(config, folder / "run", STEPS)
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    shutil.copytree(saved.workdir, tmp_path / "run")
+    return dataclasses.replace(saved, workdir=tmp_path / "run")
+
+
+def evaluate(run, *suites, step=None, again=False, flags=()):
+    overrides = parse_overrides(flags, "eval", "mesh")
+    return run_suites(run.workdir, suites, step, overrides, again, ALONE)
+
+
+def results(run, suite):
+    files = sorted((run.workdir / "evals" / suite).glob("*.json"), key=lambda path: int(path.stem))
+    return {int(path.stem): json.loads(path.read_text()) for path in files}
+
+
+def replace_loss(monkeypatch, evaluate):
+    """Let a function of the test compute the suite loss."""
+    monkeypatch.setitem(evals.SUITES._entries, "loss", dataclasses.replace(loss.SUITE, evaluate=evaluate))
+
+
+def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
+    """All steps twice; then with another field, on another mesh, and again: only what is not done is computed."""
+    passes = []
+    replace_loss(monkeypatch, lambda evaluation: passes.append(1) or loss.evaluate(evaluation))
+    assert evaluate(run, "loss", step="6:12:3") == 0
+    first = results(run, "loss")
+    assert list(first) == [6, 9, 12]
+    assert len({result["numbers"]["loss"] for result in first.values()}) == 3
+    assert "skipped" not in capsys.readouterr().out
+    assert evaluate(run, "loss", step="all") == 0
+    assert len(passes) == 4
+    assert capsys.readouterr().out.count("was made with the same settings; --again evaluates the suite again") == 3
+    assert results(run, "loss").items() >= first.items()
+    flags = ["--mesh.fsdp=4", "--mesh.tensor=2"]
+    assert evaluate(run, "loss", step="6", flags=flags) == 0  # The mesh changes nothing.
+    assert len(passes) == 4
+    assert evaluate(run, "loss", step="6", again=True, flags=flags) == 0
+    assert len(passes) == 5
+    on_another_mesh = results(run, "loss")[6]["numbers"]["loss"]
+    assert on_another_mesh == pytest.approx(first[6]["numbers"]["loss"], rel=1e-6)
+    assert evaluate(run, "loss", step="6", flags=["--eval.loss_tokens=64"]) == 0
+    assert results(run, "loss")[6]["details"]["sets"]["valid"]["tokens"] == 64
+    with jax.set_mesh(run.mesh):  # The training loop's result is one of the same settings.
+        params = jax.jit(lambda: init_state(run.config))().params
+    weights = read_manifest(run.workdir / "checkpoints" / "3").weights
+    evals.evaluate(run, params, 3, ["loss"], weights=weights)
+    capsys.readouterr()
+    assert evaluate(run, "loss", step="3") == 0
+    assert "skipped" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_does_not_keep_the_others(run, capsys):
+    flip_a_bit(largest_file(run.workdir / "checkpoints" / "9"))
+    with pytest.raises(UserError, match="1 of 2 steps were not evaluated: step 9: the checkpoint does not verify"):
+        evaluate(run, "loss", step="9:12")
+    assert "step 9: the checkpoint does not verify" in capsys.readouterr().out
+    assert list(results(run, "loss")) == [12]
+
+
+def change_run(run, step, **changes):
+    """Save `step` again from another model, and make its config the run's."""
+    config = replace(run.config, "model", **changes)
+    shutil.rmtree(run.workdir / "checkpoints" / str(step))
+    return save_run(config, run.workdir, [step])
+
+
+def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
+    """Of two models, in one command; the data is opened once for each."""
+    assert evaluate(run, "loss", step="all") == 0
+    before = results(run, "loss")
+    change_run(run, 9, norm_eps=0.5)
+    change_run(run, 12, norm_eps=0.5)
+    opened, original = [], Run.open
+    monkeypatch.setattr(Run, "open", lambda config, workdir: opened.append(config.model) or original(config, workdir))
+    assert evaluate(run, "loss", step="all", again=True) == 0
+    assert [model.norm_eps for model in opened] == [run.config.model.norm_eps, 0.5]
+    after = results(run, "loss")
+    for step in STEPS:
+        is_same = after[step]["numbers"] == before[step]["numbers"]
+        assert is_same == (step < 9)
+
+
+def test_data_that_moved_is_found_where_config_json_has_it_now(run, tmp_path):
+    """Of old checkpoints too, if it is the same data; other data, as of a later stage, is not taken."""
+    assert evaluate(run, "loss", step="3") == 0
+    before = results(run, "loss")[3]
+    text = Path(run.config.data.path)
+    (tmp_path / "moved.txt").write_bytes(text.read_bytes())
+    text.rename(tmp_path / "gone.txt")
+    try:
+        moved = dataclasses.replace(run, config=replace(run.config, "data", path=str(tmp_path / "moved.txt")))
+        moved.write_description()
+        assert evaluate(run, "loss", step="3", again=True) == 0
+        assert results(run, "loss")[3] == before
+    finally:
+        (tmp_path / "gone.txt").rename(text)
+    (tmp_path / "moved.txt").write_text("".join(f"{i} and {i} is {2 * i}.\n" for i in range(8000)))
+    assert evaluate(run, "loss", step="3", again=True) == 0
+    assert results(run, "loss")[3] == before
+
+
+def test_a_config_that_is_not_the_manifest_s_is_refused(run):
+    """Its checksum is right, as nothing but the manifest's config_sha256 tells."""
+    folder = run.workdir / "checkpoints" / "12"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["config_sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
+    with pytest.raises(UserError, match=r"checkpoints/12/config/metadata: the file is corrupt: its SHA-256 is not the"):
+        evaluate(run, "loss")
+
+
+def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, capsys):
+    """As retention does, or a rewind: while its checksums are compared, and while its arrays are read."""
+    folder = run.workdir / "checkpoints"
+
+    def deleting(step, original):
+        def read(*args, **options):
+            if (folder / str(step)).exists():
+                shutil.rmtree(folder / str(step))
+            return original(*args, **options)
+
+        return read
+
+    monkeypatch.setattr(checkpoint_module, "why_invalid", deleting(12, checkpoint_module.why_invalid))
+    monkeypatch.setattr(commands, "load_params", deleting(9, commands.load_params))
+    assert evaluate(run, "loss") == 0
+    assert list(results(run, "loss")) == [6]
+    printed = capsys.readouterr().out
+    assert f"checkpoint {folder / '12'} was deleted while it was read; looking for the newest again" in printed
+    assert f"checkpoint {folder / '9'} was deleted while it was read; reading the newest again" in printed
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch):
+    """Its items are in a journal, as those of a killed evaluation; then the step is trained again."""
+    asked, began = [], []
+
+    def suite(evaluation):
+        began.append(evaluation)
+        items = [types.SimpleNamespace(id="a"), types.SimpleNamespace(id="b")]
+        answers = resumable(
+            evaluation, items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
+        )
+        next(answers)
+        if len(began) == 1:
+            raise Killed
+        return Result(numbers={"sum": 1 + sum(answer for _, answer in answers)})
+
+    replace_loss(monkeypatch, suite)
+    with pytest.raises(Killed):
+        evaluate(run, "loss", step="3")
+    change_run(run, 3)
+    assert evaluate(run, "loss", step="3") == 0
+    assert asked == ["a", "a", "b"]
+
+
+def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
+    drawn = []
+
+    def draw_chart(chart, folder):
+        drawn.append((chart["name"], folder))
+        folder.mkdir(exist_ok=True)
+        return [folder / "file.png"]
+
+    monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
+    assert evaluate(run, "position") == 0
+    folder = run.workdir / "evals" / "position" / "12"
+    assert drawn == [("loss_by_position", folder)]
+    assert str(folder / "file.png") in capsys.readouterr().out
+    assert evaluate(run, "position") == 0
+    assert len(drawn) == 1
+    folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
+    assert evaluate(run, "position") == 0
+    assert len(drawn) == 2
+
+
+def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
+    hostile = "a\tb\nc\x1b]0;t\x07 \x9b31m \u202e [red]"
+    result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
+    (tmp_path / "evals" / "sample").mkdir(parents=True)
+    (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
+    _show_result(types.SimpleNamespace(workdir=tmp_path), "sample", 3, fresh=True)
+    printed = capsys.readouterr().out
+    assert not UNPRINTABLE.search(printed)
+    assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
+
+
+def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
+    for step, message in [
+        ("5", "--step=5: no such checkpoint; there are 3, 6, 9, 12"),
+        ("13:99", "--step=13:99: no such checkpoint; there are 3, 6, 9, 12"),
+        ("6:3", "no such checkpoint"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(run, "loss", step=step)
+    for flags, message in [
+        (["--mesh.fsdp=3"], r"mesh\.fsdp=3.* do not multiply to the 8 devices here.* --mesh\.data=1 --mesh\.fsdp=-1"),
+        (["--mesh.fsdp=1", "--mesh.tensor=8"], r"model\.num_heads: 2 cannot be split.* --mesh\.data=1"),
+        (["--mesh.fspd=1"], "Did you mean 'fsdp'"),
+        (["--eval.loss_token=1"], "Did you mean 'loss_tokens'"),
+        (["--model.num_heads=1"], "write overrides as --eval"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(run, "loss", flags=flags)
+    with pytest.raises(UserError, match="Did you mean 'recall'"):
+        evaluate(run, "recal")
+    empty = Run.open(run.config, tmp_path / "empty")
+    empty.write_description()
+    for step in (None, "all", "3"):
+        with pytest.raises(UserError, match="no checkpoint there yet"):
+            evaluate(empty, "loss", step=step)
+    assert not (run.workdir / "evals").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("all", [3, 6, 9, 12]), ("6", [6]), ("3:9", [3, 6, 9]), ("0:100:6", [6, 12]), ("3:12:6", [3, 9]), ("9:9", [9])],
+)
+def test_chosen_steps(text, steps):
+    assert chosen_steps(text, STEPS) == steps
+
+
+@pytest.mark.parametrize("text", ["", "x", "3:", ":9", "3:9:0", "3:9:x", "-3", "3:9:2:1", "3.5", "ALL"])
+def test_a_step_that_cannot_be_read(text):
+    with pytest.raises(UserError, match="write N, A:B, A:B:K or all"):
+        chosen_steps(text, STEPS)

@@ -1,0 +1,165 @@
+"""Which weights a result is of: train.py, eval.py, generate and convert as processes, on runs that change."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment
+
+pytestmark = pytest.mark.long
+CHANGED = ("--config.model.rope_theta=100.0", "--config.model.norm_eps=0.01", "--allow_config_change")
+# Stands for eval.py: does something to the newest checkpoint when the suite has its numbers, before they are written.
+DISTURBED = """
+import dataclasses, os, pathlib, runpy, shutil, sys
+from difftx.evals import loss
+
+checkpoint, other = map(pathlib.Path, sys.argv[1:3])
+original = loss.evaluate
+
+def evaluate(evaluation):
+    result = original(evaluation)
+    shutil.rmtree(checkpoint)
+    if other.name != "none":
+        shutil.copytree(other, checkpoint)
+    return result
+
+loss.SUITE = dataclasses.replace(loss.SUITE, evaluate=evaluate)
+sys.argv = ["eval.py", *sys.argv[3:]]
+runpy.run_path("eval.py", run_name="__main__")
+"""
+
+
+def run(*arguments, code=0):
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def train(text_file, workdir, steps, *flags):
+    fields = TINY | {
+        "data.path": str(text_file),
+        "train.steps": str(steps),
+        "optimizer.warmup_steps": "1",
+        "optimizer.learning_rate": "0.01",
+        "checkpoint.every_steps": "10",
+        "checkpoint.keep": "9",
+        "eval.every_steps": "10",
+        "eval.loss_tokens": "512",
+        "logging.tensorboard": "false",
+    }
+    changes = [f"--config.{name}={value}" for name, value in fields.items()]
+    return run("train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *changes, *flags)
+
+
+def evaluate(workdir, step, *flags):
+    """Evaluate; return what was printed."""
+    return run("eval.py", f"--workdir={workdir}", "--suite=loss", f"--step={step}", *flags)
+
+
+def result_of(workdir, step):
+    return json.loads((workdir / "evals" / "loss" / f"{step}.json").read_text())
+
+
+def manifest_of(workdir, step):
+    return json.loads((workdir / "checkpoints" / str(step) / "manifest.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 20 steps, and the text that it was trained on."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(4000)))
+    train(text, folder / "run", 20)
+    return text, folder / "run"
+
+
+@pytest.fixture
+def workdir(trained, tmp_path):
+    return shutil.copytree(trained[1], tmp_path / "run")
+
+
+def test_an_old_step_is_read_by_its_own_config(trained, workdir, tmp_path):
+    """The run goes on with another model; results, text and converted weights of old steps stay as they were."""
+    text, _ = trained
+    in_training = {10: result_of(workdir, 10)["numbers"]}
+    prompt = [f"--workdir={workdir}", "--step=10", "--prompt=line", "--new_tokens=25", "--temperature=1", "--seed=1"]
+    convert = ["convert", "--from=difftx", "--to=hf", f"--input={workdir}", "--step=10"]
+    continuation = run("-m", "difftx", "generate", *prompt)
+    run("-m", "difftx", *convert, f"--out={tmp_path / 'before'}")
+
+    train(text, workdir, 40, *CHANGED)
+    assert json.loads((workdir / "config.json").read_text())["model"]["rope_theta"] == 100.0
+    in_training |= {step: result_of(workdir, step)["numbers"] for step in (20, 30, 40)}
+    evaluate(workdir, 10, "--again")
+    assert result_of(workdir, 10)["numbers"] == in_training[10]
+    assert run("-m", "difftx", "generate", *prompt) == continuation
+    run("-m", "difftx", *convert, f"--out={tmp_path / 'after'}")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
+
+    # All steps at a time, of two configs: each number is the one of the training loop, whose config was in effect.
+    shutil.rmtree(workdir / "evals")
+    evaluate(workdir, "all")
+    assert {step: result_of(workdir, step)["numbers"] for step in in_training} == in_training
+    for step in in_training:
+        manifest, result = manifest_of(workdir, step), result_of(workdir, step)
+        assert (result["weights"], result["checkpoint"]) == (manifest["weights"], manifest["sha256"])
+
+    # The config decides something: the same weights under the later model give another number.
+    shutil.copytree(workdir / "checkpoints" / "10", tmp_path / "weights")
+    flags = [
+        f"--config.checkpoint.init_from={tmp_path / 'weights'}",
+        "--config.optimizer.learning_rate=1e-30",
+        *CHANGED,
+    ]
+    train(text, tmp_path / "later", 2, *flags)
+    assert abs(result_of(tmp_path / "later", 2)["numbers"]["loss"] - in_training[10]["loss"]) > 1e-3
+
+
+def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
+    text, _ = trained
+    path, first = workdir / "evals" / "loss" / "20.json", result_of(workdir, 20)
+    assert first["weights"] == manifest_of(workdir, 20)["weights"]
+    assert first["checkpoint"] is None
+    assert "skipped" in evaluate(workdir, 20)
+    shutil.rmtree(workdir / "checkpoints" / "20")
+    train(text, workdir, 20, "--config.optimizer.learning_rate=0.1", "--allow_config_change")
+    second = result_of(workdir, 20)
+    assert second["weights"] == manifest_of(workdir, 20)["weights"] != first["weights"]
+    assert second["settings"] == first["settings"]
+    path.write_text(json.dumps(first))  # As an evaluation writes it that began before, and ends now.
+
+    page = workdir / "report.html"
+    run("eval.py", f"--workdir={workdir}", "--report")
+    assert "evals/loss/20.json is left out: its weights are not those of checkpoints/20" in page.read_text()
+    printed = evaluate(workdir, 20)
+    assert (
+        f"{path} was made with other weights than those of {workdir / 'checkpoints' / '20'}; evaluating it again"
+        in printed
+    )
+    assert "skipped" not in printed
+    assert result_of(workdir, 20)["numbers"] == second["numbers"] != first["numbers"]
+    assert result_of(workdir, 20)["checkpoint"] == manifest_of(workdir, 20)["sha256"]
+    assert "skipped" in evaluate(workdir, 20)
+    run("eval.py", f"--workdir={workdir}", "--report")
+    assert "is left out" not in page.read_text()
+
+
+@pytest.mark.parametrize(("other", "what"), [("20", "was replaced"), ("none", "was deleted")])
+def test_a_checkpoint_that_changes_during_its_evaluation_ends_it(trained, workdir, tmp_path, other, what):
+    """The other checkpoint of the same step is of a second training."""
+    if other == "20":
+        train(trained[0], tmp_path / "second", 20, "--config.train.seed=1")
+    path, checkpoint = workdir / "evals" / "loss" / "20.json", workdir / "checkpoints" / "20"
+    before = path.read_bytes()
+    flags = [f"--workdir={workdir}", "--suite=loss", "--step=20", "--again"]
+    error = run("-c", DISTURBED, checkpoint, tmp_path / "second" / "checkpoints" / other, *flags, code=1)
+    assert error == (
+        f"error: {checkpoint} {what} while this command used it, and no result was written; "
+        "run the same command again\n"
+    )
+    assert path.read_bytes() == before

@@ -1,0 +1,12 @@
+"""Suites that share one forward pass, and their results as lists of numbers."""
+
+LOSS_SUITES = ["loss", "recall", "position"]
+
+
+def flat(value):
+    """Return the numbers in a JSON value, in order."""
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in flat(item)]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in flat(item)]
+    return [value] if isinstance(value, (int, float)) else []

@@ -1,0 +1,21 @@
+"""Tolerances and array helpers that the tests of several attention kernels share."""
+
+import jax.numpy as jnp
+import numpy as np
+
+# Largest error over the largest value. bfloat16 has 8 bits; its gradients add a rounding of P and dS.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
+
+
+def relative_error(actual, expected) -> float:
+    """Return the largest error relative to the largest expected value."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30)
+
+
+def split(x_BS, slots, new):
+    """Put all but the last `new` tokens into a cache `[B, K, …, S, width]` with empty slots before and after them."""
+    old = np.moveaxis(np.asarray(x_BS[:, :-new], np.float64), 1, -2)
+    full = np.full((*old.shape[:-2], slots, old.shape[-1]), 7.0)  # The contents of empty slots must not matter.
+    full[..., 2 : 2 + old.shape[-2], :] = old
+    return jnp.asarray(full, x_BS.dtype), x_BS[:, -new:]

@@ -1,0 +1,74 @@
+"""Decoders, layers and batches with random numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import ROOT, TINY
+from flax import nnx
+from model import oracle
+
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.recipes import load_config
+from difftx.data.loader import Batch
+from difftx.model.attention import depth_schedule
+from difftx.model.decoder import Decoder
+from difftx.model.layers import rotary_angles
+from difftx.parallel.layout import Layout
+
+QUICKSTART = f"{ROOT}/configs/quickstart.py"
+TOKENS = 18
+X_BTD = np.random.default_rng(3).normal(size=(2, TOKENS, 32)).astype(np.float32)
+
+
+def parameters_of(config):
+    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)))))()
+
+
+def batch_on(mesh, config, rows=8, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (rows, config.data.sequence_length)
+    sharding = jax.NamedSharding(mesh, Layout().act_BT)
+    tokens, targets = (rng.integers(0, 257, shape).astype(np.int32) for _ in range(2))
+    mask = (rng.random(shape) < 0.7).astype(np.float32)
+
+    def put(x):
+        return jax.device_put(x, sharding)
+
+    return Batch(tokens_BT=put(tokens), targets_BT=put(targets), loss_mask_BT=put(mask))
+
+
+@functools.cache
+def layer_of(name, **overrides):
+    """Return the config of a layer, its module with random weights, and a jitted function to outputs and Jacobian."""
+    changes = {key.replace("__", "."): str(value) for key, value in (oracle.SIZES.get(name, {}) | overrides).items()}
+    model = load_config(f"{QUICKSTART}:{name}", TINY | changes).model
+    shapes = nnx.eval_shape(lambda: ARCHITECTURES[model.architecture](model, Layout(), rngs=nnx.Rngs(0)))
+    graphdef, shapes = nnx.split(shapes)
+    rng = np.random.default_rng(0)
+
+    def draw(p):
+        return jnp.asarray(rng.normal(scale=0.4, size=p.shape), p.dtype)
+
+    module = nnx.merge(graphdef, jax.tree.map(draw, shapes))
+
+    @jax.jit
+    def run(state, x_BTD, layer, ids_BT):
+        """Return outputs `[B, T, D]`, and the gradient of each token's sum in the first row, `[T, T, D]`."""
+        angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
+        depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
+
+        def attend(x_BTD):
+            return nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]
+
+        out_BTD, pullback = jax.vjp(attend, x_BTD)
+        of_token_TBTD = np.zeros((TOKENS, *x_BTD.shape), np.float32)
+        of_token_TBTD[:, 0] = np.eye(TOKENS)[:, :, None]
+        return out_BTD, jax.lax.map(lambda g_BTD: pullback(g_BTD)[0][0], jnp.asarray(of_token_TBTD))
+
+    def call(x_BTD, layer=0, ids_BT=None, module=module):
+        ids_BT = np.zeros((2, TOKENS), np.int32) if ids_BT is None else ids_BT
+        return tuple(map(np.asarray, run(nnx.state(module), np.float32(x_BTD), np.int32(layer), ids_BT)))
+
+    return model, module, call

@@ -1,0 +1,36 @@
+"""Training processes that a test stops at a step, and the losses in their metrics.jsonl."""
+
+import subprocess
+import time
+
+from conftest import ROOT, child_environment
+from processes import UNHURRIED
+
+from difftx.training.metrics import read_metrics
+
+
+def train_losses(workdir):
+    rows, skipped = read_metrics(workdir / "metrics.jsonl")
+    assert skipped == 0
+    train = [row for row in rows if row["split"] == "train"]
+    assert [row["step"] for row in train] == list(range(1, len(train) + 1))  # None twice, none missing.
+    return [row["loss"] for row in train], rows
+
+
+def stop_after(step, sent, command, workdir, devices=1):
+    """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
+    python, _, *flags = command
+    unhurried = [python, *UNHURRIED, *flags]
+    process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL)
+    wait_for_step(step, process, workdir)
+    process.send_signal(sent)
+    return process.wait(timeout=120)
+
+
+def wait_for_step(step, process, workdir):
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, "training ended before it could be stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

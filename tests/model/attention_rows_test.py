@@ -1,0 +1,105 @@
+"""Attention weights of selected queries, compared with their formulas, and outputs unchanged by reading them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.model_layers import TOKENS, X_BTD, layer_of, parameters_of
+
+from difftx.model.attention import depth_schedule
+from difftx.model.layers import rotary_angles
+from difftx.training.state import graph
+from model import oracle
+
+SIZES = {"diff": {"model__num_heads": 4, "model__num_kv_heads": 2}, "transformer": {"model__num_heads": 4}}
+SIZES |= oracle.SIZES
+PAIRS = {"diff", "gda", "diff_v2", "diff_fixed_lambda"}
+ROW = 32
+
+
+def oracle_maps(monkeypatch, module, model, x_TD, depth):
+    """Return the oracle's attention weights `[H, T, T]`, A1 and A2 `[H, 2, T, T]`, and λ `[H, T]`."""
+    maps, softmaps, attend = [], [], oracle.attend
+
+    def recorded(row, queries_keys, v_TE):
+        one_hot_TT = np.eye(len(v_TE))  # These values make the output equal to the attention weights.
+        maps.append(attend(row, queries_keys, one_hot_TT))
+        softmaps.append([attend(oracle.softmax_row, [pair], one_hot_TT) for pair in queries_keys])
+        return attend(row, queries_keys, v_TE)
+
+    monkeypatch.setattr(oracle, "attend", recorded)
+    oracle.layer(module, model, x_TD, depth)
+    monkeypatch.undo()
+    pairs_HGTT = np.array(softmaps)
+    if model.architecture == "diff_v2":  # The oracle computes the second head of a pair first.
+        pairs_HGTT = np.stack([maps[1::2], maps[::2]], axis=1)
+        lam_HT = oracle.sigmoid(x_TD.astype(np.float64) @ np.asarray(module.lambda_DH[...], np.float64)).T
+        return pairs_HGTT[:, 0] - lam_HT[..., None] * pairs_HGTT[:, 1], pairs_HGTT, lam_HT
+    return np.array(maps), pairs_HGTT, None
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_maps_of_a_layer_equal_the_formula(name, monkeypatch, mesh_of):
+    with jax.set_mesh(mesh_of()):
+        model, module, _ = layer_of(name, **(SIZES[name] if name not in oracle.SIZES else {}))
+        graphdef, state = nnx.split(module)
+        x_BTD = 0.3 * X_BTD
+        queries_BC = np.array([[TOKENS - 1, 0, 7], [4, 11, 5]], np.int32)
+        angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
+        depth = jax.tree.map(lambda a: a[1], depth_schedule(model))
+        update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, depth, None, q))(
+            state, x_BTD, queries_BC
+        )
+        expected, _ = jax.jit(lambda s, x: nnx.merge(graphdef, s)(x, angles, depth, None))(state, x_BTD)
+    np.testing.assert_array_equal(update, expected)
+    assert (rows.lam_BCH is not None) == (name in PAIRS)
+    for b in range(2):
+        maps_HTT, pairs_HGTT, lam_HT = oracle_maps(monkeypatch, module, model, x_BTD[b], 1)
+        at = queries_BC[b]
+        np.testing.assert_allclose(rows.map_BCHS[b], np.moveaxis(maps_HTT, 1, 0)[at], rtol=0, atol=1e-6)
+        if name in PAIRS:
+            found = jax.nn.softmax(rows.logits_BCHGS[b], axis=-1)
+            np.testing.assert_allclose(found, np.moveaxis(pairs_HGTT, 2, 0)[at], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(rows.map_BCHS[b].sum(-1), 1 - rows.lam_BCH[b], atol=1e-6)
+        if lam_HT is not None:
+            np.testing.assert_allclose(rows.lam_BCH[b], lam_HT[:, at].T, atol=1e-6)
+
+
+def attention_rows(config, mesh, queries, tokens, ids, positions):
+    """Return the attention weights, and check that the output equals that of `hidden` bit for bit."""
+
+    def place(x):
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
+
+    with jax.set_mesh(mesh):
+        graphdef, params = graph(config), parameters_of(config)
+        documents = {"positions_BT": place(positions), "segment_ids_BT": place(ids)}
+        hidden = jax.jit(lambda p, t, d: nnx.merge(graphdef, p).hidden(t, **d)[0])(params, place(tokens), documents)
+        looked, rows = jax.jit(lambda p, t, q, d: nnx.merge(graphdef, p).attention_rows(t, q, lambda rows: rows, **d))(
+            params, place(tokens), place(queries), documents
+        )
+    np.testing.assert_array_equal(hidden, looked)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "diff_v2" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SIZES]
+)
+def test_a_sharded_model_of_packed_documents_shows_the_same(config, mesh_of, name):
+    """Compare one device with eight, for rows of two documents each."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 257, (8, ROW)).astype(np.int32)
+    cut = rng.integers(8, 24, 8)
+    ids = (np.arange(ROW) >= cut[:, None]).astype(np.int32)
+    positions = (np.arange(ROW) - ids * cut[:, None]).astype(np.int32)
+    queries = rng.integers(0, ROW, (8, 3)).astype(np.int32)
+    c = config(name, **SIZES[name])
+    rows = attention_rows(c, mesh_of(), queries, tokens, ids, positions)
+    sizes = {"fsdp": 4, "tensor": 2} if c.model.kv_heads % 4 else {"fsdp": 2, "tensor": 2, "context": 2}
+    on_eight = attention_rows(c, mesh_of(**sizes), queries, tokens, ids, positions)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), rows, on_eight)
+    assert rows.map_BCHS.shape == (2, 8, 3, c.model.num_heads, ROW)
+    seen_BCS = (np.arange(ROW) <= queries[..., None]) & (np.take_along_axis(ids, queries, 1)[..., None] == ids[:, None])
+    is_zero = np.broadcast_to(~seen_BCS[None, :, :, None], rows.map_BCHS.shape)
+    assert not np.asarray(rows.map_BCHS)[is_zero].any()
