@@ -84,7 +84,7 @@ def test_forward_and_backward_compile(chip, d, dtype):
 
 @pytest.mark.parametrize("d", [64, 96, 128])
 def test_two_kernel_backward_compiles(chip, d, monkeypatch):
-    monkeypatch.setattr(pallas_tpu, "_tiles", lambda d: pallas_tpu.Tiles(512, 512, vmem_mib=16, dq_mib=0))
+    monkeypatch.setattr(pallas_tpu, "_tiles", lambda d: pallas_tpu.Tiles(512, vmem_mib=16, dq_mib=0))
     compiled = compile_for(chip, attention, lambda s: shapes(1, 1024, 2, 2, d, sharding=s))
     names = {"diff_attention_forward", "diff_attention_dkv", "diff_attention_dq"}
     assert kernels_in(compiled) == names
