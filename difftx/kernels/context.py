@@ -97,7 +97,7 @@ class SequenceSharding:
         return jnp.concatenate(back, axis=1)
 
     def _swapped_on_odd_devices(self, a_BC: jax.Array, b_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Convert between the order in the row, chunks i and 2n - 1 - i, and the order even chunk, odd chunk."""
+        """Bring chunks i and 2n - 1 - i of device i, of which one number is even, to even before odd, or back."""
         is_even = self.device() % 2 == 0
         return jnp.where(is_even, a_BC, b_BC), jnp.where(is_even, b_BC, a_BC)
 

@@ -8,9 +8,7 @@ O2 = A2·V passes through shared memory once at the end.
 The kernels have not yet run on a GPU. They were checked in the interpreter and compiled by ptxas.
 """
 
-#   B = batch, T = query tokens, S = key tokens (= T), H = query heads,
-#   K = key/value heads (query head h uses key/value head h // (H // K)),
-#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
 
 import functools
@@ -86,12 +84,13 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
 
 
 def _whole_tiles(q_shape, segment_ids_BT, *, window):
-    """Return a function that pads arrays to whole tiles, and `marks` and both `tile_ranges` of the padded length."""
+    """Return a function that pads arrays to whole tiles, the marks of the padded positions, and both `tile_ranges`."""
     batch, length = q_shape[:2]
     count = math.ceil(length / TILE)
+    marks_BXT = jnp.broadcast_to(jnp.arange(count * TILE, dtype=jnp.int32), (batch, 1, count * TILE))
     if segment_ids_BT is not None:
         segment_ids_BT = tiles.pad_rows(segment_ids_BT, axis=1, tiles=count, mode="edge")
-    marks_BXT = tiles.marks(segment_ids_BT, batch=batch, length=count * TILE)
+        marks_BXT = jnp.concatenate([marks_BXT, segment_ids_BT[:, None]], axis=1)
     ranges = tiles.tile_ranges(segment_ids_BT, batch=batch, tiles=count, window=window)
     return functools.partial(tiles.pad_rows, axis=1, tiles=count), marks_BXT, *ranges
 

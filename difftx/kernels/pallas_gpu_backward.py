@@ -11,9 +11,8 @@ Both kernels compute the logits S and dP. Together they need 28·T²·D FLOPs pe
 """
 
 #   B = batch, T = query tokens = key tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
-#   K = key/value heads (query head h uses key/value head h // (H // K)), G = 2 groups (A1 and A2),
-#   D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
-#   X = 2 statistics in `stats` (base-2 log-sum-exp, delta/√D); in `marks` see pallas_gpu_tiles.marks
+#   K = key/value heads, G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
+#   X in `stats` = base-2 log-sum-exp and delta/√D, X in `marks` = positions and, if there are any, segment ids
 
 import functools
 from typing import NamedTuple

@@ -6,7 +6,7 @@ writer that X may be filled again.
 """
 
 #   B = batch, T = query tokens = key tokens, padded to whole tiles, N = T // TILE = tiles,
-#   P = TILE = positions in a tile, X = marks of a position (see `marks`)
+#   P = TILE = positions in a tile, X = marks of a position
 
 import collections
 
@@ -33,7 +33,7 @@ LOG2_E = 1.4426950408889634
 MASKED = -1e30
 LOWEST = -1e20
 
-POSITION, SEGMENT = 0, 1  # indices along X in `marks`
+POSITION, SEGMENT = 0, 1  # indices along X in the marks [B, X, T], which are the inputs of the mask
 
 MATRIX = plgpu.Layout.WGMMA  # register layout of a tile in a warpgroup
 ROWS = MATRIX.reduce(1)  # layout of a [TILE] vector with one value per row of a tile
@@ -134,7 +134,7 @@ def hide(marks_gmem, values, hidden, q_tile, k_tile, *, needed, window, queries_
 def _visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
     """Return the mask of a query tile and a key tile, bool [TILE, TILE]: causal, same segment, inside the window.
 
-    marks_gmem holds the `marks` of one sequence. The mask reads them from L2 directly, because few tiles need a mask:
+    marks_gmem holds the marks of one sequence. The mask reads them from L2 directly, because few tiles need a mask:
     those on the diagonal and at the edges of windows and segments. It reads positions too. An iota would be hoisted
     out of the loop and kept in registers, which spills 120 bytes in "dkv" at D = 128.
     """
@@ -156,14 +156,6 @@ def _visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
         row_ids, column_ids = rows_and_columns(SEGMENT)
         mask = mask & (row_ids == column_ids)
     return mask
-
-
-def marks(segment_ids_BT, *, batch, length):
-    """Return the inputs of the mask, int32 [B, X, T]: positions, then segment ids unless segment_ids_BT is None."""
-    positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    if segment_ids_BT is None:
-        return positions_BT[:, None]
-    return jnp.stack([positions_BT, segment_ids_BT], axis=1)
 
 
 def tile_ranges(segment_ids_BT, *, batch, tiles, window):
