@@ -1,9 +1,4 @@
-"""The cache of keys and values, with one slot per token of a row.
-
-`SelfAttention.project` defines the arrays that are cached per token, so this cache serves every architecture: a
-differential head caches two keys and one value of twice the width, a softmax head one key and one value. One update
-writes all layers in place.
-"""
+"""The cache of the keys and values that `SelfAttention.project` returns, with one slot per token of a row."""
 #   L = layers, B = rows, S = slots, T = new tokens, K = key/value heads
 
 import dataclasses
@@ -18,7 +13,7 @@ from difftx.kernels.cached import EMPTY, KVCache, SegmentMask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH
 
-UNIT = 256  # Slots per row of the smallest cache. Larger caches double, so that few programs are compiled.
+UNIT = 256  # Slots per row of the smallest cache, a power of two. Larger caches double, so that few programs compile.
 ROWS = P(BATCH, None)
 
 type Entries = tuple[jax.Array, ...]  # Keys and values of new tokens, [L, B, T, K, …, width] each.
@@ -34,11 +29,8 @@ class Cache:
 
 
 def capacity_for(tokens: int) -> int:
-    """Return the number of slots for rows of up to `tokens` tokens: `UNIT` times a power of two."""
-    capacity = UNIT
-    while capacity < tokens:
-        capacity *= 2
-    return capacity
+    """Return the number of slots for rows of up to `tokens` tokens, a power of two."""
+    return max(UNIT, 2 ** (tokens - 1).bit_length())
 
 
 def empty_cache(model: Decoder, rows: int, capacity: int) -> Cache:
@@ -60,14 +52,17 @@ def extend(
     segment_BT: jax.Array,
     branch_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Entries]:
-    """Return the normalised output `[B, T, D]` of the last layer for new tokens, and their entries for the cache."""
+    """Return the normalised output `[B, T, D]` of the last layer for new tokens, and their entries for the cache.
+
+    New tokens of one segment see each other only if they also have the same branch.
+    """
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
     segments = SegmentMask(segment_BT, branch_BT, cache.segment_BS)
     return model.extend(tokens_BT, positions_BT=positions_BT, cache=cache.layers, segments=segments)
 
 
 def write_chunk(cache: Cache, entries: Entries, segment_BT: jax.Array, start: jax.Array) -> Cache:
-    """Return the cache with T tokens of each row in slots `start` … `start + T - 1`. These slots must exist."""
+    """Return the cache with T new tokens of each row in the slots from `start`. All T slots must exist."""
 
     def put(old, new, start):
         return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=-2)
@@ -76,10 +71,10 @@ def write_chunk(cache: Cache, entries: Entries, segment_BT: jax.Array, start: ja
 
 
 def write_token(cache: Cache, entries: Entries, segment_B1: jax.Array, slot_B: jax.Array) -> Cache:
-    """Return the cache with one token of each row in slot `slot_B`. A token whose slot does not exist is dropped."""
+    """Return the cache with one new token of each row in slot `slot_B`. Tokens whose slots do not exist are dropped."""
 
     def put(old, new, slot_B):
-        # Index all axes except the last. With a window over more axes, XLA on CPUs would copy the whole cache.
+        # The indices cover all axes except the last. With fewer indexed axes, XLA on CPUs would copy the whole cache.
         before = jnp.indices(old.shape[:-2], sparse=True)
         slot_B = jnp.expand_dims(slot_B, tuple(i for i in range(old.ndim - 2) if i != 1))
         return old.at[(*before, slot_B)].set(new[..., 0, :], unique_indices=True, mode="drop")
@@ -105,10 +100,6 @@ def _write(put: Callable, cache: Cache, entries: Entries, segment_BT: jax.Array,
 
 def grow(cache: Cache, capacity: int) -> Cache:
     """Return the cache with `capacity` slots per row, of which the additional ones are empty."""
-    more = capacity - cache.segment_BS.shape[1]
-
-    def pad(x: jax.Array, axis: int, value: int) -> jax.Array:
-        return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=value)
-
-    layers = tuple(pad(x, x.ndim - 2, 0) for x in cache.layers)
-    return Cache(layers, pad(cache.segment_BS, 1, EMPTY))
+    unchanged, more = (0, 0), (0, capacity - cache.segment_BS.shape[1])
+    layers = tuple(jnp.pad(x, [unchanged] * (x.ndim - 2) + [more, unchanged]) for x in cache.layers)
+    return Cache(layers, jnp.pad(cache.segment_BS, [unchanged, more], constant_values=EMPTY))

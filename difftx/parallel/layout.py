@@ -63,12 +63,12 @@ class Layout:
         """Return a layout with whole rows on each device in attention, as required to read attention weights."""
         if self.attend_BTHE[1] is None:
             return self
-        # `context` need not divide the number of heads: its devices all repeat the same work.
+        # Devices along `context` repeat the same work, because `context` need not divide the number of heads.
         whole = {"attend_BTHGd": P(BATCH, None, "tensor", None, None), "attend_BTHE": P(BATCH, None, "tensor", None)}
         return dataclasses.replace(self, **whole, zigzag=False)
 
     def for_inference(self) -> "Layout":
-        """Return a layout for tokens that come one by one or in small chunks. `context` shards at most the heads."""
+        """Return the layout for prefill and decoding: `context` shards no tokens, but heads if it does in training."""
         whole = self.with_whole_rows()
         unsharded: dict[str, Any] = {}
         for field in dataclasses.fields(self):
