@@ -67,8 +67,7 @@ def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> 
     states, blocks = {}, {name: [] for name in models}
     for name, lm in models.items():
         with jax.set_mesh(lm.mesh):
-            limit_B = np.full(rows, new_tokens)
-            state = decode.prefill(lm, prompts, chunk=decode.SMALLEST_CHUNK, seed_B=np.zeros(rows), limit_B=limit_B)
+            state = decode.prefill(lm, prompts, seeds=[0] * rows, limits=[new_tokens] * rows)
             states[name] = jax.block_until_ready(state)
     for made in range(0, new_tokens, decode.BLOCK_TOKENS):
         for name, lm in models.items():

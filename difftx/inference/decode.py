@@ -1,8 +1,8 @@
 """Compiled programs for generation: prefill of a chunk of the prompts, and decoding of a block of new tokens.
 
 The prompts of a batch may differ in length. Token i of a row has position i and is in slot i of the row's cache. A
-short prompt is padded with tokens of segment EMPTY, which no token sees, and each new token overwrites the first
-padding token. Numbers of chunk tokens, rows and slots are powers of two, so that few programs are compiled.
+short prompt is padded with tokens that no other token sees, and each new token overwrites the first padding token.
+Numbers of chunk tokens, rows and slots are powers of two, so that few programs are compiled.
 
 Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation: weights that
 are sharded over `fsdp` are gathered for every token.
@@ -24,9 +24,9 @@ from jax.sharding import reshard
 
 from difftx.config import Config
 from difftx.data.tokenizer import token_bytes
-from difftx.inference.cache import ROWS, Cache, capacity_for, empty_cache, extend, grow, write_chunk, write_token
+from difftx.inference.cache import ROWS, capacity_for, empty_cache, extend, extend_chunk, grow, write_chunk, write_token
 from difftx.inference.sampling import Sampling, choose
-from difftx.kernels.cached import EMPTY
+from difftx.kernels.cached import KVCache
 from difftx.model.abstract import vector_mask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
@@ -79,7 +79,7 @@ class LanguageModel:
 class Rows:
     """The state that decoding passes from one new token to the next."""
 
-    cache: Cache
+    cache: KVCache
     x_BD: jax.Array  # Output of the last layer for each row's last token; gives the next token's logits.
     length_B: jax.Array  # int32: number of slots in use, and position of the next token.
     seen_BV: jax.Array  # bool: tokens that occur in the row.
@@ -102,14 +102,14 @@ def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
     return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
 
 
-def padded(rows: Sequence[Sequence[int]], count: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` rows of tokens, right-padded to whole chunks, int32 `[B, T]`, and their lengths, int32 `[B]`."""
-    length_B = np.zeros(count, np.int32)
-    length_B[: len(rows)] = list(map(len, rows))
-    tokens_BT = np.zeros((count, -(-max(1, *length_B) // chunk) * chunk), np.int32)
+def padded(rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return tokens padded to whole chunks, int32 `[B, T]`, the rows' lengths, int32 `[B]`, and the size of a chunk."""
+    longest, count = max(1, *map(len, rows)), rows_for(len(rows), mesh)
+    chunk = chunk_for(longest, count, mesh)
+    tokens_BT, length_B = np.zeros((count, -(-longest // chunk) * chunk), np.int32), np.zeros(count, np.int32)
     for row, tokens in enumerate(rows):
-        tokens_BT[row, : len(tokens)] = tokens
-    return tokens_BT, length_B
+        tokens_BT[row, : len(tokens)], length_B[row] = tokens, len(tokens)
+    return tokens_BT, length_B, chunk
 
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
@@ -118,11 +118,12 @@ def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
 
 
 def prefill(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], *, chunk: int, seed_B: np.ndarray, limit_B: np.ndarray
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int]
 ) -> Rows:
-    """Return `len(limit_B)` rows, of which the first ones have the prompts in the cache. A row of limit 0 has ended."""
-    rows = len(limit_B)
-    tokens_BT, length_B = padded(prompts, rows, chunk)
+    """Return rows with the prompts in the cache. Rows with a limit of 0, and rows without a prompt, have ended."""
+    tokens_BT, length_B, chunk = padded(prompts, lm.mesh)
+    rows = len(length_B)
+    unused = [0] * (rows - len(prompts))
     seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
     for row, prompt in enumerate(prompts):
         seen_BV[row, list(prompt)] = True
@@ -134,10 +135,10 @@ def prefill(
     host = {
         "length_B": length_B,
         "seen_BV": seen_BV,
-        "seed_B": seed_B.astype(np.uint32),
+        "seed_B": np.array([*seeds, *unused], np.uint32),
         "count_B": np.zeros(rows, np.int32),
-        "limit_B": limit_B.astype(np.int32),
-        "done_B": limit_B <= 0,
+        "limit_B": np.array([*limits, *unused], np.int32),
+        "done_B": np.array([*limits, *unused]) == 0,
     }
     return Rows(cache, x_BD, **{name: put(lm.mesh, x) for name, x in host.items()})
 
@@ -156,7 +157,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
 def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     """Return the rows with a cache of at least `tokens` slots per row."""
     capacity = capacity_for(tokens)
-    if capacity <= rows.cache.segment_BS.shape[1]:
+    if capacity <= rows.cache[0].shape[-2]:
         return rows
     return dataclasses.replace(rows, cache=_grow(rows.cache, capacity))
 
@@ -171,15 +172,9 @@ def model_of(config: Config, params: Any) -> Decoder:
     return nnx.merge(_graph(config), params)
 
 
-def chunk_ids(tokens_BT: jax.Array, start: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return positions `[1, T]` and segments `[B, T]` of a chunk at `start`, in rows of the given lengths."""
-    positions_1T = start + jnp.arange(tokens_BT.shape[1])[None]
-    return positions_1T, jnp.where(positions_1T < length_B[:, None], 0, EMPTY)
-
-
 # Each jitted function uses the mesh that is current when it is called, and compiles once per config and shape.
 @functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
-def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> Cache:
+def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> KVCache:
     """Return a cache without tokens."""
     return empty_cache(model_of(config, params), rows, capacity)
 
@@ -187,12 +182,11 @@ def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> Cache
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
 def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
     """Add a chunk to the cache, and store the output of each row whose last token is in the chunk."""
-    positions_1T, segment_BT = chunk_ids(tokens_BT, start, length_B)
-    new_BTD, entries = extend(model_of(config, params), cache, tokens_BT, positions_1T, segment_BT)
+    new_BTD, entries = extend_chunk(model_of(config, params), cache, start, tokens_BT, length_B)
     last_B = length_B - 1 - start
     new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
     is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
-    return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
+    return write_chunk(cache, entries, start), jnp.where(is_here_B1, new_BD, x_BD)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="rows")
@@ -234,14 +228,14 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
     """Append a token to each row. In a row that has ended, the token has no effect, because the length stays."""
     count_B = rows.count_B + ~rows.done_B
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
-    segment_B1 = jnp.zeros_like(token_B)[:, None]
-    x_B1D, entries = extend(model, rows.cache, token_B[:, None], rows.length_B[:, None], segment_B1)
+    token_B1, position_B1 = token_B[:, None], rows.length_B[:, None]
+    x_B1D, entries = extend(model, rows.cache, rows.length_B, token_B1, position_B1, jnp.zeros_like(token_B1))
     seen_BV = rows.seen_BV
     if sampling.repetition_penalty is not None:
-        seen_BV |= jnp.arange(seen_BV.shape[1])[None] == token_B[:, None]
+        seen_BV |= jnp.arange(seen_BV.shape[1])[None] == token_B1
     return dataclasses.replace(
         rows,
-        cache=write_token(rows.cache, entries, segment_B1, rows.length_B),
+        cache=write_token(rows.cache, entries, rows.length_B),
         x_BD=x_B1D[:, 0],
         length_B=rows.length_B + ~done_B,
         seen_BV=seen_BV,

@@ -51,14 +51,10 @@ def generate(
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
     prompts = [request.prompt for request in requests]
-    count = decode.rows_for(len(requests), lm.mesh)
-    chunk = decode.chunk_for(max(map(len, prompts)), count, lm.mesh)
-    seed_B, limit_B = np.zeros(count, np.uint32), np.zeros(count, np.int32)
-    seed_B[: len(requests)] = [request.seed for request in requests]
-    limit_B[: len(requests)] = [request.new_tokens for request in requests]
+    seeds, limits = [request.seed for request in requests], [request.new_tokens for request in requests]
     texts = [_RowText(lm, request, stop) for request in requests]
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, prompts, chunk=chunk, seed_B=seed_B, limit_B=limit_B)
+        rows = decode.prefill(lm, prompts, seeds=seeds, limits=limits)
         while not all(text.ended_by for text in texts):
             rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
             rows, token_BN = decode.next_tokens(lm, rows, sampling)
@@ -67,7 +63,8 @@ def generate(
                     on_text(index, new)
             if any(text.ended_by == "stop string" for text in texts):
                 # The device detects the end-of-text token and the limit, but not stop strings.
-                done_B = np.array([*(bool(text.ended_by) for text in texts), *[True] * (count - len(texts))])
+                done_B = np.ones(len(token_BN), bool)
+                done_B[: len(texts)] = [bool(text.ended_by) for text in texts]
                 rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
     return [text.completion() for text in texts]
 

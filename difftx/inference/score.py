@@ -18,7 +18,7 @@ from jax.sharding import reshard
 
 from difftx.errors import UserError
 from difftx.inference import decode
-from difftx.inference.cache import Entries, capacity_for, extend, write_chunk
+from difftx.inference.cache import capacity_for, extend, extend_chunk, write_chunk
 from difftx.inference.decode import LanguageModel
 from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
@@ -122,10 +122,8 @@ def _contexts(items: Sequence[Item]) -> list[int]:
 def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Score]:
     """Score items by prefill, with one row per item."""
     inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
-    rows = decode.rows_for(len(inputs), lm.mesh)
-    chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
-    tokens_BT, length_B = decode.padded(inputs, rows, chunk)
-    length = tokens_BT.shape[1]
+    tokens_BT, length_B, chunk = decode.padded(inputs, lm.mesh)
+    rows, length = tokens_BT.shape
     targets_BT = np.roll(tokens_BT, -1, axis=1)
     scored = {}
     for row, (key, item) in enumerate(entries):
@@ -147,15 +145,13 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
 
     The cache holds the context without its last token, with which each branch begins.
     """
-    rows = decode.rows_for(len(groups), lm.mesh)
     prefixes = [group[0][1].context[:-1] for group in groups]
-    chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
-    none_B = np.zeros(rows, np.int32)
-    cache = decode.prefill(lm, prefixes, chunk=chunk, seed_B=none_B, limit_B=none_B).cache
+    none = [0] * len(groups)
+    prefilled = decode.prefill(lm, prefixes, seeds=none, limits=none)
     scores = {}
     for branches_by_row in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
         width = max(sum(len(item.branch) for _, item in branches) for branches in branches_by_row)
-        shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
+        shape = len(prefilled.length_B), max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
         scored = {}
@@ -170,9 +166,9 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
                 positions_BT[span] = len(item.context) - 1 + np.arange(len(item.branch))
                 segment_BT[span], branch_BT[span] = 0, branch
                 start = end
-        host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
-        arrays = (decode.put(lm.mesh, x) for x in host)
-        nll_BT, is_best_BT = map(np.asarray, _score_pass(lm.weights, cache, *arrays, config=lm.config))
+        host = (decode.put(lm.mesh, x) for x in (tokens_BT, positions_BT, segment_BT, branch_BT, targets_BT))
+        scores_BT = _score_pass(lm.weights, prefilled.cache, prefilled.length_B, *host, config=lm.config)
+        nll_BT, is_best_BT = map(np.asarray, scores_BT)
         scores |= _scores(nll_BT, is_best_BT, scored)
     return scores
 
@@ -197,23 +193,21 @@ def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tu
     }
 
 
-def _token_scores(
-    params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT, *, config
-) -> tuple[Entries, tuple[jax.Array, jax.Array]]:
-    """Return the cache entries of new tokens, and the `token_scores` of their targets, replicated on all devices."""
+def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Array]:
+    """Return the `token_scores` of targets, replicated on all devices, given the output of `extend`."""
     model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
-    x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
     x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
-    return entries, reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
+    return reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _score_chunk(params, cache, start, tokens_BT, length_B, targets_BT, *, config):
-    positions_1T, segment_BT = decode.chunk_ids(tokens_BT, start, length_B)
-    entries, scores = _token_scores(params, cache, tokens_BT, positions_1T, segment_BT, targets_BT, None, config=config)
-    return write_chunk(cache, entries, segment_BT, start), scores
+    x_BTD, entries = extend_chunk(decode.model_of(config, params), cache, start, tokens_BT, length_B)
+    return write_chunk(cache, entries, start), _token_scores(params, x_BTD, targets_BT, config)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score_pass(params, cache, *arrays_BT, config):
-    return _token_scores(params, cache, *arrays_BT, config=config)[1]
+def _score_pass(params, cache, used_B, tokens_BT, positions_BT, segment_BT, branch_BT, targets_BT, *, config):
+    model = decode.model_of(config, params)
+    x_BTD, _ = extend(model, cache, used_B, tokens_BT, positions_BT, segment_BT, branch_BT)
+    return _token_scores(params, x_BTD, targets_BT, config)

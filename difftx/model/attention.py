@@ -22,7 +22,7 @@ from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows, map_rows
-from difftx.model.layers import projection, rms_normalize, rotate, vector
+from difftx.model.layers import RMSNorm, projection, rotate, vector
 from difftx.parallel.layout import Layout
 
 Angles = tuple[jax.Array, jax.Array]
@@ -135,7 +135,8 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update of new tokens, which also attend to cached tokens, and their keys and values."""
         q, k, v = self.project(x_BTD, angles)
-        heads_BTHE = self.attend_cached(*self._resharded(q, k, v), depth, cache, segments)
+        operands = self._resharded(q, k, v)
+        heads_BTHE = cached.mapped_attention(self._map(), *operands, cache, segments, per_query=self.per_query(depth))
         return self._update(heads_BTHE, x_BTD, depth), (k, v)
 
     def attention_rows(
@@ -171,12 +172,6 @@ class SelfAttention(nnx.Module):
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
 
-    def attend_cached(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, cache: KVCache, segments: SegmentMask
-    ) -> jax.Array:
-        """Return the outputs of the heads, `[B, T, H, E]`, for new tokens that also attend to cached tokens."""
-        return cached.mapped_attention(self._map(), q, k, v, cache, segments, per_query=self.per_query(depth))
-
     def map_of(self) -> maps.Map:
         """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
@@ -196,7 +191,7 @@ class SelfAttention(nnx.Module):
     ) -> MapRows:
         """Return the attention weights of the queries at positions `queries_BC`, for analysis.
 
-        Override this method if `output` combines several heads, because the weights of a head then are a combination.
+        Override this method if `output` combines several heads of the kernel into one.
         """
         per_query = self.per_query(depth)
         return map_rows(self.map_of(), q, k, queries_BC, per_query=per_query, segment_ids_BT=segment_ids_BT)
@@ -236,8 +231,8 @@ class DiffAttention(SelfAttention):
     head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
 
     Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. With
-    grouped queries, query head n of both groups uses key/value head n // (H / K), as in the official flash code; the
-    official naive code pairs heads differently.
+    grouped queries, both queries of head n use key/value head n // (H / K), as in the official flash code. The official
+    naive code pairs heads differently.
     """
 
     groups = 2
@@ -261,7 +256,8 @@ class DiffAttention(SelfAttention):
             init = jax.nn.initializers.normal(config.lambda_std)
             self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
             self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-        self.head_norm = HeadNorm(config, 2 * d, layout)
+        # One gain for all heads of the layer ("GroupNorm" in Figure 2).
+        self.head_norm = RMSNorm(2 * d, config.head_norm_eps, layout, config.head_norm)
 
     @property
     def has_lambda_vectors(self) -> bool:
@@ -313,7 +309,7 @@ class Attention(SelfAttention):
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)
-        self.head_norm = HeadNorm(config, d, layout)
+        self.head_norm = RMSNorm(d, config.head_norm_eps, layout, config.head_norm)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
@@ -328,27 +324,6 @@ class Attention(SelfAttention):
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
-
-
-class HeadNorm(nnx.Module):
-    """RMSNorm of each head's output, with one gain for all heads ("GroupNorm" in Figure 2).
-
-    `model.head_norm` selects the norm, the gain, both or neither.
-    """
-
-    def __init__(self, config: ModelConfig, width: int, layout: Layout):
-        self.kind, self.eps = config.head_norm, config.head_norm_eps
-        if self.kind in ("rms_affine", "scalar"):
-            shape = (width,) if self.kind == "rms_affine" else ()
-            self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
-
-    def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        if self.kind in ("rms", "rms_affine"):
-            heads_BTHE = rms_normalize(heads_BTHE, self.eps)
-        if not hasattr(self, "scale"):
-            return heads_BTHE
-        gain = self.scale[...].astype(heads_BTHE.dtype)
-        return heads_BTHE * (gain if self.kind == "scalar" else gain[None, None, None])
 
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:

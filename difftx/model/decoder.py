@@ -78,10 +78,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return float32 logits of the next token, `[B, T, V]`, and per-layer statistics, `[L]` each.
 
-        Args:
-            tokens_BT: int32 token ids.
-            positions_BT: int32 positions for the rotary embedding. None: 0, 1, 2, … in each row.
-            segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
+        All arguments are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A token
+        attends only to tokens of its own segment.
         """
         x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
         return self.logits(x_BTD), stats
@@ -120,15 +118,10 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> State:
-        """Run the model, update a state by `visit` after each layer, and return the final state.
+        """Run the model as `__call__` does, update a state by `visit` after each layer, and return the final state.
 
-        Use this method to measure all layers without storing the arrays of every layer.
-
-        Args:
-            visit: Function that returns the next state, of the same shapes as the old one. It receives the old state,
-                the layer's queries and keys as `SelfAttention.attend` does, and the layer's output `[B, T, D]`.
-            state: Initial state, a tree of arrays.
-            tokens_BT, positions_BT, segment_ids_BT: As in `__call__`.
+        `visit` receives the state, the layer's queries and keys as `SelfAttention.attend` does, and the layer's output
+        `[B, T, D]`. It returns the next state, of the same shapes. No arrays of other layers are kept.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -146,9 +139,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return the last layer's normalised output `[B, T, D]` for new tokens, and the keys and values of the tokens.
 
-        The new tokens attend to each other and to cached tokens, as far as `segments` allows. `SelfAttention.project`
-        returns the keys and values `[B, T, K, …]` of one layer; the arrays in `cache` and the result have an axis L
-        before them.
+        The new tokens attend to each other and to cached tokens as far as `segments` allows. Compared with one layer's
+        keys and values, `[B, T, K, …]`, and with its cache, the arrays here have a leading axis L.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -171,15 +163,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Found]:
         """Return the normalised output of the last layer, and the results of `of_layer` on attention weights.
 
-        The output equals that of `hidden` bit for bit. Only one layer's attention weights exist at a time. They and
-        their logits, float32 `[B, C, H, T]` and `[B, C, H, G, T]`, take 9 MiB for one query of 12 heads and 64K tokens.
-
-        Args:
-            tokens_BT: int32 token ids.
-            queries_BC: int32 positions of the selected queries in each row.
-            of_layer: Pure function that reduces the attention weights of a layer's selected queries to a tree of
-                arrays. The arrays of all layers are stacked along a leading axis `[L]`.
-            positions_BT, segment_ids_BT: As in `__call__`.
+        `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces their attention
+        weights in one layer to a tree of arrays, which are stacked along a leading axis `[L]`. The output equals that
+        of `hidden` bit for bit. Only one layer's attention weights exist at a time. With their logits, they take
+        9 MiB for one query of 12 differential heads and 64K tokens.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -200,10 +187,11 @@ class Decoder(nnx.Module):
             shape, sharding = (rows, 1, self.config.d_model), self.layout.act_BTD
             x_BTD = jnp.zeros(shape, self.config.compute_dtype, out_sharding=sharding)
             angles = self._angles(1, None)
-            _, entries = jax.lax.scan(
-                lambda _, block: (None, block.attention.project(x_BTD, angles)[1:]), None, self.blocks
-            )
-            return entries
+
+            def layer(_: None, block: Block) -> tuple[None, tuple[jax.Array, jax.Array]]:
+                return None, block.attention.project(x_BTD, angles)[1:]
+
+            return jax.lax.scan(layer, None, self.blocks)[1]
 
         return jax.eval_shape(entries)
 

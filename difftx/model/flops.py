@@ -26,9 +26,9 @@ PEAK_FLOPS = {
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
     """Return the model FLOPs of training on one token, 6 N + 6 L T w, or 6 N + 3 L T w if `causal`.
 
-    N is the number of parameters in matrix products, including the unembedding, L the number of layers and T the
-    sequence length. w is the total width of all queries plus the total width of all values that attention weights
-    multiply. For softmax attention with total head width d, w = 2 d gives the usual term 12 L T d.
+    N is the number of parameters in matrix products, including the unembedding, L the number of layers, T the sequence
+    length, and w the total width of the queries and of the heads' outputs. For softmax attention, w = 2 d_model usually
+    holds, which gives the well-known term 12 L T d_model.
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.vocab_size * config.d_model

@@ -12,22 +12,28 @@ from difftx.config import ModelConfig
 from difftx.parallel.layout import Layout
 
 
-def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """Return `x` divided by its root mean square over the last axis. The result, computed in float32, has x's dtype."""
-    x_f32 = x.astype(jnp.float32)
-    return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
 class RMSNorm(nnx.Module):
-    """RMSNorm with a learned gain over the last axis (arXiv 1910.07467)."""
+    """RMSNorm over the last axis (arXiv 1910.07467), computed in float32, with a learned gain.
 
-    def __init__(self, width: int, eps: float, layout: Layout):
-        self.eps = eps
-        self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+    `kind` is a value of `model.head_norm`: "rms_affine" by default, "rms" without the gain, "scalar" with one learned
+    factor and no norm, or "none".
+    """
+
+    def __init__(self, width: int, eps: float, layout: Layout, kind: str = "rms_affine"):
+        self.eps, self.kind = eps, kind
+        if kind in ("rms_affine", "scalar"):
+            shape = (width,) if kind == "rms_affine" else ()
+            self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gain = jnp.expand_dims(self.scale[...].astype(x.dtype), tuple(range(x.ndim - 1)))
-        return rms_normalize(x, self.eps) * gain
+        """Return the normalised `x`, in the dtype of `x`."""
+        if self.kind in ("rms", "rms_affine"):
+            x_f32 = x.astype(jnp.float32)
+            x = (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
+        if not hasattr(self, "scale"):
+            return x
+        gain = self.scale[...].astype(x.dtype)
+        return x * jnp.expand_dims(gain, tuple(range(x.ndim - gain.ndim)))
 
 
 class SwiGLU(nnx.Module):

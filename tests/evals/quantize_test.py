@@ -87,10 +87,10 @@ def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, granul
     lm = language_model(config, mesh_of(**TENSOR), architecture, model__attention_logit_bits=4, **changes)
     prompts = prompts_of([40, 33, 64, 90, 1, 7, 12, 50])
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, prompts, chunk=32, seed_B=np.zeros(8), limit_B=np.zeros(8))
+        rows = decode.prefill(lm, prompts, seeds=[0] * 8, limits=[0] * 8)
         hidden_BD = np.asarray(rows.x_BD)
     actual_BV = hidden_BD @ np.asarray(lm.params["embedding_VD"]).T
-    tokens_BT, length_B = decode.padded(prompts, 8, 32)
+    tokens_BT, length_B, _ = decode.padded(prompts, lm.mesh)
     expected_BV = full_logits(lm, mesh_of(), tokens_BT)[np.arange(8), length_B - 1]
     unquantized = dataclasses.replace(lm, config=replace(lm.config, "model", attention_logit_bits=None))
     other_BV = full_logits(unquantized, mesh_of(), tokens_BT)[np.arange(8), length_B - 1]

@@ -10,13 +10,15 @@ from difftx.inference.sampling import GREEDY
 
 LENGTHS = [1, 40, 33, 64, 90]
 LIMITS = [20, 20, 5, 20, 0]
+SEEDS = [0] * len(LIMITS)
 
 
-def check_against_full_pass(lm, one, prompts, limits, chunk):
+def check_against_full_pass(lm, one):
     """Decode two blocks greedily; compare the tokens, and the logits after prefill and after each block."""
-    tokens_BT, real_B = decode.padded(prompts, len(limits), chunk)
+    prompts = prompts_of(LENGTHS)
+    tokens_BT, _, _ = decode.padded(prompts, lm.mesh)
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, prompts, chunk=chunk, seed_B=np.zeros(len(limits)), limit_B=limits)
+        rows = decode.prefill(lm, prompts, seeds=SEEDS, limits=LIMITS)
         hidden, blocks = [np.asarray(rows.x_BD)], []
         for _ in range(2):
             rows, block_BN = decode.next_tokens(lm, rows, GREEDY)
@@ -26,16 +28,14 @@ def check_against_full_pass(lm, one, prompts, limits, chunk):
 
     # The same rows, with the decoded tokens after each prompt.
     tokens_BT = np.pad(tokens_BT, [(0, 0), (0, 2 * decode.BLOCK_TOKENS)])
-    for b, length in enumerate(real_B):
+    for b, length in enumerate(LENGTHS):
         new = new_BN[b][new_BN[b] != decode.NO_TOKEN]
-        assert len(new) <= limits[b]
+        assert len(new) <= LIMITS[b]
         tokens_BT[b, length : length + len(new)] = new
     logits_BTV = full_logits(lm, one, tokens_BT)
 
     embedding_VD = np.asarray(lm.params["embedding_VD"])
-    for b, length in enumerate(real_B):
-        if not length:
-            continue
+    for b, length in enumerate(LENGTHS):
         expected_NV = logits_BTV[b, length - 1 :]
         np.testing.assert_allclose(embedding_VD @ hidden[0][b], expected_NV[0], atol=1e-5)
         for i, token in enumerate(new_BN[b]):
@@ -43,7 +43,7 @@ def check_against_full_pass(lm, one, prompts, limits, chunk):
             assert ended or token == np.argmax(expected_NV[i, :257])
         for block, x_BD in enumerate(hidden[1:], start=1):
             at = block * decode.BLOCK_TOKENS
-            if at < limits[b] and not (new_BN[b, :at] == decode.NO_TOKEN).any():
+            if at < LIMITS[b] and not (new_BN[b, :at] == decode.NO_TOKEN).any():
                 np.testing.assert_allclose(embedding_VD @ x_BD[b], expected_NV[at], atol=1e-5)
 
 
@@ -56,19 +56,20 @@ def check_against_full_pass(lm, one, prompts, limits, chunk):
         pytest.param("transformer", 2, {}, [64], marks=pytest.mark.long),
     ],
 )
-def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, kv_heads, sizes, chunks):
+def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, architecture, kv_heads, sizes, chunks):
     heads = {"model__num_heads": 4, "model__num_kv_heads": kv_heads}
     lm = language_model(config, mesh_of(**sizes), architecture, **heads)
-    limits = np.array([*LIMITS, 0, 0, 0])
     for chunk in chunks:
-        check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS), limits, chunk)
+        monkeypatch.setattr(decode, "chunk_for", lambda longest, rows, mesh, chunk=chunk: chunk)
+        check_against_full_pass(lm, mesh_of())
 
 
 @pytest.mark.long
-def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_of):
+def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_of, monkeypatch):
     mesh = mesh_of(context=8)
     lm = language_model(config, mesh, model__num_heads=2, mesh__context_method="zigzag")
-    check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS), np.array([*LIMITS, 0, 0, 0]), 32)
+    monkeypatch.setattr(decode, "chunk_for", lambda longest, rows, mesh: 32)
+    check_against_full_pass(lm, mesh_of())
 
 
 def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
@@ -78,6 +79,6 @@ def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
         assert lm.weights["blocks"]["mlp"]["up_DF"].dtype == "bfloat16"
         vars(lm)["weights"] = getattr(lm, name)
         with jax.set_mesh(lm.mesh):
-            rows = decode.prefill(lm, prompts_of([20, 5]), chunk=32, seed_B=np.zeros(2), limit_B=np.zeros(2))
+            rows = decode.prefill(lm, prompts_of([20, 5]), seeds=[0, 0], limits=[0, 0])
         outputs.append(np.asarray(rows.x_BD, np.float32))
     np.testing.assert_array_equal(*outputs)

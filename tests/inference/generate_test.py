@@ -22,7 +22,7 @@ def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monke
     lm = language_model(config, mesh_of())
     completions = generate(lm, requests(), GREEDY)
     assert max(len(c.tokens) for c in completions) == 40
-    tokens_BT, _ = decode.padded([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], 3, 1)
+    tokens_BT = decode.padded([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], lm.mesh)[0][:3]
     best_BT = np.argmax(full_logits(lm, mesh_of(), tokens_BT)[..., :257], axis=-1)
     for prompt, completion, best_T in zip(PROMPTS, completions, best_BT, strict=True):
         new = len(completion.tokens)

@@ -13,8 +13,7 @@ from difftx.inference.score import Item, Prompt, loglikelihoods, most_likely
 def brute_force(lm, mesh, items):
     """Return log-likelihood, whether it is greedy, and the greedy tokens of each item, from logits of whole rows."""
     rows = [[*item.context, *item.between, *item.continuation] for item in items]
-    tokens_BT, _ = padded(rows, len(items), 128)
-    logits_BTV = full_logits(lm, mesh, tokens_BT).astype(np.float64)
+    logits_BTV = full_logits(lm, mesh, padded(rows, mesh)[0])[: len(items)].astype(np.float64)
     expected = []
     for item, logits_TV in zip(items, logits_BTV, strict=True):
         logits_NV = logits_TV[len(item.context) + len(item.between) - 1 :][: len(item.continuation)]

@@ -80,10 +80,9 @@ class GroupedDiffAttention(DiffAttention):
     head_i = (A1_i - λ A2_{i // R}) V. R = `signal_heads` signal heads subtract the attention weights of one shared
     noise head. Everything else is as in differential attention, which is the case R = 1.
 
-    The query weight stores R signal queries and 1 noise query for each noise head. These R + 1 queries share keys and
-    values, so K must divide N = H / R. Fused kernels require as many noise queries as signal queries, so the device
-    computes A2 once per signal head. For R = 3, attention has 3.5 D² weights, and the MLP of a matched model is D / 6
-    wider than the Transformer's.
+    The R signal queries and the noise query of a noise head share keys and values, so K must divide N = H / R. Fused
+    kernels require as many noise queries as signal queries, so they compute A2 once per signal head. For R = 3,
+    attention has 3.5 D² weights, and the MLP of a matched model is D / 6 wider than the Transformer's.
     """
 
     fields = ("signal_heads", *DiffAttention.fields)
