@@ -73,8 +73,8 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
     alone: list[_Entry] = []
     short: dict[int, list[_Entry]] = collections.defaultdict(list)
     for key, item in dict(zip(keys, items, strict=True)).items():  # Equal items are scored once.
-        of_length = short[key[0]] if len(item.branch) <= BRANCH_TOKENS else alone
-        of_length.append((key, item))
+        group = short[key[0]] if len(item.branch) <= BRANCH_TOKENS else alone
+        group.append((key, item))
     shared = [group for group in short.values() if len(group) > 1]
     alone += [group[0] for group in short.values() if len(group) == 1]
     # Batch rows of similar lengths.
