@@ -25,7 +25,7 @@ from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
 from difftx.training.agreement import agree_on_command, check_everywhere
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run, read_newest
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
 from difftx.training.run import Run, read_config
 from difftx.training.state import init_state
 
@@ -68,7 +68,7 @@ def run_suites(
     evaluator = _Evaluator(checkpointer, workdir, config, suites, again)
     with Work(enabled=multihost.is_primary()) as work:
         if steps is None:
-            newest = read_newest(checkpointer, evaluator.load)
+            newest = checkpointer.read_newest(evaluator.load)
             if newest is None:
                 raise UserError(f"--workdir={workdir}: no checkpoint there yet")
             evaluator.evaluate(newest, work)

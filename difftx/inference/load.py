@@ -15,7 +15,7 @@ from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
 from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer, read_newest
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
 from difftx.training.run import read_config
 from difftx.training.state import init_state
 
@@ -76,7 +76,7 @@ def read_checkpoint[T](workdir: Path, step: int | None, now: Config, read: Calla
 
     if step is not None:
         return read_step(checkpointer.verified(step))
-    result = read_newest(checkpointer, read_step)
+    result = checkpointer.read_newest(read_step)
     if result is None:
         raise UserError(f"{flag}={workdir}: no checkpoint there yet")
     return result

@@ -3,9 +3,11 @@
 import argparse
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import flax.traverse_util
 
 import difftx
 from difftx.config import Config
@@ -15,19 +17,16 @@ from difftx.registry import loaded_extensions
 from difftx.training.checkpoint.manifest import package_versions
 from difftx.training.run import Run
 
-# Flags that may differ. Of --config and --extension, the fields and the contents are compared.
+# Flags that may differ. For --config and --extension, the config's fields and the files' contents are compared instead.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Fields of `data` that may differ between hosts: `open_run` compares the contents.
 OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
-    """Compare difftx, the packages, the extensions, the command's flags and the config with the other processes.
+    """Raise `UserError` in every process if the source code, packages, extensions, flags or config of one differ.
 
     Call this function as soon as the processes have joined, because a difference could make one process wait forever.
-
-    Raises:
-        UserError: a value differs; every process raises the error.
     """
 
     def fields() -> dict[str, Any]:
@@ -39,9 +38,13 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
         packages = {f"package {name}": version for name, version in package_versions().items()}
         loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
         extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
-        return source_files() | packages | extensions | own | config_fields(config)
+        raw = values_of(config)
+        for group in (raw["data"], *raw["data"]["sources"]):
+            for name in OWN_DATA_FIELDS:
+                group.pop(name, None)
+        return source_files() | packages | extensions | own | flax.traverse_util.flatten_dict(raw, sep=".")
 
-    multihost.agree("the command", fields, lambda found: found, config.multihost.barrier_timeout_seconds)
+    multihost.agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
 
 
 def open_run(config: Config, workdir: Path, check: Callable[[Run], None] = lambda _: None) -> Run:
@@ -57,6 +60,10 @@ def open_run(config: Config, workdir: Path, check: Callable[[Run], None] = lambd
         check(run)
         return run
 
+    def data_fields(run: Run) -> dict[str, Any]:
+        signature = {f"data: {name}": value for name, value in run.data.signature.items()}
+        return signature | {f"data: validation set {name}": rows.fingerprint for name, rows in run.data.valid.items()}
+
     return multihost.agree("the data", opened, data_fields, config.multihost.barrier_timeout_seconds)
 
 
@@ -66,32 +73,9 @@ def check_everywhere(run: Run, check: Callable[[Run], None]) -> None:
 
 
 def source_files() -> dict[str, str]:
-    """Return a mapping from the path of each source file of difftx to its SHA-256."""
+    """Return the SHA-256 of each source file of difftx, keyed by the path in messages."""
     folder = Path(difftx.__path__[0])
     return {
         f"difftx source {path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*.py"))
-    }
-
-
-def config_fields(config: Config) -> dict[str, Any]:
-    """Return the fields of a config that must be equal in all processes, by their full names."""
-    raw = values_of(config)
-    for group in (raw["data"], *raw["data"]["sources"]):
-        for name in OWN_DATA_FIELDS:
-            group.pop(name, None)
-    return _flat(raw, "")
-
-
-def data_fields(run: Run) -> dict[str, Any]:
-    """Return values that identify the rows of a run's training and validation data."""
-    signature = {f"data: {name}": value for name, value in run.data.signature.items()}
-    return signature | {f"data: validation set {name}": rows.fingerprint for name, rows in run.data.valid.items()}
-
-
-def _flat(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {
-        full: leaf for key, inner in value.items() for full, leaf in _flat(inner, f"{name}.{key}".lstrip(".")).items()
     }

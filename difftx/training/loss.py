@@ -75,7 +75,7 @@ def _scores(x_BTD, table_VD, targets_BT):
 
 
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
-    """Return the NLL of one device's tokens, and the weighted sum's gradients for this device's shards of x and table."""
+    """Return the NLL of one device's tokens, and the weighted sum's gradients for its shards of x and the table."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(dtable_VD, rows):

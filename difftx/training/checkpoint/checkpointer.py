@@ -100,6 +100,24 @@ class Checkpointer:
             self._verified.add(step)
         return step
 
+    def read_newest[T](self, read: Callable[[int], T]) -> T | None:
+        """Return `read(step)` of the step that `newest` returns, or None if there has never been a checkpoint.
+
+        If training deletes the checkpoint meanwhile, call `read` again with the step that is then the newest. With
+        several processes, raise `RunError` instead, because the other processes may have read it.
+        """
+        while (step := self.newest()) is not None:
+            folder = self.folder / str(step)
+            try:
+                return read(step)
+            except Exception as error:  # Orbax raises many exception types for a missing file.
+                if folder.exists():
+                    raise
+                if jax.process_count() > 1:
+                    raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
+                say(f"checkpoint {folder} was deleted while it was read; reading the newest again")
+        return None
+
     def verified(self, step: int) -> int:
         """Return `step`, or raise `UserError` if its checkpoint does not exist or does not verify."""
         decide_on_primary(lambda: self._require_verified(step), DECISION_SECONDS)
