@@ -115,20 +115,14 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
-    """Delete the temporary files and folders that killed processes of this host have left in a folder.
-
-    If `name` is given, delete only those with this final name. Return the names of the deleted files and folders.
-    """
+def remove_temporaries(folder: Path, name: str | None = None) -> None:
+    """Delete what killed processes of this host have left in a folder, or only what was to be renamed to `name`."""
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
-    removed = []
-    for path in sorted(folder.iterdir()):
+    for path in folder.iterdir():
         found = temporary.fullmatch(path.name)
         if found and not _is_running(int(found[1])):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return removed
 
 
 def _is_running(process: int) -> bool:

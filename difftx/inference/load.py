@@ -13,10 +13,9 @@ from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
-from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
-from difftx.training.run import read_config
+from difftx.training.run import agree_on_command, read_config
 from difftx.training.state import init_state
 
 

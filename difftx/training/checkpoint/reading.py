@@ -17,7 +17,6 @@ from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
-from difftx.training import agreement
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, config_of
 from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.resume import changed_fields
@@ -86,12 +85,12 @@ def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
     """Open the run of a checkpoint, with the checkpoint's model and the present location of its training data."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
-            run = agreement.open_run(config, workdir)
+            run = Run.open(config, workdir)
             # The training data of an imported checkpoint is not known, so its signature has only the tokenizer.
             signature = {name: run.data.signature.get(name) for name in checkpoint.data}
             if not signature_changes(checkpoint.data, signature):
                 return run
-    return agreement.open_run(checkpoint.config, workdir)
+    return Run.open(checkpoint.config, workdir)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:

@@ -73,7 +73,7 @@ def rename(folder: Path, to: Path) -> Path:
 
 
 def quarantine_order(path: Path) -> tuple[int, int]:
-    """Return a quarantined checkpoint's step, or -1 if its name has none, and its number among those of the same step."""
+    """Return a quarantined checkpoint's step, or -1 if its name has none, and its number among those of this step."""
     found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
