@@ -30,7 +30,7 @@ class Extension:
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
-_running: list[Path] = []  # Files that `import_file` is running now. The last one was started by the one before it.
+_running: list[Path] = []  # Files that `import_file` is running; each file imports the next one.
 _extensions: dict[Path, Extension] = {}
 _modules: dict[Path, types.ModuleType] = {}  # Modules of the user files that have run.
 

@@ -41,8 +41,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
         allow_config_change: Resume even if the config differs from the config of the checkpoint.
 
     Returns:
-        The exit code: 0 after the last step; 75 after SIGTERM or Ctrl-C, when the same command resumes the run; 1 if
-        the guards stopped the run.
+        The exit code: 0 after the last step, `EXIT_PREEMPTED` after a signal, `EXIT_FAILED` after bad steps.
     """
     interrupt = Interrupt()
     try:
@@ -242,7 +241,7 @@ class Reporter:
             self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last step from the duration of the next step."""
+        """Exclude the time until now from the duration of the next step."""
         self._last = time.perf_counter()
 
     def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:

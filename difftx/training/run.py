@@ -158,7 +158,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
 
 
 def source_files() -> dict[str, str]:
-    """Return the SHA-256 of each source file of difftx, keyed by the path in messages."""
+    """Return the SHA-256 of each source file of difftx, keyed by names such as "difftx source training/run.py"."""
     folder = Path(__file__).parents[1]
     return {
         f"difftx source {path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()

@@ -147,17 +147,15 @@ class Checkpointer:
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
-            why = self._damage(step)
+            folder, why = self.folder / str(step), self._damage(step)
             if why is None:
                 return step
-            if self._config is None and not (self.folder / str(step)).exists():
-                say(f"checkpoint {self.folder / str(step)} was deleted while it was read; looking for the newest again")
+            if self._config is None and not folder.exists():
+                say(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons.append(f"{step}: {why}")
-            fate = (
-                "skipped" if self._config is None else f"renamed {retention.quarantine(self.folder / str(step)).name}"
-            )
-            say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
+            fate = "skipped" if self._config is None else f"renamed {retention.quarantine(folder).name}"
+            say(f"checkpoint {folder} does not verify: {why}; {fate}")
         if self._config is not None and (step := self._take_back(quarantined)) is not None:
             return step
         if reasons := reasons or [path.name for path in quarantined]:

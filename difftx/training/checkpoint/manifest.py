@@ -52,7 +52,7 @@ SHAPE = {
 
 
 class OtherFormatError(UserError):
-    """Another version of difftx wrote the checkpoint. The checkpoint is not corrupt, so nothing may rename it."""
+    """A checkpoint that another version of difftx wrote. It is not corrupt, so nothing may rename it."""
 
 
 @dataclasses.dataclass(frozen=True)

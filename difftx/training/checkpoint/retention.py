@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from difftx.config import CheckpointConfig
 from difftx.errors import RunError, UserError
-from difftx.files import list_folder, read_json
+from difftx.files import list_folder, read_json, schema_error
 from difftx.training.checkpoint.manifest import QUARANTINED
 
 REMOVED = ".removed"
@@ -38,19 +38,15 @@ def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path)
 
 
 def number_of(workdir: Path, step: int, name: str) -> float | None:
-    """Return a number such as "loss/perplexity" of the evaluation after a step, or None if it is absent or not finite.
-
-    Raises:
-        UserError: the suite was evaluated, and its file does not contain the number.
-    """
+    """Return a number such as "loss/perplexity" after a step, or None if it was not evaluated or is not finite."""
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
     if not path.exists():
         return None
     result = read_json(path)
-    numbers = result.get("numbers") if isinstance(result, dict) else None
-    if not isinstance(numbers, dict) or number not in numbers:
-        known = ", ".join(numbers) if isinstance(numbers, dict) else "none"
+    numbers = result["numbers"] if schema_error(result, {"numbers": dict}) is None else {}
+    if number not in numbers:
+        known = ", ".join(numbers) or "none"
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
@@ -79,10 +75,7 @@ def quarantine_order(path: Path) -> tuple[int, int]:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under a valid name.
-
-    If a checkpoint is a symbolic link, only the link is deleted, because the user chose where the files are.
-    """
+    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under a valid name."""
     for folder in folders:
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
