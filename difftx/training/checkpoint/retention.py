@@ -75,7 +75,7 @@ def quarantine_order(path: Path) -> tuple[int, int]:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under a valid name."""
+    """Delete checkpoints. Rename each one first, so that a kill leaves no partial checkpoint under a valid name."""
     for folder in folders:
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
