@@ -66,7 +66,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_writable_file(path: Path) -> None:
-    """Check that a file can be written: it is not a folder, and its folder passes `require_writable`."""
+    """Raise an `OSError` if a file cannot be written because it is a folder, or its folder fails `require_writable`."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     require_writable(path.parent)
@@ -116,7 +116,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete what killed processes of this host have left in a folder, or only what was to be renamed to `name`."""
+    """Delete the temporary files and folders that killed processes of this host have left, or only those for `name`."""
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
     for path in folder.iterdir():
