@@ -1,7 +1,7 @@
-"""Synthetic recall tasks, generated on demand: example i depends on the seed, the split and i alone.
+"""Synthetic recall tasks, generated on demand: example i depends only on the task, the seed, the split and i.
 
 `data.path` selects a task as "synthetic:TASK", and the group `data.synthetic` holds its parameters. Only answers count
-in the loss. Token 0 is filler and separator. Of the other tokens, the lower half are keys and the upper half values.
+in the loss. Token 0 is filler and separator. The lower half of the other tokens are keys, the upper half values.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> 
     """Return an example of multi-query associative recall: key-value pairs, then each key again as a query.
 
     The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), a query's distance from the pairs is an
-    even number of tokens, drawn from a power law over the rest of the row. All other tokens after the pairs are random.
-    This includes the token after a query, where its value would be.
+    even number of tokens, drawn from a power law. All other tokens after the pairs are random; the answers are targets
+    only, so they do not follow their queries in the row.
     """
     keys, values = _keys_and_values(config, rng)
     context = 2 * config.pairs
@@ -51,7 +51,7 @@ def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 def retrieval_with_positions(
     config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the tokens of `retrieval`, the position of each pair (its key), and the index of the queried pair."""
+    """Return the tokens of a `retrieval` example, the position of each key, and the index of the queried key."""
     keys, values = _keys_and_values(config, rng)
     others = np.setdiff1d(np.arange(1, config.vocab_size), keys)
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
@@ -78,10 +78,10 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task. Both functions get the config and the number of tokens of a row."""
+    """A task, defined by two functions. Both get the config and the number of tokens of a row."""
 
-    make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
-    tokens: Callable[[SyntheticConfig, int], int]  # Number of tokens that an example needs.
+    make: Callable[[SyntheticConfig, int, np.random.Generator], Example]  # Returns a random example.
+    tokens: Callable[[SyntheticConfig, int], int]  # Returns the number of tokens of an example.
 
 
 MQAR = Task(mqar, lambda config, _: 4 * config.pairs)
@@ -99,11 +99,7 @@ TASKS: Registry[Task] = Registry(
 
 
 class SyntheticRows:
-    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers.
-
-    Raises:
-        UserError: If there is no such task, or an example does not fit into a row.
-    """
+    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers."""
 
     def __init__(self, path: str, config: DataConfig, split: str):
         name = path.removeprefix(SYNTHETIC)
@@ -149,6 +145,7 @@ class SyntheticRows:
 
 
 def _keys_and_values(config: SyntheticConfig, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw different keys from the lower half of the tokens, and different values from the upper half."""
     middle = config.vocab_size // 2
     keys = 1 + rng.choice(middle - 1, config.pairs, replace=False)
     values = middle + rng.choice(config.vocab_size - middle, config.pairs, replace=False)

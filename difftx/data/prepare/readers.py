@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from difftx.data.streams import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
+from difftx.data.records import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
 from difftx.errors import UserError, import_extra
 from difftx.registry import Registry
 
