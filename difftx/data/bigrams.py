@@ -1,10 +1,8 @@
 """Exact counts of token bigrams within documents, for stores of any size, in bounded memory.
 
-`write_bigrams` is an external merge sort. It splits the tokens into chunks, writes the bigrams of each chunk with their
-counts to a temporary file, sorted (a run), and then merges the runs.
-
-A file of counts consists of a line of JSON (the header), all bigrams in ascending order, and all counts. Both arrays
-are little-endian uint64, so that they can be memory-mapped.
+`write_bigrams` is an external merge sort: it writes sorted runs, each with the bigrams of a chunk of tokens, and merges
+them. Its result is a line of JSON (the header), all bigrams in ascending order, and all counts. Both arrays are
+little-endian uint64, so that they can be memory-mapped.
 """
 
 import dataclasses
@@ -75,11 +73,8 @@ def write_bigrams(
 ) -> dict[str, Any]:
     """Write the total counts of the bigrams in several stores to a file, atomically, and return the file's header.
 
-    Args:
-        path: File to write. Temporary files next to it take up to 32 bytes per distinct bigram of each chunk.
-        min_count: Bigrams that occur less often are left out.
-        memory_bytes: Memory for counting and merging, not including the document offsets of the stores.
-        description: Header fields that describe the stores.
+    Bigrams that occur less than `min_count` times are left out. `memory_bytes` does not include the document offsets of
+    the stores. Temporary files next to `path` take up to 32 bytes per distinct bigram of each chunk.
     """
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
@@ -113,11 +108,7 @@ def write_bigrams(
 
 
 def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCounts:
-    """Map a file that `write_bigrams` wrote into memory. Messages name it as the value of the config field `field`.
-
-    Raises:
-        UserError: If the file is invalid or incomplete, or was counted with another vocabulary.
-    """
+    """Map a file that `write_bigrams` wrote into memory. Errors name it as the value of the config field `field`."""
     where = f"{field}={str(path)!r}"
     try:
         with path.open("rb") as file:

@@ -62,14 +62,9 @@ class Loader(Iterator[Batch]):
         vocab_size: int,
         where: Callable[[int], str],
     ):
-        """Start at the first example.
+        """Start at the first example. A global batch has `rows` rows; `sharding` is that of a `[rows, T]` array.
 
-        Args:
-            examples: `Sources.examples`, or other endless random-access rows.
-            rows: Rows per batch, over all processes.
-            sharding: Sharding of a `[rows, T]` array.
-            signature: `Sources.signature`, which `restore` compares with the signature of the checkpoint.
-            where: `Sources.where`, which describes the origin of an example, given its number.
+        `examples`, `signature` and `where` are the attributes and the method of `Sources` with these names.
         """
         self._rows_here = rows_here(sharding, rows)
         self._iterator = host_batches(HostSlice(examples, rows, self._rows_here), prefetch_batches)
@@ -89,12 +84,7 @@ class Loader(Iterator[Batch]):
         return {"examples": self._examples, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the examples that were consumed when `state` was saved.
-
-        Raises:
-            UserError: If the state was saved with other data (the message names each difference), or if the number of
-                consumed examples is not a multiple of the batch size.
-        """
+        """Continue after the examples that had been consumed when `state` was saved with the same data."""
         if changes := signature_changes(state["signature"], self._signature):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
@@ -123,21 +113,16 @@ def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Ro
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
-    """Return the indices, ascending, of the batch's rows that the devices of this process hold.
-
-    The indices may have gaps, and other processes may hold the same rows, because the mesh follows the interconnect of
-    a pod and not the boundaries of its hosts.
-    """
+    """Return the indices, ascending, of the batch's rows that the devices of this process hold."""
+    # The indices may have gaps, and other processes may hold the same rows, because the mesh follows the interconnect
+    # of a pod and not the boundaries of its hosts.
     indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
     return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
 
 
 def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Raise `UserError` if a token or target of `[rows, T]` arrays is not in the vocabulary.
-
-    The model would not fail, because lookups on a device clamp an invalid index or return zeros. `where` describes the
-    origin of a row, given its index.
-    """
+    """Raise `UserError` with the origin of the row, `where(row)`, if a token or target is not in the vocabulary."""
+    # The model would not fail, because lookups on a device clamp an invalid index or return zeros.
     for name in ("tokens", "targets"):
         ids = rows[name]
         if len(invalid := np.argwhere((ids < 0) | (ids >= vocab_size))):

@@ -2,11 +2,9 @@
 
 Arithmetic alone maps the number of an example to a source and an example of that source. Examples form blocks of B
 examples, and blocks form periods of M blocks. A period has B·M points, and each source owns a contiguous range of them,
-in proportion to its weight. Position p of block b is point p·M + r(b), where r reverses the bits of b.
-
-The bit reversal spreads the offsets r(b) evenly. Therefore the number of examples of a source in a block differs from
-the source's share of B by less than one example, and over a period the share is exact. The positions of a block are
-read in a shuffled order.
+in proportion to its weight. Position p of block b is point p·M + r(b), where r reverses the bits of b. This spreads the
+offsets r(b) evenly. Therefore the number of examples of a source in a block differs from the source's share of B by at
+most one, and over a period the share is exact. The positions of a block are read in a shuffled order.
 """
 
 import bisect

@@ -85,7 +85,7 @@ class PackedRows:
         starts, lengths = self._index.starts[segments], self._index.lengths[segments]
         stops = starts + lengths
         continues = self._offsets[self._offsets.searchsorted(stops)] != stops
-        row = self._empty_row(lengths)
+        row = empty_row(self.sequence_length, lengths if self._document_mask else None)
         filled = 0
         for start, stop, document_continues in zip(starts.tolist(), stops.tolist(), continues.tolist(), strict=True):
             self._fill(row, filled, start, stop, document_continues)
@@ -98,27 +98,15 @@ class PackedRows:
             tokens = self.store.slice(start, stop + 1).astype(np.int32)
             return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": self._counted(start + 1, stop + 1)}
         first, last = np.searchsorted(self._offsets, [start + 1, stop])
-        row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
+        lengths = np.diff(np.concatenate([[start], self._offsets[first:last], [stop]]))
+        row = empty_row(self.sequence_length, lengths)
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
         row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # The targets there begin another document.
         return row
 
-    def _empty_row(self, lengths: np.ndarray) -> Row:
-        """Return a row of padding, with segment ids and positions for segments of the given lengths."""
-        row = {
-            "tokens": np.zeros(self.sequence_length, np.int32),
-            "targets": np.zeros(self.sequence_length, np.int32),
-            "loss_mask": np.zeros(self.sequence_length, np.float32),
-        }
-        if self._document_mask:
-            row["segment_ids"], row["positions"] = segment_arrays(lengths, self.sequence_length)
-        return row
-
     def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:
-        """Copy tokens start … stop - 1 of the store to position `at` of a row.
-
-        The next token is the target of the last one if it belongs to the same document (`document_continues`).
-        """
+        """Copy tokens start … stop - 1 of the store, and their targets, to position `at` of a row."""
+        # The last of these tokens has a target only if its document continues.
         tokens = self.store.slice(start, stop + document_continues)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
@@ -133,20 +121,24 @@ class PackedRows:
         return (positions >= self._responses[documents]).astype(np.float32)
 
 
-def segment_arrays(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment ids and positions, int32 [T] each, for segments of the given lengths followed by padding."""
-    ids, positions = np.zeros(row_tokens, np.int32), np.zeros(row_tokens, np.int32)
-    filled = int(np.sum(lengths))
-    ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    positions[:filled] = np.arange(filled) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return ids, positions
+def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
+    """Return a row of zeros. With `segment_lengths`, it has segment ids and positions for segments of these lengths."""
+    row = {
+        "tokens": np.zeros(row_tokens, np.int32),
+        "targets": np.zeros(row_tokens, np.int32),
+        "loss_mask": np.zeros(row_tokens, np.float32),
+    }
+    if segment_lengths is not None:
+        ids, positions = np.zeros((2, row_tokens), np.int32)
+        filled, starts = int(segment_lengths.sum()), np.cumsum(segment_lengths) - segment_lengths
+        ids[:filled] = np.repeat(np.arange(1, len(segment_lengths) + 1), segment_lengths)
+        positions[:filled] = np.arange(filled) - np.repeat(starts, segment_lengths)
+        row |= {"segment_ids": ids, "positions": positions}
+    return row
 
 
 def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return the result of `best_fit`, cached as a file in `folder`. A file with a wrong checksum is built again.
-
-    Several processes may build the file at the same time, because each writes its own file and renames it.
-    """
+    """Return the result of `best_fit`, cached as a file in `folder`. A file with a wrong checksum is built again."""
     content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
     content.update(np.ascontiguousarray(offsets))
     path = folder.expanduser() / f"{content.hexdigest()}.index"
@@ -155,7 +147,7 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
             if (index := _read(path)) is not None:
                 return index
             print(f"{path}: corrupt: its content does not match its checksum; packing again", flush=True)
-        _write(path, best_fit(offsets, row_tokens))
+        _write(path, best_fit(offsets, row_tokens))  # Atomic, so several processes may build the file at the same time.
         if (index := _read(path)) is not None:
             return index
     except OSError as error:
@@ -168,12 +160,9 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     """Pack documents into rows by best-fit decreasing, in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
 
-    A document longer than a row is first split into full rows and a remainder. Rows, and the segments of each row, are
-    in the order of the documents, so that the first rows are not biased towards long documents.
-
-    Args:
-        offsets: Start of each document, and the end, int64 [documents + 1].
-        row_tokens: T
+    `offsets`, int64 [documents + 1], are the start of each document, and the end. A document longer than a row is first
+    split into full rows and a remainder. Rows, and the segments of each row, are in the order of the documents, so that
+    the first rows are not biased towards long documents.
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
     for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
@@ -199,9 +188,8 @@ def _segments(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarr
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
     """Assign items to bins of capacity `room` by best-fit decreasing; return the bin of each item.
 
-    Items are packed longest first, each into the fullest bin that still has space for it. Items of the same length are
-    packed in one step per kind of bin (bins with the same remaining capacity), so the number of steps depends on the
-    number of distinct lengths, not on the number of items.
+    Items are packed longest first, each into the fullest bin that still has space for it. A step packs all items of one
+    length that go into bins of one remaining capacity, so the work grows with the number of distinct lengths.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
     open_bins: dict[int, list[np.ndarray]] = {}  # Keyed by remaining capacity.

@@ -60,10 +60,7 @@ class Record:
 def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
     """Yield the JSON object of each line that is not blank; raise `UserError` if the file or a line is invalid.
 
-    Args:
-        path: File to read, decompressed if its name ends in .gz, .zst or .xz.
-        field: Flag or config field that names the file, for messages.
-        what: Plural noun for the objects, such as "prompts", for messages.
+    Messages name the flag or config field that holds the path (`field`) and call the objects `what`, such as "prompts".
     """
     empty = True
     try:

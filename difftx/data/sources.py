@@ -1,7 +1,4 @@
-"""Training rows and validation rows from the sources that the config group `data` defines.
-
-A source is a prepared token store, text that is tokenised in memory, or a synthetic task.
-"""
+"""Training rows and validation rows from the config's sources: token stores, text to tokenise, or synthetic tasks."""
 
 import dataclasses
 import functools
@@ -142,12 +139,7 @@ def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encodin
 def open_split(
     config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
 ) -> TokenStore:
-    """Open a split of the store at `path`, the value of the config field `field`.
-
-    Raises:
-        UserError: If `path` is not a store, or if the store is corrupt or made with another tokenizer. Without
-            `config.verify`, only file sizes are checked for corruption.
-    """
+    """Open a split of the store at `path`, the value of the config field `field`, and check its tokenizer."""
     tokenizer = read_meta(path)["tokenizer"]
     if (vocabulary := tokenizer["vocabulary_sha256"]) != fingerprint(encoding):
         raise UserError(

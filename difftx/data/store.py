@@ -1,7 +1,5 @@
 """Token stores: concatenated tokenised documents, in memory or in shards that `difftx prepare` writes.
 
-`UpsampledStore` is a view of another store that raises the share of long documents.
-
 A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64; start of each document
 in the shard, and the end). If the input has ids or prompts, a shard also has `NNNNN.ids` (one JSON string per line) and
 `NNNNN.prompts` (uint64; number of prompt tokens of each document). `meta.json` is written last, so a folder without it
@@ -106,13 +104,11 @@ class ShardedStore(TokenStore):
     def slice(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} … {stop} of {len(self)}")
-        parts = []
         first = min(bisect.bisect_right(self._starts, start), len(self._files)) - 1
-        for shard in range(first, len(self._files)):
+        parts = []
+        for shard in range(first, max(first + 1, bisect.bisect_left(self._starts, stop))):
             begin, end = self._starts[shard], self._starts[shard + 1]
             parts.append(self._read(shard, max(start, begin) - begin, min(stop, end) - begin))
-            if stop <= end:
-                break
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
@@ -136,11 +132,9 @@ class ShardedStore(TokenStore):
 class UpsampledStore(TokenStore):
     """A store of nearly the same size in which long documents have a given share of the tokens.
 
-    This is length up-sampling (Fu et al. 2024, arXiv 2402.10171). The paper applies it per source: the weights of the
-    sources stay the same, and long documents become more frequent within each source.
-
-    Long documents are repeated at one rate and short documents at another. Systematic sampling, which is not random,
-    uses each document ⌊rate⌋ or ⌈rate⌉ times, in separate passes over the store. Tokens are not copied.
+    This is length up-sampling (Fu et al. 2024, arXiv 2402.10171): long documents become more frequent within each
+    source, and the weights of the sources stay the same. Long documents are repeated at one rate and short documents at
+    another. Systematic sampling uses each document ⌊rate⌋ or ⌈rate⌉ times, in separate passes over the store.
     """
 
     def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
@@ -186,12 +180,9 @@ class UpsampledStore(TokenStore):
 
 
 def open_store(folder: str | Path, split: str, *, verify: bool = False) -> TokenStore:
-    """Open the split "train" or "valid" of a store that `difftx prepare` has written.
+    """Open the split "train" or "valid" of a store, or raise `UserError` if a file is missing or has a wrong size.
 
-    File sizes are always checked. With `verify`, every file is also read and its SHA-256 compared.
-
-    Raises:
-        UserError: If the folder is not a finished store, the split is empty, or a shard is missing or corrupt.
+    With `verify`, every file is also read, and its SHA-256 is compared.
     """
     folder = Path(folder)
     meta = read_meta(folder)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
-from difftx.data.packing import Row, segment_arrays
+from difftx.data.packing import Row, empty_row
 from difftx.errors import UserError
 from difftx.registry import Registry
 
-FILLER = 0  # Pads an example that is shorter than its row, and separates a prefix from its copy.
+FILLER = 0  # Pads an example that is shorter than its row, as in `empty_row`, and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
 type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions whose targets are answers, and answers.
@@ -40,10 +40,7 @@ def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> 
 
 
 def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Return an example of noisy key-value retrieval: shuffled pairs and distractors, then one of the keys as a query.
-
-    A distractor may be any token except the example's keys.
-    """
+    """Return an example of noisy key-value retrieval: shuffled pairs and distractors, then one key as a query."""
     tokens, positions, queried = retrieval_with_positions(config, row_tokens, rng)
     return tokens, np.array([len(tokens) - 1]), tokens[positions[[queried]] + 1]
 
@@ -53,7 +50,7 @@ def retrieval_with_positions(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the tokens of a `retrieval` example, the position of each key, and the index of the queried key."""
     keys, values = _keys_and_values(config, rng)
-    others = np.setdiff1d(np.arange(1, config.vocab_size), keys)
+    others = np.setdiff1d(np.arange(1, config.vocab_size), keys)  # Distractors may be values.
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
     starts = np.cumsum(1 + is_pair) - 1 - is_pair
     tokens = np.empty(_retrieval_tokens(config, row_tokens), np.int64)
@@ -130,17 +127,11 @@ class SyntheticRows:
 
     def __getitem__(self, index: int) -> Row:
         tokens, positions, answers = self._task.make(self._config, self.sequence_length, self.random(index))
-        row = {
-            "tokens": np.full(self.sequence_length, FILLER, np.int32),
-            "targets": np.full(self.sequence_length, FILLER, np.int32),
-            "loss_mask": np.zeros(self.sequence_length, np.float32),
-        }
+        row = empty_row(self.sequence_length, np.array([len(tokens)]) if self._document_mask else None)
         row["tokens"][: len(tokens)] = tokens
         row["targets"][: len(tokens) - 1] = tokens[1:]
         row["targets"][positions] = answers
         row["loss_mask"][positions] = 1
-        if self._document_mask:
-            row["segment_ids"], row["positions"] = segment_arrays(np.array([len(tokens)]), self.sequence_length)
         return row
 
 
