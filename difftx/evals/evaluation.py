@@ -1,7 +1,6 @@
 """The input of every suite, and the forward pass over validation data that suites share."""
 #   B = batch, T = tokens of a row
 
-import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -22,24 +21,19 @@ from difftx.training.state import graph
 
 
 class Evaluation:
-    """A run, the parameters of one of its steps, a progress display, and the journal of the current suite."""
+    """A run, the parameters of one of its steps, a progress display, and the journal of the current suite.
+
+    Without a journal, an interrupted suite starts again from its first item.
+    """
 
     def __init__(self, run: Run, params: Any, work: Work, journal: ItemJournal | None = None):
-        """Without a journal, an interrupted suite starts again from its first item."""
         self.run, self.params, self.work, self.journal = run, params, work, journal
-        self._lm = functools.cache(lambda: LanguageModel(run.config, run.mesh, params, run.tokenizer))
         self._valid_nll: dict[str, np.ndarray] = {}
 
-    def with_journal(self, journal: ItemJournal) -> "Evaluation":
-        """Return the evaluation for another suite; both share the language model and the `nll` of validation sets."""
-        other = copy.copy(self)
-        other.journal = journal
-        return other
-
-    @property
+    @functools.cached_property
     def lm(self) -> LanguageModel:
         """The model, to generate with and to score continuations."""
-        return self._lm()
+        return LanguageModel(self.run.config, self.run.mesh, self.params, self.run.tokenizer)
 
     def batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Batch]:
         """Yield the first rows of a source in microbatches, the last one padded; the arguments are those of `nll`."""
@@ -73,7 +67,7 @@ class Evaluation:
         return np.concatenate([*found, np.asarray(pending)])[: ordered_rows(source, limit_tokens)]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
-        """Yield the rows of a validation set, at most `eval.loss_tokens` tokens, each with its `nll`.
+        """Yield the rows of a validation set, at most `eval.loss_tokens` tokens, each with its `nll`, float32 `[T]`.
 
         Suites share the result: the forward pass runs once per set.
         """
@@ -85,11 +79,7 @@ class Evaluation:
 
 
 def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
-    """Return the validation sets of text by name, for a suite that needs at least one.
-
-    Raises:
-        UserError: no validation set is text.
-    """
+    """Return the validation sets of text by name; raise `UserError` if there are none."""
     text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
     if not text:
         raise UserError(f"suite {suite!r}: no validation set is text; for synthetic tasks, use the suite 'exact_match'")

@@ -1,4 +1,4 @@
-"""Suite `gradients`: norms of the loss gradient by matrix and layer (arXiv 2410.05258, Appendix F)."""
+"""Suite `gradients`: norms of the loss gradient by matrix and layer (Appendix F; docs/suites.md)."""
 #   L = layers, for arrays with one value per layer
 
 import dataclasses
@@ -45,9 +45,7 @@ class Gradient:
 def evaluate(evaluation: Evaluation) -> Result:
     """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
-    Each norm in the numbers is the Frobenius norm of a matrix over all layers together. Each cosine compares the
-    gradients with respect to W_Q1 and W_Q2, or W_K1 and W_K2, and is a mean over layers. A cosine of the gradients with
-    respect to A1 and A2 would not be informative: it is always -1, since dL/dA2 = -λ dL/dA1.
+    The numbers are norms of a matrix over all layers together, and means of the cosine over layers.
     """
     gradients = {CHECKPOINT: _gradient(evaluation, CHECKPOINT, evaluation.run.config, evaluation.params)}
     for name, config in initial_configs(evaluation.run.config).items():
@@ -82,10 +80,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 def initial_configs(config: Config) -> dict[str, Config]:
     """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model.
 
-    All configs have `model.zero_init_output=False`: if W_O were zero, gradients that flow through it would be zero.
-
-    Raises:
-        UserError: the counterpart is requested, and the model is a Transformer with an odd number of heads.
+    Raises `UserError` if the config has no counterpart, and the entries name it.
     """
     model = dataclasses.replace(config.model, zero_init_output=False)
     changes: dict[str, dict[str, Any]] = {"as_configured": {}}
@@ -106,7 +101,7 @@ def initial_configs(config: Config) -> dict[str, Config]:
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices in a tree of the blocks' parameters, `[L, …]` each; a weight of two groups gives two."""
+    """Return the matrices of the blocks' parameters by name, `[L, …]` each, with a matrix per group of a weight."""
     found = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
@@ -137,7 +132,7 @@ def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) ->
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return a batch's summed nll, its number of tokens in the loss mask, and the sum's gradient by `blocks`."""
+    """Return the loss summed over a batch, its number of tokens, and the gradient with respect to `blocks`."""
 
     def nll(blocks: Any) -> jax.Array:
         return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -153,7 +148,7 @@ def _add(total: Any, new: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
-    """Return summed nll, number of tokens, squared norm of the gradient by matrix `[L]`, dot product by pair `[L]`."""
+    """Return the loss, the tokens, each matrix's squared norm `[L]`, and each pair's dot product `[L]`."""
     nll, tokens, gradient = total
     found = matrices(model, gradient)
 

@@ -16,23 +16,20 @@ DECISION_ITEMS = 64  # Items per message from the primary process to the other p
 
 
 class Identified(Protocol):
-    """An item with a name that is unique within its suite, and the same in every process and evaluation."""
+    """An item whose `id` is unique within its suite, and the same in every process and evaluation."""
 
     @property
     def id(self) -> str: ...
 
 
 class ItemJournal:
-    """A file of JSON lines: the settings and weights, then one answer per line. Only the primary process uses it.
-
-    The file is `<workdir>/evals/<suite>/<step>.items.jsonl`.
-    """
+    """A file of JSON lines: the settings and weights, then one answer per line. Only the primary process uses it."""
 
     def __init__(self, path: Path, settings: str, weights: str | None):
         self._file, self._head = JsonLines(path), {"settings": settings, "weights": weights}
 
     def start(self, items: Sequence[Identified]) -> dict[str, Any]:
-        """Return the stored answers by item id in every process, and rewrite the file with only valid lines."""
+        """Rewrite the file with only its valid answers, and return those of `items` by item id in every process."""
         stored = self._read() if is_primary() else {}
         answers = {}
         for group in itertools.batched(items, DECISION_ITEMS):
@@ -48,7 +45,6 @@ class ItemJournal:
             self._file.append(_rows(answers))
 
     def remove(self) -> None:
-        """Delete the file, if it exists."""
         self._file.path.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any]:
@@ -66,21 +62,21 @@ def resumable[Item: Identified](
     answer_batch: Callable[[Sequence[Item]], Sequence[Any]],
     *,
     what: str,
-    batch_items: int,
+    batch_items: int | None = None,
 ) -> Iterator[tuple[Item, Any]]:
-    """Yield each item with its answer, in order; answers that are in the journal are not computed again.
+    """Yield each item with its answer, in order; answers in the evaluation's journal are not computed again.
 
     Args:
-        evaluation: evaluation whose journal, if any, is read and written.
+        evaluation: evaluation of the suite.
         items: the items of the suite; the same settings must always give the same items.
         answer_batch: function that returns the answers of a batch of items, as JSON.
         what: name of the items in the progress display.
-        batch_items: number of items per batch.
+        batch_items: number of items per batch; None: the rows of a microbatch.
     """
     journal = evaluation.journal
     answers = {} if journal is None else journal.start(items)
     left = [item for item in items if item.id not in answers]
-    batches = itertools.batched(left, batch_items)
+    batches = itertools.batched(left, batch_items or evaluation.run.microbatch_rows)
     with evaluation.work.task(what, len(left)) as advance:
         for item in items:
             if item.id not in answers:  # The first item of the next batch.

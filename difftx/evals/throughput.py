@@ -1,4 +1,4 @@
-"""Suite `throughput`: tokens/s of the run's model and its counterpart on these devices (arXiv 2410.05258, Table 7)."""
+"""Suite `throughput`: tokens/s of the run's model and its counterpart on these devices (Table 7; docs/suites.md)."""
 
 import dataclasses
 import statistics
@@ -30,13 +30,7 @@ ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Time both models in turn on a microbatch of random tokens.
-
-    Each of `eval.throughput_rounds` rounds makes `eval.throughput_steps` calls per model. `forward` is the loss of
-    every token. `forward_backward` adds the gradient with respect to the parameters, without an update. Let r be the
-    median over rounds of tokens/s of diff / tokens/s of the Transformer. Throughput drops by 1 - r, and time rises by
-    1/r - 1, the number that Table 7 prints.
-    """
+    """Time both models in turn on a microbatch of random tokens."""
     run, settings = evaluation.run, evaluation.run.config.eval
     random = random_rows(run.config, run.microbatch_rows)
     (batch,) = evaluation.batches(random, random.tokens, "random tokens")
@@ -66,11 +60,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart by architecture, in the order of `COMPARED`.
-
-    Raises:
-        UserError: the config's architecture is not in `COMPARED`, or the config has no counterpart.
-    """
+    """Return the config and its counterpart, by architecture in the order of `COMPARED`; `UserError` if impossible."""
     if config.model.architecture not in COMPARED:
         raise UserError(
             f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
@@ -83,8 +73,7 @@ def pair(config: Config) -> dict[str, Config]:
 def counterpart(config: Config) -> Config:
     """Return the config of the other architecture with the same size (§3.1): one diff head replaces two softmax heads.
 
-    Raises:
-        UserError: the model is a Transformer with an odd number of heads.
+    Raises `UserError` for a Transformer with an odd number of heads.
     """
     model = config.model
     other = "transformer" if model.architecture == "diff" else "diff"
@@ -113,7 +102,7 @@ def counterpart(config: Config) -> Config:
 
 
 def random_rows(config: Config, rows: int) -> PackedRows:
-    """Return rows of random tokens; they depend only on their number and length and on the vocabulary size."""
+    """Return `rows` rows of random tokens, the same in every call for a config."""
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
@@ -123,18 +112,10 @@ def random_rows(config: Config, rows: int) -> PackedRows:
 def rates_in_turn(
     calls: Mapping[str, Callable[[], Any]], rounds: Iterable[Any], steps: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Time functions in turn, `steps` calls of each per round, so that a temporary slowdown affects all of them.
+    """Return the tokens/s of each function in each round, when every call processes `tokens` tokens.
 
+    Each round makes `steps` calls of one function after the other, so that a temporary slowdown affects all functions.
     As in the training loop, a call is dispatched before the previous call's result is awaited.
-
-    Args:
-        calls: functions to time, by name; each returns arrays to wait for.
-        rounds: one element per round.
-        steps: calls per function and round.
-        tokens: number of tokens that a call processes.
-
-    Returns:
-        Tokens/s of each function in each round.
     """
     rates = {name: [] for name in calls}
     for _ in rounds:

@@ -37,9 +37,7 @@ class MathTask:
     def __init__(self, run: Run, config: MathTaskConfig):
         """Read the files and draw the demonstrations, which are the same for all questions.
 
-        Raises:
-            UserError: a file cannot be read or is empty, a line lacks a field, there are fewer demonstrations than
-                `eval.math.shots` or they lack solutions, or the context does not hold a prompt and one token.
+        Raises `UserError` for a file that is invalid or has too few demonstrations, and for a prompt that is too long.
         """
         settings = run.config.eval.math
         self.name, self._run, self._settings = config.name, run, settings
@@ -95,6 +93,6 @@ class MathTask:
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
+    """Return the files of the problems, and of the demonstrations if prompts have any."""
     read = config.eval.math.shots > 0
     return [Path(path) for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]

@@ -25,7 +25,7 @@ LINE_END = re.compile(rb"\n[ \t]*$")
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A tokenised text with its boundaries; entry i of a boundary array is about the position before token i."""
+    """A tokenised text; entry i of a boundary array describes the position before token i."""
 
     tokens_N: np.ndarray  # int32
     is_sentence_end: np.ndarray  # bool [N + 1]
@@ -48,10 +48,9 @@ class Text:
         return Text(self.tokens_N[start : start + length], sentence[boundaries], character[boundaries])
 
     def position_at(self, depth: float) -> int:
-        """Return the number of tokens before a depth, which is a share from 0 to 1 of the text.
+        """Return the position nearest to a depth, a share from 0 to 1 of the text, as the number of tokens before it.
 
-        The position is the nearest sentence end within `TOLERANCE`, else the nearest character boundary within
-        `TOLERANCE`, else the depth rounded to a token.
+        Positions are sentence ends within `TOLERANCE`, else character boundaries within `TOLERANCE`, else all tokens.
         """
         exact, farthest = depth * len(self.tokens_N), TOLERANCE * len(self.tokens_N)
         if depth not in (0, 1):
@@ -64,7 +63,7 @@ class Text:
 
 
 def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest: int) -> Text:
-    """Return a text with its boundaries; a text with fewer than `longest` tokens, the longest excerpt, is repeated."""
+    """Return a text with its boundaries; a text with fewer than `longest` tokens is repeated."""
     tokens_N = np.resize(tokens, max(len(tokens), longest)).astype(np.int32)
     before_N, after_N = tokens_N[:-1], tokens_N[1:]
     values = [value or b"" for value in token_bytes(tokenizer)]
@@ -83,12 +82,7 @@ def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest
 def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     """Return the token ids of the text at `eval.needle.haystack`, or of the run's first validation set of text.
 
-    Args:
-        run: run with the tokenizer and the validation sets.
-        longest: number of tokens of the longest excerpt.
-
-    Raises:
-        UserError: there is no text, or it cannot be read.
+    Raises `UserError` if there is no text. `longest` is the number of tokens of the longest excerpt.
     """
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
     if path is not None and not Path(path).is_dir():
