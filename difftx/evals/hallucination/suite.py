@@ -1,4 +1,4 @@
-"""Suite `hallucination`: summaries and answers faithful to a given document (arXiv 2410.05258, §3.6, Table 4)."""
+"""Suite `hallucination`: summaries and answers faithful to a given document (§3.6, Table 4; docs/suites.md)."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,8 +10,7 @@ from difftx.config.eval import KINDS
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judge import Case, OfflineJudge, Verdict
-from difftx.evals.hallucination.judge_model import JudgeModel
+from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.result import Heatmap, LineChart, Result
 from difftx.evals.resume import resumable
@@ -36,14 +35,8 @@ AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
 def evaluate(evaluation: Evaluation) -> Result:
     """Generate answers greedily; a judge decides whether each is accurate and free of hallucinations.
 
-    `accuracy_by_<judge>` is the share of accurate answers among all samples. `accuracy_when_answered_by_<judge>` is the
-    share among answered samples: those whose answer is neither empty nor an abstention. `answer_rate`,
-    `abstention_rate` and `empty_rate`, which sum to 1, show whether a model is wrong less often only because it answers
-    less often. Numbers named after a kind are means over its sets.
-
-    Raises:
-        UserError: the config has no set, or a set's file, the context or the judge cannot be used.
-        RunError: the judge cannot be reached.
+    `accuracy_when_answered_by_<judge>` counts only answers that are neither empty nor abstentions. `answer_rate`,
+    `abstention_rate` and `empty_rate` sum to 1. Numbers named after a kind are means over its sets.
     """
     sets, judge = sets_and_judge(evaluation.run)
     entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
@@ -63,12 +56,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
-    """Read the sets of the config, and return them with its judge.
-
-    Raises:
-        UserError: the config has no set, a file is invalid, the context does not hold a prompt, the environment has no
-            valid key for the judge, or the key would be sent unencrypted.
-    """
+    """Return the sets and the judge of the config; raise `UserError` if there is no set, or one cannot be used."""
     settings = run.config.eval.hallucination
     if not settings.sets:
         raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
@@ -93,8 +81,7 @@ def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, E
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    rows, what = evaluation.run.microbatch_rows, f"answers to {data_set.name}"
-    found = resumable(evaluation, data_set.items, answer, what=what, batch_items=rows)
+    found = resumable(evaluation, data_set.items, answer, what=f"answers to {data_set.name}")
     return {
         item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
         for item, given in found
