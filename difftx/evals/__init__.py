@@ -46,17 +46,16 @@ def evaluate(
 ) -> dict[str, Result]:
     """Run suites on the parameters of a step, and write `<workdir>/evals/<suite>/<step>.json` for each.
 
+    Raises `RunError`, and does not write a suite's result, if `checkpoint` was deleted or replaced in the meantime.
+
     Args:
         run: run with the validation data and the mesh.
-        params: parameters of the model.
+        params: parameters of the model at `step`.
         step: step of the parameters.
         suites: names of the suites.
         work: progress display; None: no progress is shown.
         weights: identity of `params`, as in a checkpoint's manifest; None: `params` do not belong to a run.
         checkpoint: checkpoint of `params`; None: there is none yet, since training evaluates before it saves.
-
-    Raises:
-        RunError: `checkpoint` was deleted or replaced during the evaluation; that suite's result is not written.
     """
     check_suites(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))

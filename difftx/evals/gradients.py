@@ -33,47 +33,33 @@ TITLES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """Measurements of one gradient."""
-
-    loss: float  # Nats per token.
-    norms: dict[str, np.ndarray]  # Matrix → Frobenius norm by layer, `[L]`.
-    cosines: dict[str, np.ndarray]  # Entry of PAIRS → cosine by layer, `[L]`; 0 where either gradient is zero.
-
-
 def evaluate(evaluation: Evaluation) -> Result:
     """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
     The numbers are norms of a matrix over all layers together, and means of the cosine over layers.
     """
-    gradients = {CHECKPOINT: _gradient(evaluation, CHECKPOINT, evaluation.run.config, evaluation.params)}
-    for name, config in initial_configs(evaluation.run.config).items():
-        params = jax.jit(lambda config=config: init_state(config).params)()
-        gradients[name] = _gradient(evaluation, name, config, params)
-    numbers, details = {}, {}
-    for name, found in gradients.items():
-        prefix = name if name == CHECKPOINT else f"initial_{name}"
-        numbers[f"{prefix}_loss"] = found.loss
-        numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in found.norms.items()}
-        numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in found.cosines.items()}
+    configs = {CHECKPOINT: evaluation.run.config, **initial_configs(evaluation.run.config)}
+    numbers, details, cosine_lines = {}, {}, {}
+    charts: list[LineChart | Heatmap] = []
+    for name, config in configs.items():
+        is_checkpoint = name == CHECKPOINT
+        params = evaluation.params if is_checkpoint else jax.jit(lambda config=config: init_state(config).params)()
+        loss, norms, cosines = _gradient(evaluation, name, config, params)
+        prefix = name if is_checkpoint else f"initial_{name}"
+        numbers[f"{prefix}_loss"] = loss
+        numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in norms.items()}
+        numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in cosines.items()}
         details[name] = {
-            "norms": {matrix: norm_L.tolist() for matrix, norm_L in found.norms.items()},
-            "cosines": {pair: cosine_L.tolist() for pair, cosine_L in found.cosines.items()},
+            "norms": {matrix: norm_L.tolist() for matrix, norm_L in norms.items()},
+            "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
         }
-    charts: list[LineChart | Heatmap] = [
-        _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", found.norms, log_y=True)
-        for name, found in gradients.items()
-    ]
-    cosines = {
-        f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L
-        for name, found in gradients.items()
-        if name in (CHECKPOINT, "as_configured")
-        for pair, cosine_L in found.cosines.items()
-    }
-    if cosines:
+        title = f"Gradient norms {TITLES[name]}"
+        charts.append(_chart(f"gradients_{name}", title, "norm, nats a token", norms, log_y=True))
+        if name in (CHECKPOINT, "as_configured"):
+            cosine_lines |= {f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L for pair, cosine_L in cosines.items()}
+    if cosine_lines:
         title = "Cosine of the gradients by both groups' matrices"
-        charts.append(_chart("gradients_cosine", title, "cosine", cosines, log_y=False))
+        charts.append(_chart("gradients_cosine", title, "cosine", cosine_lines, log_y=False))
     return Result(numbers=numbers, details={"by_layer": details}, charts=charts)
 
 
@@ -115,7 +101,13 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) -> Gradient:
+def _gradient(
+    evaluation: Evaluation, name: str, config: Config, params: Any
+) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the loss, the gradient's Frobenius norm by matrix, and its cosine by pair, in each layer, `[L]`.
+
+    The loss is in nats per token. A cosine is 0 where the gradient of either matrix is zero.
+    """
     graphdef, limit, total = graph(config), config.eval.gradients.tokens, None
     for valid, source in evaluation.run.data.valid.items():
         for batch in evaluation.batches(source, limit, f"gradient {TITLES[name]}, rows of {valid}"):
@@ -127,7 +119,7 @@ def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) ->
     for pair, dot_L in dots.items():
         product_L = norms[f"{pair}_1"] * norms[f"{pair}_2"] * tokens**2
         cosines[pair] = np.divide(dot_L, product_L, out=np.zeros_like(product_L), where=product_L > 0)
-    return Gradient(float(nll / tokens), norms, cosines)
+    return float(nll / tokens), norms, cosines
 
 
 @functools.partial(jax.jit, static_argnums=0)

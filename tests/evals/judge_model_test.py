@@ -416,7 +416,7 @@ def test_turns_keep_their_distance(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(chat, "time", clock)
     pace = chat._Pace(30)
-    pace._stopped = clock
+    pace.stopped = clock
     taken = []
     for _ in range(4):
         pace.turn()

@@ -42,7 +42,10 @@ def evaluate(evaluation: Evaluation) -> Result:
     entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
     for data_set in sets:
         _judge(evaluation, judge, data_set, entries[data_set.name])
-    measures = {data_set.name: _measures(data_set, entries[data_set.name], judge) for data_set in sets}
+    measures = {
+        one.name: _mean([_measures(one.kind, item, entries[one.name][item.id], judge) for item in one.items])
+        for one in sets
+    }
     tables: list[LineChart | Heatmap] = []
     for kind in KINDS:
         if names := [data_set.name for data_set in sets if data_set.kind == kind]:
@@ -101,42 +104,33 @@ def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, ent
         entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
 
 
-def _measures(data_set: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
-    """Return the numbers of a set, each a share of its samples or a mean over them."""
-    answers = [entry["answer"] for entry in entries.values()]
-    accurate = [entry["accurate"] for entry in entries.values()]
-    abstains = [overlap.is_abstention(answer) for answer in answers]
-    is_answered = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
-    measures = {f"accuracy_by_{judge.label}": statistics.fmean(accurate)}
-    if any(is_answered):
-        of_answers = [right for right, answered in zip(accurate, is_answered, strict=True) if answered]
-        measures[f"accuracy_when_answered_by_{judge.label}"] = statistics.fmean(of_answers)
+def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) -> Measures:
+    """Return the measures of an item; the numbers of a set are their means over the items that have them."""
+    answer, (agreement, _, agreement_of) = entry["answer"], AGREEMENT[kind]
+    abstains = overlap.is_abstention(answer)
+    is_answered = bool(answer) and not abstains
+    measures = {f"accuracy_by_{judge.label}": entry["accurate"]}
+    if is_answered:
+        measures[f"accuracy_when_answered_by_{judge.label}"] = entry["accurate"]
     measures |= {
-        "answer_rate": statistics.fmean(is_answered),
-        "abstention_rate": statistics.fmean(abstains),
-        "empty_rate": statistics.fmean(not answer for answer in answers),
-        "answer_tokens": statistics.fmean(entry["tokens"] for entry in entries.values()),
-        "answer_words": statistics.fmean(len(answer.split()) for answer in answers),
-        "unfinished_rate": statistics.fmean(entry["ended_by"] == "limit" for entry in entries.values()),
+        "answer_rate": is_answered,
+        "abstention_rate": abstains,
+        "empty_rate": not answer,
+        "answer_tokens": entry["tokens"],
+        "answer_words": len(answer.split()),
+        "unfinished_rate": entry["ended_by"] == "limit",
+        agreement: max(agreement_of(answer, reference) for reference in item.references),
+        "recall": max(overlap.recall(answer, reference) for reference in item.references),
+        "documents_cut": item.cut,
     }
-    name, _, agreement = AGREEMENT[data_set.kind]
-    for measure, compare in ((name, agreement), ("recall", overlap.recall)):
-        measures[measure] = statistics.fmean(
-            max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
-        )
-    measures["documents_cut"] = statistics.fmean(entry["document_cut"] for entry in entries.values())
     # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
-    if has_reference := [
-        any(overlap.contains(item.document, reference) for reference in item.references)
-        for item in data_set.items
-        if data_set.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
-    ]:
-        measures["reference_in_document"] = statistics.fmean(has_reference)
+    if kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references)):
+        measures["reference_in_document"] = any(overlap.contains(item.document, text) for text in item.references)
     return measures
 
 
 def _mean(found: Sequence[Measures]) -> Measures:
-    """Return the mean of each measure over the sets that have it."""
+    """Return the mean of each measure over the elements of `found` that have it."""
     names = dict.fromkeys(name for measures in found for name in measures)
     return {name: statistics.fmean(measures[name] for measures in found if name in measures) for name in names}
 

@@ -14,7 +14,7 @@ from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
 from difftx.evals.result import LineChart, Result, Series
 from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
-from difftx.inference.generate import Request, generate
+from difftx.inference.generate import generate
 from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
 
@@ -48,7 +48,7 @@ def evaluate(evaluation: Evaluation) -> Result:
             "problems": len(answers),
             "accuracy_stderr": float(np.std(right, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else None,
             "tokens_by_percentile": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
-            "least_tokens_allowed": min(task.room(item) for item in task.items),
+            "least_tokens_allowed": min(item.new_tokens for item in task.items),
             "first": [_shown(item, answer) for item, answer in answers[:SHOWN]],
         }
         lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
@@ -112,8 +112,7 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
     sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
 
     def answer(items: Sequence[MathItem]) -> list[dict[str, Any]]:
-        requests = [Request(prompt=item.prompt, new_tokens=task.room(item), seed=item.seed) for item in items]
-        completions = generate(evaluation.lm, requests, sampling, stop=STOP)
+        completions = generate(evaluation.lm, items, sampling, stop=STOP)
         return [
             {
                 "text": completion.text,

@@ -88,18 +88,10 @@ def _add_batch(
 
     def visit(counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, out_BTD: jax.Array) -> dict[str, Counts]:
         spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
-        count_logits = jax.shard_map(
-            functools.partial(_add_logits, shared="context" not in over_heads),
-            in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()),
-            out_specs=per_device,
-            check_vma=False,
-        )
-        count_hidden = jax.shard_map(
-            _add_hidden,
-            in_specs=(per_device, layout.act_BTD, layout.act_BT, P()),
-            out_specs=per_device,
-            check_vma=False,
-        )
+        add = functools.partial(jax.shard_map, out_specs=per_device, check_vma=False)
+        add_logits = functools.partial(_add_logits, shared="context" not in over_heads)
+        count_logits = add(add_logits, in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()))
+        count_hidden = add(_add_hidden, in_specs=(per_device, layout.act_BTD, layout.act_BT, P()))
         return {
             "logits": count_logits(counts["logits"], q, k, own_HG, by_row, digits["logits"]),
             "hidden": count_hidden(counts["hidden"], out_BTD, real_BT, digits["hidden"]),
