@@ -11,9 +11,8 @@ import jax
 from difftx.config import Config
 from difftx.config.fields import values_of
 from difftx.data.store import sha256_of
-from difftx.evals.evaluation import Evaluation
+from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.result import Result
-from difftx.evals.resume import ItemJournal
 from difftx.evals.suite import SUITES
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_primary

@@ -9,7 +9,6 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
-from difftx.evals.resume import resumable
 from difftx.evals.suite import SUITES, Suite
 
 UNQUANTIZED = 16
@@ -42,7 +41,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         return [SUITES[item.suite].evaluate(with_bits(item.bits)).numbers for item in items]
 
     found: dict[str, dict[int, dict[str, float]]] = {}
-    for item, numbers in resumable(evaluation, items, answer, what="suites by bits", batch_items=1):
+    for item, numbers in evaluation.answers(items, answer, what="suites by bits", batch_items=1):
         found.setdefault(item.suite, {})[item.bits] = numbers
     numbers = {
         f"{suite}_{name}_{bits}_bits": value

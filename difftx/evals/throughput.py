@@ -34,17 +34,15 @@ def evaluate(evaluation: Evaluation) -> Result:
     run, settings = evaluation.run, evaluation.run.config.eval
     random = random_rows(run.config, run.microbatch_rows)
     (batch,) = evaluation.batches(random, random.tokens, "random tokens")
-    calls = {}
-    for name, config in pair(run.config).items():
+    configs, params = pair(run.config), {}
+    for name, config in configs.items():
         check_divisible(config, run.mesh)
-        params = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
-        for kind in PASSES:
-            calls[kind, name] = _compiled(config, kind, params, batch)
+        params[name] = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
     numbers, details = {}, {}
     for kind in PASSES:
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
-        of_kind = {name: calls[kind, name] for name in COMPARED}
-        rates = rates_in_turn(of_kind, rounds, settings.throughput_steps, random.tokens)
+        calls = {name: _compiled(config, kind, params[name], batch) for name, config in configs.items()}
+        rates = rates_in_turn(calls, rounds, settings.throughput_steps, random.tokens)
         ratio = median_ratio(rates["diff"], rates["transformer"])
         numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in COMPARED}
         numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
@@ -84,16 +82,12 @@ def counterpart(config: Config) -> Config:
                 "number must be even; remove 'throughput' from the suites, and 'counterpart' from "
                 "eval.gradients.at_initialization"
             )
-
-    def heads(count: int) -> int:
-        return 2 * count if other == "transformer" else count // 2
-
-    implementation = model.attention_implementation
+    factor, implementation = 2 if other == "transformer" else 0.5, model.attention_implementation
     changed = dataclasses.replace(
         model,
         architecture=other,
-        num_heads=heads(model.num_heads),
-        num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
+        num_heads=int(model.num_heads * factor),
+        num_kv_heads=model.num_kv_heads and int(model.num_kv_heads * factor),
         head_norm="rms_affine" if other == "diff" else "none",
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
         **default_specific_fields(),

@@ -65,19 +65,17 @@ class RetrievalPrompts:
             examples[min(self.depths, key=lambda depth: abs(depth - share))].append(index)
         length = len(self._example(0)[0])
         self.lengths = [length]
-        self._example_of: dict[NeedleItem, int] = {}
+        self.items: list[NeedleItem] = []
         for depth, indices in examples.items():
             if len(indices) < samples:
                 raise UserError(
                     f"eval.attention.samples={samples}: of data.synthetic.valid_examples={len(rows)} only "
                     f"{len(indices)} have their answer near depth {depth:g}; use fewer samples, or more examples"
                 )
-            for sample, index in enumerate(indices[:samples]):
-                self._example_of[NeedleItem(length, case, depth, sample)] = index
-        self.items = list(self._example_of)
+            self.items += [NeedleItem(length, case, depth, index) for index in indices[:samples]]
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
-        tokens, positions, queried = self._example(self._example_of[item])
+        tokens, positions, queried = self._example(item.sample)
         spans = [(position, position + 2) for position in positions.tolist()]
         return NeedlePrompt(
             item=item,

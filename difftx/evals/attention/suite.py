@@ -11,7 +11,6 @@ from flax import nnx
 from jax import P
 from jax.sharding import reshard
 
-from difftx.config import Config
 from difftx.evals.attention.charts import example_charts, layer_charts, part_table
 from difftx.evals.attention.prompts import chosen_layers, prompts_of
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
@@ -19,7 +18,6 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
 from difftx.evals.result import Result
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference import decode
 from difftx.parallel.layout import Layout
@@ -44,16 +42,16 @@ def evaluate(evaluation: Evaluation) -> Result:
     prompts, layers = prompts_of(run), chosen_layers(run)
     case, rows = prompts.items[0].case, decode.rows_for(run.microbatch_rows, run.mesh)
     compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
+    # This layout does not shard tokens, so that prompts may have any length.
+    graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).for_inference())
 
     def measure(items: Sequence[NeedleItem]) -> list[dict[str, list[float]]]:
         batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
-        found = _measure_rows(
-            _graph(run.config), evaluation.params, batch, l0_share=settings.l0_share, compared=compared
-        )
+        found = _measure_rows(graphdef, evaluation.params, batch, l0_share=settings.l0_share, compared=compared)
         found = {name: np.asarray(value_LB) for name, value_LB in found.items()}
         return [{name: value_LB[:, row].tolist() for name, value_LB in found.items()} for row in range(len(items))]
 
-    found = [values for _, values in resumable(evaluation, prompts.items, measure, what="prompts", batch_items=rows)]
+    found = [values for _, values in evaluation.answers(prompts.items, measure, what="prompts", batch_items=rows)]
     # Each depth has `settings.samples` adjacent items, so that means of means are exact.
     shape = len(prompts.depths), settings.samples, run.config.model.num_layers
     means = {name: np.reshape([values[name] for values in found], shape).mean(axis=1) for name in found[0]}
@@ -61,7 +59,7 @@ def evaluate(evaluation: Evaluation) -> Result:
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
     example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
     tokens_a_bin = -(-len(example.tokens) // MOST_BINS)
-    maps = _maps(evaluation, example, layers, tokens_a_bin)
+    maps = _maps(evaluation, graphdef, example, layers, tokens_a_bin)
     return Result(
         numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in means},
         details={
@@ -109,21 +107,15 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
 
 
 def _maps(
-    evaluation: Evaluation, prompt: NeedlePrompt, layers: Sequence[int], tokens_a_bin: int
+    evaluation: Evaluation, graphdef: nnx.GraphDef, prompt: NeedlePrompt, layers: Sequence[int], tokens_a_bin: int
 ) -> dict[str, np.ndarray]:
     """Return `row_pictures` of a prompt's last tokens, averaged over layers, `[C, N]` each."""
     run = evaluation.run
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
     bins = -(-len(prompt.tokens) // tokens_a_bin)
     batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
-    found = _draw_rows(_graph(run.config), evaluation.params, batch, tokens_a_bin=tokens_a_bin)
+    found = _draw_rows(graphdef, evaluation.params, batch, tokens_a_bin=tokens_a_bin)
     return {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in found.items()}
-
-
-@functools.cache
-def _graph(config: Config) -> nnx.GraphDef:
-    """Return the graph with a layout that does not shard tokens, so that prompts may have any length."""
-    return graph(config, Layout.of(config.mesh.context_method).for_inference())
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "l0_share", "compared"))

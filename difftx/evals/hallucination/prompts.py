@@ -43,7 +43,8 @@ class HallucinationSet:
     def __init__(self, run: Run, config: HallucinationSetConfig):
         """Read the file; raise `UserError` if it is invalid, or the context does not hold a prompt."""
         self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
-        self._config, self._tokenizer = config, run.tokenizer
+        self._config = config
+        self._encode, self._decode = run.tokenizer.encode_ordinary, run.tokenizer.decode
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
         self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
@@ -81,11 +82,8 @@ class HallucinationSet:
             )
         if is_long:
             tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
-            document = self._tokenizer.decode(tokens)
+            document = self._decode(tokens)
         return dataclasses.replace(item, tokens=(*before, *tokens, *after), document=document, cut=is_long)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_ordinary(text)
 
 
 def _document(record: Record, field: str) -> str:

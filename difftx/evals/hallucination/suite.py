@@ -13,7 +13,6 @@ from difftx.evals.hallucination import overlap
 from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.result import Heatmap, LineChart, Result
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -84,7 +83,7 @@ def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, E
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    found = resumable(evaluation, data_set.items, answer, what=f"answers to {data_set.name}")
+    found = evaluation.answers(data_set.items, answer, what=f"answers to {data_set.name}")
     return {
         item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
         for item, given in found

@@ -51,7 +51,11 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Return log p of whole texts, conditioned on <|endoftext|>, from windows that score each token once."""
-        windows = [self._windows(request.args[0]) for request in requests]
+        windows = []
+        for request in requests:
+            text = self.tok_encode(request.args[0])
+            parts = get_rolling_token_windows(text, self.eot_token_id, self._window, context_len=1)
+            windows.append([(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, parts)])
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
 
@@ -65,10 +69,6 @@ class HarnessModel(TemplateLM):
             found.append(self._generation_request(context, options, repeats[key]))
             repeats[key] += 1
         return complete_all(self._evaluation, found, what="texts to write")
-
-    def _windows(self, text: str) -> list[tuple[Tokens, Tokens]]:
-        windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._window, context_len=1)
-        return [(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, windows)]
 
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
         """Return a request; `repeat`, the number of earlier requests that equal it, is added to the seed."""

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.resume import resumable
 from difftx.files import json_sha256
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
@@ -65,7 +64,7 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
         return [list(itertools.islice(scores, len(item.continuations))) for item in batch]
 
     found = {}
-    for item, scores in resumable(evaluation, items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
+    for item, scores in evaluation.answers(items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
         for continuation, score in zip(item.continuations, scores, strict=True):
             found[item.context, continuation] = Score(*score)
     return [found[pair] for pair in pairs]
@@ -83,5 +82,5 @@ def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], 
             return [completion.text for completion in generate(evaluation.lm, batch, sampling, stop=stop)]
 
         items.sort(key=lambda item: -len(item.prompt))  # Longest first, so that a lack of memory shows immediately.
-        texts |= resumable(evaluation, items, answer, what=what)
+        texts |= evaluation.answers(items, answer, what=what)
     return [texts[item] for item in requests]

@@ -10,7 +10,6 @@ from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl.prompts import IclItem, IclTask
 from difftx.evals.result import LineChart, Result, Series
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.score import most_likely
 from difftx.training.run import Run
@@ -97,7 +96,7 @@ def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:
 
     accuracies: Accuracies = {}
     what = f"orders of demonstrations of {task.name}"
-    for item, answers in resumable(evaluation, task.items, answer, what=what):
+    for item, answers in evaluation.answers(task.items, answer, what=what):
         for order in item.orders:
             accuracies.setdefault((order, item.shots), []).append(task.accuracy(answers))
     return accuracies

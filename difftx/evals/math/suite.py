@@ -12,7 +12,6 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.math.formats import Problem, last_boxed
 from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
 from difftx.evals.result import LineChart, Result, Series
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import generate
 from difftx.inference.sampling import Sampling
@@ -123,7 +122,7 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
             for item, completion in zip(items, completions, strict=True)
         ]
 
-    return list(resumable(evaluation, task.items, answer, what=f"problems of {task.name}"))
+    return list(evaluation.answers(task.items, answer, what=f"problems of {task.name}"))
 
 
 def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:

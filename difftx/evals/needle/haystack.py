@@ -11,7 +11,7 @@ import tiktoken
 from difftx.config import Config
 from difftx.data.corpora import open_split, read_texts, text_files
 from difftx.data.packing import PackedRows
-from difftx.data.store import META, TokenStore
+from difftx.data.store import META
 from difftx.data.tokenizer import token_bytes
 from difftx.errors import UserError
 from difftx.training.run import Run
@@ -88,9 +88,13 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     if path is not None and not Path(path).is_dir():
         tokens = _encode_files(run, path, limit)
     else:
-        data = run.config.data
-        store = _validation_text(run) if path is None else open_split(data, path, "valid", run.tokenizer, FIELD)
-        tokens = store.slice(0, min(len(store), limit))
+        if path is not None:
+            stores = [open_split(run.config.data, path, "valid", run.tokenizer, FIELD)]
+        else:
+            stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
+        if not stores:
+            raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
+        tokens = stores[0].slice(0, min(len(stores[0]), limit))
     tokens = tokens[tokens != run.tokenizer.eot_token]
     if not len(tokens):
         raise UserError(f"{FIELD}={path!r}: there is no text; use a file that contains text")
@@ -103,13 +107,6 @@ def haystack_files(config: Config) -> list[Path]:
     if path is None:
         return []
     return [Path(path) / META] if Path(path).is_dir() else text_files(path, FIELD)
-
-
-def _validation_text(run: Run) -> TokenStore:
-    for rows in run.data.valid.values():
-        if isinstance(rows, PackedRows):
-            return rows.store
-    raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
 
 
 def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:

@@ -11,7 +11,6 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompts
 from difftx.evals.result import Heatmap, Result
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -30,7 +29,7 @@ def evaluate(evaluation: Evaluation) -> Result:
             for prompt, completion in zip(made, completions, strict=True)
         ]
 
-    found = list(resumable(evaluation, prompts.items, answer, what="needles"))
+    found = list(evaluation.answers(prompts.items, answer, what="needles"))
     shape = len(prompts.lengths), len(prompts.cases), len(prompts.depths), settings.samples
     accuracy_LCD, lwm_accuracy_LCD = (
         np.reshape([rule(given["answer"], given["numbers"]) for _, given in found], shape).mean(axis=-1)
