@@ -64,10 +64,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def initial_configs(config: Config) -> dict[str, Config]:
-    """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model.
-
-    Raises `UserError` if the config has no counterpart, and the entries name it.
-    """
+    """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model."""
     model = dataclasses.replace(config.model, zero_init_output=False)
     changes: dict[str, dict[str, Any]] = {"as_configured": {}}
     if model.groups == 2:

@@ -23,17 +23,10 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
     retrieval = [rows for rows in tasks if rows.task == "retrieval"]
     if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
         return RetrievalPrompts(run, retrieval[0])
-    return NeedlePrompts(
-        run,
-        dataclasses.replace(
-            needle,
-            cases=(NeedleCaseConfig(needles=settings.needles, queries=settings.queries),),
-            lengths=() if settings.length is None else (settings.length,),
-            samples=settings.samples,
-        ),
-        length_field="eval.attention.length",
-        case_field="eval.attention.needles",
-    )
+    case = NeedleCaseConfig(needles=settings.needles, queries=settings.queries)
+    lengths = () if settings.length is None else (settings.length,)
+    changed = dataclasses.replace(needle, cases=(case,), lengths=lengths, samples=settings.samples)
+    return NeedlePrompts(run, changed, length_field="eval.attention.length", case_field="eval.attention.needles")
 
 
 def chosen_layers(run: Run) -> list[int]:

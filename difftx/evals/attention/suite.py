@@ -34,10 +34,7 @@ NUMBERS = tuple(NAMES.split())
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Measure the attention weights of the last token in every layer, for prompts at each of `eval.needle.depths`.
-
-    Numbers are means over prompts, heads and `eval.attention.layers`. Details and charts also have values per layer.
-    """
+    """Measure the attention weights of the last token in every layer, for prompts at each of `eval.needle.depths`."""
     run, settings = evaluation.run, evaluation.run.config.eval.attention
     prompts, layers = prompts_of(run), chosen_layers(run)
     case, rows = prompts.items[0].case, decode.rows_for(run.microbatch_rows, run.mesh)

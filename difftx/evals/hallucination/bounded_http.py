@@ -23,10 +23,7 @@ class Response(NamedTuple):
 
 
 class RequestError(Exception):
-    """Error of a request without a complete response of at most `MOST_RESPONSE_BYTES`.
-
-    The message may contain text from the server.
-    """
+    """Error of a request without a complete and small response; the message may contain text from the server."""
 
 
 def may_carry_key(url: str) -> bool:

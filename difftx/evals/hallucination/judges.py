@@ -106,8 +106,7 @@ class OfflineJudge:
 class JudgeModel:
     """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is paid for twice.
 
-    Each line of the file has the `key` of the request, the whole `reply`, its verdict (`accurate` and `why`, or null if
-    the reply is not a verdict) and the tokens that it costs.
+    `accurate` and `why` are null in the line of a reply that is not a verdict.
     """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):

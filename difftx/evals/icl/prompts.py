@@ -108,10 +108,7 @@ class IclTask:
         return float(np.mean(np.equal([example.label for example in self.questions], answers)))
 
     def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
-        """Return `eval.icl.permutations` distinct permutations of the first demonstrations, or all if there are fewer.
-
-        Both orders start from the same sequence of shuffles.
-        """
+        """Return `eval.icl.permutations` distinct permutations of the first `shots` demonstrations, or all if they are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
         # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.

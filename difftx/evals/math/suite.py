@@ -27,11 +27,7 @@ SHOWN_CHARACTERS = 4000
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Generate an answer to each problem, and return numbers for each task and their means over tasks.
-
-    `accuracy` is the share of answers that end with the right result. `tokens` is the mean length of answers.
-    `truncated` is the share of answers that ended at the token limit.
-    """
+    """Generate an answer to each problem, and return numbers for each task and their means over tasks."""
     by_task, details, lines = {}, {}, []
     for task in open_tasks(evaluation.run):
         answers = _answers(evaluation, task)
@@ -40,7 +36,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         percentiles = np.percentile(lengths, PERCENTILES).tolist()
         by_task[task.name] = {
             "accuracy": float(np.mean(right)),
-            "tokens": float(np.mean(lengths)),
+            "tokens": float(np.mean(lengths)),  # Of an answer.
             "truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
         }
         details[task.name] = {

@@ -88,10 +88,9 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     if path is not None and not Path(path).is_dir():
         tokens = _encode_files(run, path, limit)
     else:
+        stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
         if path is not None:
             stores = [open_split(run.config.data, path, "valid", run.tokenizer, FIELD)]
-        else:
-            stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
         if not stores:
             raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
         tokens = stores[0].slice(0, min(len(stores[0]), limit))
