@@ -1,4 +1,4 @@
-"""Evaluation suites. train.py and eval.py run them by `evaluate`, which reads and writes the results of a run."""
+"""Evaluation suites: run them on a model, write their results, and find results that need not be computed again."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def evaluate(
 ) -> dict[str, Result]:
     """Run suites on the parameters of a step, and write `<workdir>/evals/<suite>/<step>.json` for each.
 
-    Raises `RunError`, and does not write a suite's result, if `checkpoint` was deleted or replaced in the meantime.
+    Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or replaced meanwhile.
 
     Args:
         run: run with the validation data and the mesh.

@@ -36,7 +36,7 @@ class Identified(Protocol):
 class ItemJournal:
     """A file of JSON lines: the settings and weights, then one answer per line. Only the primary process uses it.
 
-    With it, an interrupted suite does not compute again the items that it had finished.
+    An interrupted suite reads the answers of its finished items from this file.
     """
 
     def __init__(self, path: Path, settings: str, weights: str | None):
@@ -104,8 +104,8 @@ class Evaluation:
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
         """Return -log p of each target of a source's first rows, in nats, float32 `[rows, T]`.
 
-        Targets outside the loss mask have a value too. Every process gets the whole array. Suites sum it in float64 on
-        the host, so that their numbers do not depend on the batch size, the mesh or the number of hosts.
+        Targets outside the loss mask have a value too. Every process gets the whole array. Suites sum its values in
+        float64 on the host, so that their numbers do not depend on the batch size, the mesh or the number of hosts.
 
         Args:
             source: the rows to score.

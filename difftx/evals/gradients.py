@@ -36,7 +36,7 @@ TITLES = {
 def evaluate(evaluation: Evaluation) -> Result:
     """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
-    The numbers are norms of a matrix over all layers together, and means of the cosine over layers.
+    A norm in the numbers is that of one matrix in all layers together. A cosine is the mean over layers.
     """
     configs = {CHECKPOINT: evaluation.run.config, **initial_configs(evaluation.run.config)}
     numbers, details, cosine_lines = {}, {}, {}
@@ -84,7 +84,7 @@ def initial_configs(config: Config) -> dict[str, Config]:
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices of the blocks' parameters by name, `[L, …]` each, with a matrix per group of a weight."""
+    """Return the matrices of the blocks' parameters by name, `[L, …]` each; a weight of two groups gives two."""
     found = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
@@ -101,9 +101,9 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
 def _gradient(
     evaluation: Evaluation, name: str, config: Config, params: Any
 ) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the loss, the gradient's Frobenius norm by matrix, and its cosine by pair, in each layer, `[L]`.
+    """Return the loss in nats per token, the norm of each matrix's gradient `[L]`, and the cosine of each pair `[L]`.
 
-    The loss is in nats per token. A cosine is 0 where the gradient of either matrix is zero.
+    A cosine is 0 where one of the two gradients is zero.
     """
     graphdef, limit, total = graph(config), config.eval.gradients.tokens, None
     for valid, source in evaluation.run.data.valid.items():

@@ -19,7 +19,7 @@ ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Half-width of a 95 % interval
 
 
 class DocumentStarts:
-    """A `RowSource` with the first T tokens of at most `limit` documents of more than T tokens, evenly spaced."""
+    """A `RowSource` of the first T tokens of documents with more: at most `limit` documents, evenly spaced."""
 
     def __init__(self, store: TokenStore, sequence_length: int, limit: int):
         offsets = store.offsets.view(np.int64)

@@ -58,7 +58,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart, by architecture in the order of `COMPARED`; `UserError` if impossible."""
+    """Return the config and its counterpart, in the order of `COMPARED`; raise `UserError` if it has none."""
     if config.model.architecture not in COMPARED:
         raise UserError(
             f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
@@ -106,9 +106,9 @@ def random_rows(config: Config, rows: int) -> PackedRows:
 def rates_in_turn(
     calls: Mapping[str, Callable[[], Any]], rounds: Iterable[Any], steps: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Return the tokens/s of each function in each round, when every call processes `tokens` tokens.
+    """Return the tokens/s of each function in each round, where a call processes `tokens` tokens.
 
-    Each round makes `steps` calls of one function after the other, so that a temporary slowdown affects all functions.
+    A round calls each function `steps` times in turn, so that a temporary slowdown affects all functions.
     As in the training loop, a call is dispatched before the previous call's result is awaited.
     """
     rates = {name: [] for name in calls}

@@ -42,7 +42,7 @@ class RetrievalPrompts:
 
     An example consists of the queried pair, other pairs and distractors in random order, and ends with the queried key.
     The pairs are the needles. The depth of an example is the entry of `depths` nearest to the position of the queried
-    pair, as a share of the tokens before the final key.
+    pair, as a share of the tokens before the final key. `NeedleItem.sample` is the index of the example.
     """
 
     def __init__(self, run: Run, rows: SyntheticRows):

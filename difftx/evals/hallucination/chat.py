@@ -74,7 +74,7 @@ class ChatEndpoint:
             raise
 
     def stop(self) -> None:
-        """Let every thread that waits or sends another request get a `StoppedError`."""
+        """Raise `StoppedError` in every thread that waits, or that sends another request."""
         self._pace.stopped.set()
 
     def public(self, text: str) -> str:

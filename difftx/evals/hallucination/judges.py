@@ -106,7 +106,7 @@ class OfflineJudge:
 class JudgeModel:
     """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is paid for twice.
 
-    `accurate` and `why` are null in the line of a reply that is not a verdict.
+    In the file, `accurate` and `why` are null for a reply that is not a verdict.
     """
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):

@@ -20,7 +20,7 @@ ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # Whole ans
 def words(text: str) -> list[str]:
     """Return a text's words as SQuAD compares them: in lower case, without punctuation and articles.
 
-    A text that consists of articles keeps them. 1,200 becomes 1200.
+    A text that has only articles keeps them. Commas within numbers are removed: 1,200 becomes 1200.
     """
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", unicodedata.normalize("NFKC", text).casefold())
     found = re.findall(r"\w+", plain)

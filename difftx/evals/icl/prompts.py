@@ -14,7 +14,6 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -59,7 +58,10 @@ class IclTask:
         """Read the files; raise `UserError` if one is invalid, or the context is too short for a demonstration."""
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings: IclConfig = run.config.eval.icl
-        train, test = self._read("train"), self._read("test")
+        train, test = (
+            list(read_records(Path(path), field=f"eval.icl.tasks, {config.name}.{name}", what="examples"))
+            for name, path in (("train", config.train), ("test", config.test))
+        )
         self._label_names = sorted({_one_line(record, config.label) for record in train})
         # The line break ensures that a label is never a prefix of another, as `most_likely` requires.
         self.labels = tuple(self._encode(f" {name}\n") for name in self._label_names)
@@ -108,7 +110,7 @@ class IclTask:
         return float(np.mean(np.equal([example.label for example in self.questions], answers)))
 
     def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
-        """Return `eval.icl.permutations` distinct permutations of the first `shots` demonstrations, or all if they are fewer."""
+        """Return `eval.icl.permutations` distinct permutations of `shots` demonstrations, or all if there are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
         # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.
@@ -131,10 +133,6 @@ class IclTask:
             by_label.setdefault(self._demonstrations[i].label, []).append(i)
         rounds = itertools.zip_longest(*by_label.values())
         return [i for one_round in rounds for i in one_round if i is not None]
-
-    def _read(self, field: Literal["train", "test"]) -> list[Record]:
-        path = Path(getattr(self._config, field))
-        return list(read_records(path, field=f"eval.icl.tasks, {self.name}.{field}", what="examples"))
 
     def _example(self, record: Record) -> Example:
         text, name = _one_line(record, self._config.text), _one_line(record, self._config.label)

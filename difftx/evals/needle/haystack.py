@@ -63,7 +63,7 @@ class Text:
 
 
 def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest: int) -> Text:
-    """Return a text with its boundaries; a text with fewer than `longest` tokens is repeated."""
+    """Return a text with its boundaries, after repeating it until it has at least `longest` tokens."""
     tokens_N = np.resize(tokens, max(len(tokens), longest)).astype(np.int32)
     before_N, after_N = tokens_N[:-1], tokens_N[1:]
     values = [value or b"" for value in token_bytes(tokenizer)]

@@ -33,7 +33,7 @@ SMALLEST_HAYSTACK = 16  # Tokens; a shorter haystack has no meaningful depths.
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """The parameters of a prompt: a cell and the index of a sample in it."""
+    """The parameters of a prompt. The prompts of a cell differ only in their sample."""
 
     length: int  # Tokens of prompt and answer.
     case: NeedleCaseConfig
