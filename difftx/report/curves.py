@@ -14,7 +14,7 @@ import rich.table
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, as_floats, label_axes, save_figure, series_colours
+from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
 from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -76,7 +76,7 @@ def validation_metric(runs: Sequence[RunRecord]) -> Metric:
 def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
     """Return the logged steps and the training loss at each, NaN for a non-finite loss."""
     rows = run.split("train")
-    return [row["step"] for row in rows], as_floats([row["loss"] for row in rows])
+    return [row["step"] for row in rows], np.array([row["loss"] for row in rows], float)
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:
