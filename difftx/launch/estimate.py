@@ -142,7 +142,6 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
 
     Raises:
         DoesNotFitError: The compiler failed because the step needs more memory than a device has.
-        UserError: The mesh does not fit the devices or the model, or cuDNN is needed and not installed.
     """
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)

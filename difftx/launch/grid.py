@@ -52,11 +52,9 @@ def make_points(
 ) -> list[SweepPoint]:
     """Return a point for each combination of the grid's values, with the config that it loads.
 
-    Args:
-        spec: `FILE.py`, or `FILE.py:ARG` if the grid has no name of the file's own `ARG`.
-        grid: Name → values. A name is "seed", a name of the file's `ARG`, or a config field such as "train.steps".
-        overrides: Field → value, the same for every point.
-        extensions: Extension files that each run loads.
+    A name in the grid is "seed", a name in the `ARG` of the config file, or a config field such as "train.steps".
+    `spec` is `FILE.py`, or `FILE.py:ARG` if the grid has no names of `ARG`. The overrides and extensions hold for all
+    points.
     """
     path, _, argument = spec.partition(":")
     form = argument_of(path) or ""
@@ -69,9 +67,14 @@ def make_points(
         chosen = dict(zip(grid, values, strict=True))
         arg = form.format(**chosen) if filled else argument
         varied = {name: value for name, value in chosen.items() if name not in slots}
+        changes = dict(overrides)
+        for name, value in varied.items():
+            for field in SEED_FIELDS if name == "seed" else (name,):
+                if field in changes:
+                    raise UserError(f"--grid {name}=…: {field} is set twice")
+                changes[field] = value
         name = "-".join([arg] * bool(arg) + [f"{n.rpartition('.')[2]}{value}" for n, value in varied.items()])
         name = re.sub(r"[^\w.+-]+", "_", name)
-        changes = _changes(varied, overrides)
         point_spec = f"{path}:{arg}" if arg else path
         try:
             config = load_config(point_spec, changes)
@@ -94,16 +97,6 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
             raise UserError(f"--config={path}:{argument}: the grid fills in {form!r}; leave :{argument} out")
         if missing:
             raise UserError(f"--grid: {path} is called with {form!r}; give {missing[0]}=… too")
-
-
-def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    changes = dict(overrides)
-    for name, value in varied.items():
-        for field in SEED_FIELDS if name == "seed" else (name,):
-            if field in changes:
-                raise UserError(f"--grid {name}=…: {field} is set twice")
-            changes[field] = value
-    return changes
 
 
 def _fields(group: type, prefix: str = "") -> Iterator[str]:

@@ -111,7 +111,9 @@ class _Program:
         elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
             # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
             # whose attributes name the kind of the collective and the slices.
-            kind, group = between[2].lower().replace("_", "-"), _count_ranges(between[1])
+            kind = between[2].lower().replace("_", "-")
+            slices = [_integers(part.replace(":", ",")) for part in between[1].split(",")]  # Such as 1,3:5.
+            group = sum(part[-1] - part[0] + 1 for part in slices)
             yield Collective(kind, _operand_bytes(instruction, types), group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
             return  # The corresponding -start instruction is counted.
@@ -204,12 +206,6 @@ def _iota(text: str) -> np.ndarray:
     sizes = _integers(shape.strip("[]"))
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return (ids.transpose(_integers(order.strip("()"))) if order else ids).reshape(-1)
-
-
-def _count_ranges(ranges: str) -> int:
-    """Return the number of integers in a list of inclusive ranges, such as 4 for `1,3:5`."""
-    bounds = [_integers(part.replace(":", ",")) for part in ranges.split(",")]
-    return sum(b[-1] - b[0] + 1 for b in bounds)
 
 
 def _integers(text: str) -> list[int]:

@@ -113,7 +113,11 @@ def _values(
         if not workdir.is_relative_to(mount):
             raise UserError(f"--out={out}: not below mount={mount}, so the run would be lost; give --out=runs/NAME")
         command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
-        values = {"stop": shlex.quote(_stop_command(workdir))}
+        # Send SIGTERM to the process that trains in `workdir`. The regular expression ends in `( |$)`, so it does not
+        # match itself in the command line of the shell that runs pkill, and that shell gets no signal.
+        escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
+        stop = f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
+        values = {"stop": shlex.quote(stop)}
         if "label" in template.get_identifiers():  # Kubernetes requires lower-case letters, digits and hyphens.
             values["label"] = label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
             if len(label) > MOST_NAME_CHARACTERS:
@@ -124,16 +128,6 @@ def _values(
     if launcher.quote is _yaml:
         shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.
     return {"name": point.name, "command": shell, **values}
-
-
-def _stop_command(workdir: PurePosixPath) -> str:
-    """Return the command that sends SIGTERM to the process that trains in `workdir`.
-
-    Its regular expression ends in `( |$)`. The shell that runs pkill has this text in its command line, which the
-    expression does not match, so the shell gets no signal.
-    """
-    escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
-    return f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
 
 
 def _check_printable(what: str, texts: Iterable[str]) -> None:

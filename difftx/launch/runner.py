@@ -109,17 +109,17 @@ class Sweep:
     """
 
     def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
-        """Read the state of the runs that already exist in `out`; `sweep.json` also gets the fields of `description`.
-
-        Raises:
-            UserError: A finished run has other settings than its point, or train.py is not installed.
-        """
+        """Read the state of the runs that already exist in `out`; `description` is the head of `sweep.json`."""
         if not TRAIN.is_file():
             raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
         self._statuses = [RunStatus(point, out / point.name) for point in points]
         for status in self._statuses:
             status.refresh()
-            _refuse_other_settings(status)
+            # The sweep skips finished runs. train.py itself compares the settings of the runs that it resumes.
+            if status.is_finished():
+                for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
+                    if not change.is_neutral:
+                        raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._description = out, description
         # rich shows the table of a file or a pipe at the end only. It has no refresh thread here, because the sweep
@@ -131,11 +131,7 @@ class Sweep:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Train the unfinished runs.
-
-        Returns:
-            Exit code: 0 if all runs are finished, 1 if a run failed, 75 if a signal stopped the sweep.
-        """
+        """Train the unfinished runs; return 0 if all runs are finished, 1 if one failed, or 75 after a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         with self._live:
@@ -235,14 +231,3 @@ def find_reason(log: str) -> str:
     """Return the line of a failed process's output that gives the reason: the last error, or else the last line."""
     lines = log.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])
-
-
-def _refuse_other_settings(status: RunStatus) -> None:
-    """Raise `UserError` if a finished run, which the sweep would skip, was trained with other settings than its point.
-
-    Unfinished runs need no check: train.py compares settings when it resumes them.
-    """
-    if status.is_finished():
-        for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
-            if not change.is_neutral:
-                raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")

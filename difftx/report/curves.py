@@ -26,9 +26,6 @@ def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list
 
     The files are `curves.png`, `curves.svg` and `curves.json` (the rows). The figure shows the validation metric and,
     for the metric "loss", the training loss, each against steps, tokens, FLOPs and seconds.
-
-    Raises:
-        UserError: No run matches, the metric cannot compare the runs, or no run has a validation with the metric.
     """
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
@@ -54,7 +51,7 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 
 
 def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
-    """Return the bias-corrected exponential moving average of the values, skipping non-finite ones.
+    """Return the bias-corrected exponential moving average of the finite values.
 
     The weight of a value is halved after `half_life` further values.
     """

@@ -67,20 +67,19 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
 
 
 def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Sequence[str]) -> list[str]:
-    """Return notes for the reader of the page on data that are thinned, unreadable, outdated or missing."""
+    """Return notes on data that the page thins or leaves out, and on the `empty` sections."""
     notes = [
         f"Lines are thinned to {panels.MOST_POINTS:,} points, those of layers to {panels.MOST_POINTS_OF_MANY}: of each "
         "stretch the least and the greatest value stay. Hover or tap for values; a name below a figure hides its line.",
     ]
-    notes += [
-        f"{run.name}: {run.skipped} lines of metrics and journal could not be read." for run in runs if run.skipped
-    ]
-    notes += [
-        f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. Run "
-        f"eval.py --workdir={run.workdir} --suite={suite} --step={step} to evaluate that checkpoint."
-        for run in runs
-        for suite, step in run.outdated
-    ]
+    for run in runs:
+        if run.skipped:
+            notes.append(f"{run.name}: {run.skipped} lines of metrics and journal could not be read.")
+        notes += [
+            f"{run.name}: evals/{suite}/{step}.json is left out: its weights are not those of checkpoints/{step}. Run "
+            f"eval.py --workdir={run.workdir} --suite={suite} --step={step} to evaluate that checkpoint."
+            for suite, step in run.outdated
+        ]
     if foreign:
         what = "different tokenizers: losses per token do not compare, bits per byte do"
         notes.append(f"{foreign[0]} and {foreign[1]} have {what}.")
@@ -134,7 +133,7 @@ def _results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, 
 
 
 def _samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
-    """Return (run, prompt, completion) for each sample in the newest results of the runs' suites."""
+    """Return (run, prompt, completion) for each sample in the newest results of the suites."""
     texts = []
     for run in runs:
         for steps in run.results.values():

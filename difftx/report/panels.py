@@ -130,7 +130,11 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
             steps, norms = [row["step"] for row in rows], [row["grad_norm"] for row in rows]
             interactive.mark_points(panel.figure, steps, norms, f"{run.name}: update skipped")
     tables = []
-    events = [(run.name, entry["step"], _event_text(entry)) for run in runs for entry in run.journal]
+    events = []
+    for run in runs:
+        for entry in run.journal:
+            details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]
+            events.append((run.name, entry["step"], ", ".join([str(entry["event"]), *details])))
     if events:
         interactive.mark_events(panel.figure, events)
         table = Table(["run", "step", "event"], [[run, shown(step), text] for run, step, text in events])
@@ -150,13 +154,13 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
         }
         if parts:
             parts_of_run[run.name] = parts
-    panels = []
+    section = Section(id="goodput", title="Goodput", panels=[])
     if parts_of_run:
         names = list(next(iter(parts_of_run.values())))
         rows = [[run, *(f"{parts.get(name, 0):,.1f}" for name in names)] for run, parts in parts_of_run.items()]
         figure = interactive.stacked_bars(parts_of_run, "seconds of wall time")
-        panels = [Panel(title="Where the time went", figure=figure, values=Table(["run", *names], rows))]
-    return Section(id="goodput", title="Goodput", panels=panels)
+        section.panels.append(Panel(title="Where the time went", figure=figure, values=Table(["run", *names], rows)))
+    return section
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
@@ -363,12 +367,6 @@ def _series_values(x_label: str, series: Lines) -> Table:
 def evenly_spaced(count: int, most: int) -> np.ndarray:
     """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))
-
-
-def _event_text(entry: Mapping[str, Any]) -> str:
-    """Return a journal entry as one line of text."""
-    details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]
-    return ", ".join([str(entry["event"]), *details])
 
 
 def shown(value: Any) -> str:

@@ -172,9 +172,9 @@ def _config_of_newest_checkpoint(workdir: Path, now: Config) -> Config:
 
 def _read_run(workdir: Path, name: str) -> RunRecord:
     now, manifest, path = read_config(workdir), read_description(workdir), workdir / "metrics.jsonl"
-    for name in ("data", "devices"):
-        if not isinstance(manifest.get(name, {}), dict):
-            why = f"not the description of a run ({name}: not an object)"
+    for part in ("data", "devices"):
+        if not isinstance(manifest.get(part, {}), dict):
+            why = f"not the description of a run ({part}: not an object)"
             raise UserError(f"{workdir / MANIFEST}: {why}; delete it, and training writes it again")
     rows, skipped = read_metrics(path)
     if skipped:
