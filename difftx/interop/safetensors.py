@@ -120,25 +120,25 @@ def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
-    """Write tensors to one file, or to several with an index; return the names of the files.
+    """Write tensors as float32 to one file, or to several with an index; return the names of the files.
 
     A file has at most `shard_bytes` of tensors, or a single larger tensor.
     """
-    shards: list[list[str]] = [[]]
+    shards: list[dict[str, Streamed]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
         if shards[-1] and 4 * tensor.size > room:
-            shards.append([])
+            shards.append({})
             room = shard_bytes
-        shards[-1].append(name)
+        shards[-1][name] = tensor
         room -= 4 * tensor.size
     count = len(shards)
     files = [FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: tensors[name] for name in names})
+    for file, shard in zip(files, shards, strict=True):
+        _write_file(folder / file, shard)
     if count > 1:
         total = sum(4 * tensor.size for tensor in tensors.values())
-        file_of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
         write_atomically(folder / INDEX, text + "\n")
     return files

@@ -29,8 +29,8 @@ def search(
 
     Fewer microbatches gather the parameters less often, and a remat policy that keeps more activations recomputes less.
     For each mesh and policy, the search therefore stops at the fewest microbatches that fit. It tries a policy that
-    keeps fewer activations only with fewer microbatches than a previous policy needs. The context axis and the slices
-    stay as in `config`. `report` is called with one line of text per attempt.
+    keeps fewer activations only with fewer microbatches than the previous policies need. The context axis and the
+    slices are those of `config`. `report` gets a line of text for each attempt.
     """
     found: list[Estimate] = []
     for candidate in _meshes(config, devices, chip):

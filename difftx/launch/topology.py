@@ -1,7 +1,6 @@
-"""Devices to compile for without having them: TPU slices (libtpu), H200s (JAX's CUDA plugin) and virtual CPUs.
+"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs.
 
-XLA compiles for a description of devices. libtpu knows all TPU slices by name; the CUDA plugin requires the properties
-of the GPU (`H200_TARGET`).
+libtpu knows all TPU slices by name. JAX's CUDA plugin requires the properties of the GPU (`H200_TARGET`).
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Memory and bandwidths of one device, as JAX counts devices; its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
+    """Memory and bandwidths of one JAX device. Its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
 
     hbm_bytes: float
     interconnect: float | None  # Bytes/s that a device sends while it receives: half of the "bidirectional" bandwidth.

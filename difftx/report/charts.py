@@ -95,9 +95,10 @@ def series_colours(count: int) -> Sequence[str]:
 
 def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
     """Return the ends of a heatmap's colour scale; if it contains both signs, it is centred at zero."""
-    values = [value for row in chart["values"] for value in row if value is not None]
-    low = chart["low"] if chart.get("low") is not None else min(values, default=0.0)
-    high = chart["high"] if chart.get("high") is not None else max(values, default=1.0)
+    values = heatmap_values(chart)
+    finite = values[np.isfinite(values)].tolist()
+    low = chart["low"] if chart.get("low") is not None else min(finite, default=0.0)
+    high = chart["high"] if chart.get("high") is not None else max(finite, default=1.0)
     if low < 0 < high:
         low, high = -max(-low, high), max(-low, high)
     return (low, high) if low < high else (low, low + 1.0)

@@ -72,7 +72,16 @@ def line_figure(
 
 def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     """Draw a `LineChart` or `Heatmap`, given as a JSON object."""
-    return _heatmap(chart) if chart["kind"] == "heatmap" else _line_chart(chart)
+    if chart["kind"] == "heatmap":
+        return _heatmap(chart)
+    lines = []
+    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+        names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
+        columns: dict[str, Any] = {name: np.array(series[name], float) for name in names}
+        source, has_band = bokeh.models.ColumnDataSource(columns), {"low", "high"} <= set(names)
+        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, has_band=has_band))
+    scales = {name: bool(chart.get(name)) for name in ("log_x", "log_y")}
+    return line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **scales)
 
 
 def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, str]]) -> None:
@@ -81,11 +90,6 @@ def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, 
     source = bokeh.models.ColumnDataSource({"x": [step for _, step, _ in events], "text": texts})
     shown = figure.vspan(x="x", source=source, color=MARK_COLOUR, line_dash="dashed", line_width=2)
     figure.add_tools(_hover(shown, [("step", "@x"), ("event", "@text")]))
-
-
-def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
-    """Draw crosses at points, such as skipped updates."""
-    figure.scatter(list(x), list(y), marker="x", size=9, color=MARK_COLOUR, line_width=2, legend_label=name)
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
@@ -108,17 +112,6 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh
     figure.ygrid.visible = False
     _place_legend(figure)
     return figure
-
-
-def _line_chart(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
-    lines = []
-    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
-        names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
-        columns: dict[str, Any] = {name: np.array(series[name], float) for name in names}
-        source, has_band = bokeh.models.ColumnDataSource(columns), {"low", "high"} <= set(names)
-        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, has_band=has_band))
-    scales = {name: bool(chart.get(name)) for name in ("log_x", "log_y")}
-    return line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **scales)
 
 
 def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
@@ -157,8 +150,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
 def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure:
     chosen: dict[str, Any] = {"frame_height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOOLS} | options
     figure = bokeh.plotting.figure(active_drag=None, **chosen)  # Dragging scrolls the page unless a tool is active.
-    figure.toolbar.logo = None
-    figure.toolbar.autohide = False
+    figure.toolbar.update(logo=None, autohide=False)
     figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
     if options.get("x_axis_type") == "linear":
         figure.xaxis.formatter = bokeh.models.BasicTickFormatter(power_limit_high=6)
@@ -174,9 +166,6 @@ def _place_legend(figure: bokeh.plotting.figure) -> None:
     if not figure.legend:
         return
     legend = figure.legend[0]
-    legend.click_policy = "hide"
-    legend.background_fill_alpha = 0
-    legend.border_line_alpha = 0
-    legend.location, legend.margin = "top_left", 0
-    legend.stylesheets = [LEGEND_STYLE]
+    legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
+    legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
     figure.add_layout(legend, "below")

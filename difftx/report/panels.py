@@ -15,7 +15,7 @@ import numpy as np
 from difftx.report import interactive
 from difftx.report.charts import heatmap_values, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses, validation_metric
-from difftx.report.runs import X_AXES, Metric, RunRecord
+from difftx.report.runs import X_AXES, RunRecord
 from difftx.training import lambda_range
 
 MOST_POINTS = 2_000  # Most points of a line; more would enlarge the page without being visible.
@@ -67,22 +67,28 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
     """
     panels = []
     if comparable:
-        label = METRIC_LABELS["loss"]
-        panels += _loss_panels("Training loss, raw and smoothed", label, runs, _training_sources(runs))
+        sources = {}
+        for run in runs:
+            steps, raw = training_losses(run)
+            kept = thinned(raw, MOST_POINTS)
+            smooth = np.array(smoothed(raw))[kept]
+            sources[run.name] = _source(run, [steps[i] for i in kept], raw=raw[kept], value=smooth)
+        panels += _loss_panels("Training loss, raw and smoothed", METRIC_LABELS["loss"], runs, sources)
     metric = validation_metric(runs)
     if comparable or metric == "bits_per_byte":
+        sources = {}
+        for run in runs:
+            if rows := run.evaluations(metric):
+                values = np.array([row[metric] for row in rows])
+                sources[run.name] = _source(run, [row["step"] for row in rows], value=values)
         label = METRIC_LABELS[metric]
-        panels += _loss_panels(f"Validation, {label}", label, runs, _validation_sources(runs, metric))
+        panels += _loss_panels(f"Validation, {label}", label, runs, sources)
     controls = {"against": list(X_AXES.items()), "axes": [("linear", "linear"), ("log", "logarithmic")]}
     return Section(id="curves", title="Curves", panels=panels, controls=controls)
 
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
-    """Draw the charts of each suite's newest results.
-
-    If several steps were evaluated, also draw the suites' numbers, and the lines of charts with `over_steps`, against
-    steps.
-    """
+    """Draw the charts of each suite's newest results, and the numbers and lines that have values at several steps."""
     panels = []
     for suite in dict.fromkeys(suite for run in runs for suite in run.results):
         results = {run.name: run.results[suite] for run in runs if suite in run.results}
@@ -128,7 +134,8 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
         rows = [row for row in run.split("train") if row.get("skipped") and row.get("grad_norm") is not None]
         if rows:
             steps, norms = [row["step"] for row in rows], [row["grad_norm"] for row in rows]
-            interactive.mark_points(panel.figure, steps, norms, f"{run.name}: update skipped")
+            style = {"marker": "x", "size": 9, "color": interactive.MARK_COLOUR, "line_width": 2}
+            panel.figure.scatter(steps, norms, legend_label=f"{run.name}: update skipped", **style)
     tables = []
     events = []
     for run in runs:
@@ -178,35 +185,19 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _training_sources(runs: Sequence[RunRecord]) -> dict[str, bokeh.models.ColumnDataSource]:
-    """Return a run's name → columns of `X_AXES`, the raw training loss ("raw") and the smoothed one ("value")."""
-    sources = {}
-    for run in runs:
-        steps, raw = training_losses(run)
-        kept = thinned(raw, MOST_POINTS)
-        progress = run.progress([steps[i] for i in kept])
-        columns: dict[str, Any] = {name: np.array(values) for name, values in progress.items()}
-        columns |= {"raw": raw[kept], "value": np.array(smoothed(raw))[kept]}
-        sources[run.name] = bokeh.models.ColumnDataSource(columns)
-    return sources
-
-
-def _validation_sources(runs: Sequence[RunRecord], metric: Metric) -> dict[str, bokeh.models.ColumnDataSource]:
-    """Return the name of each run with validations → columns of `X_AXES` and the metric ("value")."""
-    sources = {}
-    for run in runs:
-        rows = run.evaluations(metric)
-        if rows:
-            columns: dict[str, Any] = run.progress([row["step"] for row in rows])
-            columns |= {"value": [row[metric] for row in rows]}
-            sources[run.name] = bokeh.models.ColumnDataSource(columns)
-    return sources
+def _source(run: RunRecord, steps: Sequence[int], **columns: np.ndarray) -> bokeh.models.ColumnDataSource:
+    """Return columns of values at the given steps, together with a column for each of `X_AXES`."""
+    data: dict[str, Any] = {name: np.array(values) for name, values in run.progress(steps).items()}
+    return bokeh.models.ColumnDataSource(data | columns)
 
 
 def _loss_panels(
     title: str, y_label: str, runs: Sequence[RunRecord], sources: Mapping[str, bokeh.models.ColumnDataSource]
 ) -> list[Panel]:
-    """Return a panel for each of `X_AXES` on linear and on logarithmic axes; the section's controls choose one."""
+    """Return a panel for each of `X_AXES` on linear and on logarithmic axes; the section's controls choose one.
+
+    The source of a run has the columns "value" and, if there is also a faint line, "raw".
+    """
     panels = []
     for x, scale in itertools.product(X_AXES if sources else (), ("linear", "log")):
         lines = []
@@ -225,10 +216,7 @@ def _loss_panels(
 
 
 def _number_panels(suite: str, results: Mapping[str, Results]) -> list[Panel]:
-    """Return a panel for each number of a suite that some run has at several steps, except constant numbers.
-
-    `results` is name of a run → its results.
-    """
+    """Return a panel for each number of a suite that some run has at several steps, except constant numbers."""
     panels = []
     of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
     for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):
@@ -278,7 +266,7 @@ def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[di
 
 
 def _crossings_note(run: RunRecord) -> str:
-    """Return a note on the layers whose λ left the range in which a layer cancels noise, or an empty text."""
+    """Return a note on the layers whose λ left the range in which attention cancels noise, or an empty text."""
     rows = run.split(lambda_range.SPLIT)
     if not rows:
         return ""
@@ -347,10 +335,7 @@ def _chart_values(chart: Mapping[str, Any]) -> Table | None:
 
 
 def _series_values(x_label: str, series: Lines) -> Table:
-    """Return the values of lines at up to `MOST_ROWS` evenly spaced x of the first line.
-
-    `series` is name of a line → its x and y values. Each line has its y value at the x that is nearest.
-    """
+    """Return the y values of lines at up to `MOST_ROWS` evenly spaced x of the first line, or at the nearest x."""
     if not series:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)
