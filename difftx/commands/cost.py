@@ -14,11 +14,7 @@ from difftx.training.run import Run
 
 
 def format_cost(config: Config) -> str:
-    """Return a few lines on a config's parameters, FLOPs and memory per device, without reading data.
-
-    Raises:
-        UserError: The mesh does not fit the devices or the model.
-    """
+    """Return lines with a config's parameters, FLOPs and memory per device; `UserError` if its mesh is impossible."""
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     parameters = count_parameters(config.model)
@@ -46,11 +42,8 @@ def format_cost(config: Config) -> str:
 
 
 def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
-    """Return a line of warning if the estimate exceeds the devices' memory, or an empty list.
-
-    CPU devices share the host's memory. Devices that do not report their memory cause no warning.
-    """
-    if devices[0].platform == "cpu":
+    """Return a line of warning if the estimate exceeds the devices' memory, as far as they report it."""
+    if devices[0].platform == "cpu":  # CPU devices share the host's memory.
         needed, owner = (state + activations) * len(devices), "this machine"
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -65,7 +58,7 @@ def _memory_warning(state: float, activations: float, devices: Sequence[jax.Devi
 
 
 def format_data(run: Run) -> str:
-    """Return a line on the run's tokens and tokenizer, and one line for each note on how the data were prepared."""
+    """Return a line with the run's numbers of tokens and its tokenizer, and the notes of its data set-up."""
     epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
     train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
     valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())

@@ -14,10 +14,7 @@ from difftx.launch.grid import make_points, parse_grid
 def main(arguments: Sequence[str]) -> int:
     """Train the grid's runs on this machine, or write their job files.
 
-    Returns:
-        0: all runs are finished, or the job files are written.
-        1: a run failed.
-        75: a signal stopped the sweep; the same command resumes it.
+    Exit codes: 0 all done, 1 a run failed, 75 a signal stopped the sweep, which the same command resumes.
     """
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
