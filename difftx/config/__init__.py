@@ -1,11 +1,10 @@
 """The config schema: frozen dataclasses that declare each field once and validate their values."""
 
-import dataclasses
 import json
 
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.config.eval import EvalConfig
-from difftx.config.fields import values_of
+from difftx.config.fields import Group, values_of
 from difftx.config.model import ModelConfig
 from difftx.config.training import (
     CheckpointConfig,
@@ -19,8 +18,7 @@ from difftx.config.training import (
 from difftx.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Group):
     """A complete, validated config with one attribute per group of fields."""
 
     model: ModelConfig

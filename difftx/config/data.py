@@ -1,6 +1,5 @@
 """Config group `data`."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,8 +10,7 @@ from difftx.errors import UserError
 SYNTHETIC = "synthetic:"  # Prefix of data paths that name a task of difftx/data/synthetic.py.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceConfig:
+class SourceConfig(Group):
     """A data source, an entry of `data.sources`."""
 
     name: str
@@ -23,8 +21,7 @@ class SourceConfig:
     """Share of the rows, relative to the other sources. 0: the source is a validation set only."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageConfig:
+class StageConfig(Group):
     """A change of the source weights during training, an entry of `data.stages`."""
 
     from_tokens: int
@@ -33,7 +30,6 @@ class StageConfig:
     """One weight per entry of `data.sources`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class UpsamplingConfig(Group, path="data.upsampling"):
     """Up-sampling of long documents within each source (§3.3, arXiv 2402.10171)."""
 
@@ -43,7 +39,6 @@ class UpsamplingConfig(Group, path="data.upsampling"):
     """Share of a source's tokens that come from long documents. A source that has a larger share keeps it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticConfig(Group, path="data.synthetic"):
     """Synthetic tasks, selected by data paths that start with "synthetic:"."""
 
@@ -71,7 +66,6 @@ class SyntheticConfig(Group, path="data.synthetic"):
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Group, path="data"):
     """Training data, and the packing of documents into rows."""
 

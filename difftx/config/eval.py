@@ -1,6 +1,5 @@
 """Config group `eval`."""
 
-import dataclasses
 import re
 import urllib.parse
 from typing import Annotated, Literal, get_args
@@ -31,8 +30,7 @@ KINDS = "summarisation", "question_answering"
 MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NeedleCaseConfig:
+class NeedleCaseConfig(Group):
     """Numbers of hidden and queried needles, an entry of `eval.needle.cases`."""
 
     needles: int
@@ -41,7 +39,6 @@ class NeedleCaseConfig:
     """Needles that the prompt asks for."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedleConfig(Group, path="eval.needle"):
     """Suite needle: retrieval of magic numbers of cities that are hidden in a long text (§3.4)."""
 
@@ -72,8 +69,7 @@ class NeedleConfig(Group, path="eval.needle"):
                 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IclTaskConfig:
+class IclTaskConfig(Group):
     """A classification task, an entry of `eval.icl.tasks`: two files of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
@@ -92,7 +88,6 @@ class IclTaskConfig:
     """Word before the label in a prompt, such as "Type"."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class IclConfig(Group, path="eval.icl"):
     """Suite icl: classification from demonstrations in the prompt (§3.5)."""
 
@@ -115,8 +110,7 @@ class IclConfig(Group, path="eval.icl"):
         require_distinct_names("eval.icl.tasks", [task.name for task in self.tasks])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HallucinationSetConfig:
+class HallucinationSetConfig(Group):
     """A set of documents, an entry of `eval.hallucination.sets`: a file of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
@@ -135,7 +129,6 @@ class HallucinationSetConfig:
     """Largest number of tokens of an answer."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationConfig(Group, path="eval.hallucination"):
     """Suite hallucination: answers about a document that the prompt contains (§3.6, Table 4)."""
 
@@ -177,7 +170,6 @@ class HallucinationConfig(Group, path="eval.hallucination"):
             raise UserError("eval.hallucination.judge_model='': name a model, or write none for the offline judge")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeConfig(Group, path="eval.judge"):
     """Access to `eval.hallucination.judge_model`; results do not depend on it."""
 
@@ -221,7 +213,6 @@ class JudgeConfig(Group, path="eval.judge"):
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Group, path="eval.attention"):
     """Suite attention: attention weights of the last token of needle prompts (Table 3, Figure 1).
 
@@ -249,7 +240,6 @@ class AttentionConfig(Group, path="eval.attention"):
             raise UserError(f"eval.attention.queries={self.queries} must lie in 1 … needles={self.needles}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OutliersConfig(Group, path="eval.outliers"):
     """Suite outliers: magnitudes of attention logits and hidden states (Table 5)."""
 
@@ -259,7 +249,6 @@ class OutliersConfig(Group, path="eval.outliers"):
     """Ranks among all magnitudes that are reported; 1 is the largest."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(Group, path="eval.quantize"):
     """Suite quantize: other suites with quantised attention logits (Figure 8)."""
 
@@ -271,7 +260,6 @@ class QuantizeConfig(Group, path="eval.quantize"):
     """Suites to run, with their own settings."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientsConfig(Group, path="eval.gradients"):
     """Suite gradients: gradient norms by matrix and layer (Appendix F)."""
 
@@ -283,7 +271,6 @@ class GradientsConfig(Group, path="eval.gradients"):
     diff model, and vice versa. All have `model.zero_init_output` = False."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HarnessConfig(Group, path="eval.harness"):
     """Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval")."""
 
@@ -314,8 +301,7 @@ class HarnessConfig(Group, path="eval.harness"):
     """Seed of the examples in prompts and of samples, below 2**32."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MathTaskConfig:
+class MathTaskConfig(Group):
     """A task, an entry of `eval.math.tasks`: files of JSON lines with the fields of a published format."""
 
     name: str
@@ -330,7 +316,6 @@ class MathTaskConfig:
     """Format of the demonstrations; null: `format`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MathConfig(Group, path="eval.math"):
     """Suite math: word problems with free-form answers (ICLR camera-ready, appendix C; extra "eval")."""
 
@@ -361,7 +346,6 @@ class MathConfig(Group, path="eval.math"):
                 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(Extensible, path="eval"):
     """Evaluation during training, and the settings of every suite."""
 

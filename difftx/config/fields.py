@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -58,20 +58,21 @@ def check_rules(field: str, value: Any, annotation: Any) -> None:
                 check_rules(field, entry, get_args(kind)[0])
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Group:
-    """Base class of config groups. The creation of a group checks the rules of its fields' types."""
+    """Base class of config groups. Subclasses become frozen dataclasses that check the rules of their fields' types."""
 
     _path = ""
 
     def __init_subclass__(cls, path: str = ""):
         cls._path = path  # Path of the group in the config, such as "eval.needle", for error messages.
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
         for name, annotation in _declared_types(type(self), with_rules=True).items():
             check_rules(f"{self._path}.{name}", getattr(self, name), annotation)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Extensible(Group):
     """Base class of groups to which `add_group` adds groups, which become attributes: `config.eval.bleu.samples`."""
 

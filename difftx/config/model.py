@@ -17,7 +17,6 @@ def default_specific_fields() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in SPECIFIC_FIELDS}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Extensible, path="model"):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 

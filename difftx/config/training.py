@@ -1,6 +1,5 @@
 """Config groups `optimizer`, `train`, `mesh`, `multihost`, `guards`, `checkpoint` and `logging`."""
 
-import dataclasses
 from typing import Annotated, Literal
 
 from difftx.config.fields import (
@@ -20,7 +19,6 @@ from difftx.errors import UserError
 DevicesAlongAxis = Annotated[int, Rule(lambda size: size == -1 or size > 0, " must be positive")]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Extensible, path="optimizer"):
     """The optimizer. Weight decay applies to projections and embeddings, but not to norm gains, λ vectors and sinks."""
 
@@ -46,7 +44,6 @@ class OptimizerConfig(Extensible, path="optimizer"):
     """Largest global norm of the gradient; None: no clipping. The paper does not state a value."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Group, path="train"):
     """Length of training, and size of an update."""
 
@@ -60,7 +57,6 @@ class TrainConfig(Group, path="train"):
     """Seed of the parameters' initial values."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Group, path="mesh"):
     """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices.
 
@@ -92,7 +88,6 @@ class MeshConfig(Group, path="mesh"):
             raise UserError(f"mesh={sizes}: only one axis can be -1, which takes all remaining devices")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MultihostConfig(Group, path="multihost"):
     """Time limits, in seconds, for training with several processes (docs/operations.md)."""
 
@@ -106,7 +101,6 @@ class MultihostConfig(Group, path="multihost"):
     """Time without a finished step, compilation included, after which a process prints all stacks and exits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardsConfig(Group, path="guards"):
     """Detection of bad steps during training, and the reaction to them.
 
@@ -132,7 +126,6 @@ class GuardsConfig(Group, path="guards"):
     """Spikes among consecutive bad steps that trigger `on_bad_steps`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Group, path="checkpoint"):
     """Writing, retention and verification of checkpoints."""
 
@@ -161,7 +154,6 @@ class CheckpointConfig(Group, path="checkpoint"):
             raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Group, path="logging"):
     """Destinations and frequency of training metrics."""
 
