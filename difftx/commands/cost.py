@@ -23,20 +23,13 @@ def format_cost(config: Config) -> str:
     halved = flops_per_token(config.model, length, causal=True)
     state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
-    model = f"{config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)"
-    compute = (
-        f"{full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
-        f"{full * steps * batch:.3g} in all"
-    )
-    memory = (
-        f"{format_bytes(state)} of train state and about {format_bytes(activations)} of activations per device; "
-        f"mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}"
-    )
     lines = [
-        _line("model", model),
-        _line("training", f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}"),
-        _line("compute", compute),
-        _line("memory", memory),
+        f"model    {config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
+        f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}",
+        f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
+        f"{full * steps * batch:.3g} in all",
+        f"memory   {format_bytes(state)} of train state and about {format_bytes(activations)} of activations per device; "
+        f"mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     ]
     return "\n".join([*lines, *_memory_warning(state, activations, mesh.local_devices)])
 
@@ -54,7 +47,7 @@ def _memory_warning(state: float, activations: float, devices: Sequence[jax.Devi
     fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
     if state > activations:
         fix = "use a smaller model, or more devices along mesh.fsdp"
-    return [_line("warning", f"about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}")]
+    return [f"warning  about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}"]
 
 
 def format_data(run: Run) -> str:
@@ -64,8 +57,4 @@ def format_data(run: Run) -> str:
     valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())
     tokenizer = f"{run.tokenizer.name} ({run.tokenizer.n_vocab:,})"
     tokens = f"training tokens {train}; validation tokens {valid}; tokenizer {tokenizer}"
-    return "\n".join(_line("data", text) for text in (tokens, *run.data.notes))
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<9}{text}"
+    return "\n".join(f"data     {text}" for text in (tokens, *run.data.notes))

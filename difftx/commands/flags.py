@@ -18,14 +18,8 @@ from difftx.registry import load_extensions
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--extension`, for `prepare_process`."""
-    parser.add_argument(
-        "--extension",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE.py",
-        help="run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md",
-    )
+    text = "run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md"
+    parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
 
 
 def prepare_process(options: argparse.Namespace) -> None:
@@ -45,15 +39,9 @@ def require_file_path(flag: str, path: Path) -> None:
 def parse_command(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *groups: str
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Add the flag `--extension`, parse a command line and call `prepare_process`.
+    """Return the flags and the overrides of config fields of a command line, after a call of `prepare_process`.
 
-    Args:
-        parser: Parser of the command's own flags.
-        arguments: Arguments of the command; None: `sys.argv`.
-        groups: Groups whose fields the command line may override, as for `parse_overrides`.
-
-    Returns:
-        The flags, and the overrides of config fields.
+    The function adds the flag `--extension`. `arguments` = None means `sys.argv`; `groups` is as for `parse_overrides`.
     """
     add_extension_flag(parser)
     options, rest = parser.parse_known_args(arguments)

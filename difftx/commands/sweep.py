@@ -18,13 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
-    parser.add_argument(
-        "--grid",
-        required=True,
-        nargs="+",
-        metavar="NAME=VALUE,VALUE",
-        help="values of a name in the file's ARG, of `seed`, or of a config field; all combinations run",
-    )
+    values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"
+    parser.add_argument("--grid", required=True, nargs="+", metavar="NAME=VALUE,VALUE", help=values)
     parser.add_argument("--out", required=True, type=Path, help="directory of the runs; unfinished runs are resumed")
     parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")

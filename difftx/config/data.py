@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from difftx.config.checks import require_distinct_names
-from difftx.config.fields import AxisLength, Group, NotNegativeInt, PositiveFloat, PositiveInt, ProperShare, Seed
+from difftx.config.fields import AxisLength, Group, NotNegative, Positive, ProperShare, Seed
 from difftx.errors import UserError
 
 SYNTHETIC = "synthetic:"  # Prefix of data paths that name a task of difftx/data/synthetic.py.
@@ -33,7 +33,7 @@ class StageConfig(Group):
 class UpsamplingConfig(Group, path="data.upsampling"):
     """Up-sampling of long documents within each source (§3.3, arXiv 2402.10171)."""
 
-    longer_than_tokens: PositiveInt | None = None
+    longer_than_tokens: Positive[int] | None = None
     """Length in tokens above which a document is long; None: no up-sampling."""
     share: ProperShare = 0.7
     """Share of a source's tokens that come from long documents. A source that has a larger share keeps it."""
@@ -44,15 +44,15 @@ class SyntheticConfig(Group, path="data.synthetic"):
 
     vocab_size: AxisLength = 8192
     """Number of different tokens; at most `model.vocab_size`."""
-    pairs: PositiveInt = 64
+    pairs: Positive[int] = 64
     """Tasks mqar and retrieval: keys with values per example."""
-    query_power: PositiveFloat = 0.01
+    query_power: Positive[float] = 0.01
     """Task mqar: a gap g before a query has probability proportional to g ** (`query_power` - 1)."""
-    distractors: NotNegativeInt = 256
+    distractors: NotNegative[int] = 256
     """Task retrieval: tokens placed among the pairs."""
-    train_examples: PositiveInt = 100_000
+    train_examples: Positive[int] = 100_000
     """Examples per epoch."""
-    valid_examples: PositiveInt = 1000
+    valid_examples: Positive[int] = 1000
     """Examples of the validation set."""
     seed: Seed = 0
     """Seed of the examples, below 2**32."""
@@ -95,7 +95,7 @@ class DataConfig(Group, path="data"):
     """Share of a text's documents that are held out for validation, chosen by hash; a store has its own split."""
     seed: Seed = 0
     """Seed of the order of rows, below 2**32."""
-    prefetch_batches: PositiveInt = 2
+    prefetch_batches: Positive[int] = 2
     """Batches prepared ahead of the step."""
     cache_path: str = "~/.cache/difftx"
     """Folder of packing indices for "best_fit", named by content. Runs share it, and it may be deleted at any time."""

@@ -6,26 +6,13 @@ from typing import Annotated, Literal, get_args
 
 from difftx.config.architectures import Granularity
 from difftx.config.checks import require_distinct_names
-from difftx.config.fields import (
-    DISTINCT,
-    NOT_EMPTY,
-    Extensible,
-    Group,
-    NotNegativeFloat,
-    NotNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Rule,
-    Seed,
-    Share,
-    ShareBelowOne,
-    check_rules,
-)
+from difftx.config.fields import Entries, Extensible, Fraction, Group, NotNegative, Positive, Rule, Seed, Share, Unique
 from difftx.errors import UserError
 
 Bits = Annotated[int, Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]
 Initialization = Literal["as_configured", "no_scale", "no_norm", "no_scale_no_norm", "counterpart"]
 Order = Literal["random", "alternating"]
+HARNESS_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 KINDS = "summarisation", "question_answering"
 MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp", "college_math"]
 
@@ -42,17 +29,17 @@ class NeedleCaseConfig(Group):
 class NeedleConfig(Group, path="eval.needle"):
     """Suite needle: retrieval of magic numbers of cities that are hidden in a long text (§3.4)."""
 
-    cases: Annotated[tuple[NeedleCaseConfig, ...], NOT_EMPTY, DISTINCT] = tuple(
+    cases: Entries[tuple[NeedleCaseConfig, ...]] = tuple(
         NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
     )
     """Numbers of hidden needles and of queries; the defaults are those of Table 2, and 8 and 1 of Figure 5."""
-    lengths: Annotated[tuple[PositiveInt, ...], DISTINCT] = ()
+    lengths: Unique[tuple[Positive[int], ...]] = ()
     """Tokens of prompt and answer, such as (8192, 16384); (): `data.sequence_length`."""
-    depths: Annotated[tuple[Share, ...], NOT_EMPTY, DISTINCT] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: Entries[tuple[Share, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the queried needles, as shares of the haystack."""
-    samples: PositiveInt = 50
+    samples: Positive[int] = 50
     """Prompts per case, length and depth."""
-    new_tokens: PositiveInt = 32
+    new_tokens: Positive[int] = 32
     """Largest number of tokens of an answer."""
     haystack: str | None = None
     """Text that hides the needles: a path written as for `data.path` (of a store, its validation split). None: the
@@ -94,13 +81,13 @@ class IclConfig(Group, path="eval.icl"):
     tasks: tuple[IclTaskConfig, ...] = ()
     """The tasks: ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text", "label":
     "coarse", "text_word": "Question", "label_word": "Type"}, …)."""
-    shots: tuple[PositiveInt, ...] = ()
+    shots: tuple[Positive[int], ...] = ()
     """Numbers of demonstrations; (): 1, 2, 4, … and as many as the context holds."""
-    questions: PositiveInt = 250
+    questions: Positive[int] = 250
     """Largest number of questions per task."""
-    orders: Annotated[tuple[Order, ...], NOT_EMPTY, DISTINCT] = get_args(Order)
+    orders: Entries[tuple[Order, ...]] = get_args(Order)
     """Orders of demonstrations: "random", or "alternating" with one of each class in turn."""
-    permutations: PositiveInt = 10
+    permutations: Positive[int] = 10
     """Different permutations of the same demonstrations, in each order; all of them where there are fewer."""
     seed: Seed = 0
     """Seed of demonstrations, questions and permutations, below 2**32."""
@@ -136,7 +123,7 @@ class HallucinationConfig(Group, path="eval.hallucination"):
     """The sets, with the names of their fields, here LongBench's: ({"name": "hotpotqa", "path": "hotpotqa.jsonl",
     "kind": "question_answering", "document": "context", "question": "input", "answers": "answers", "new_tokens": 32},
     …)."""
-    samples: PositiveInt = 100
+    samples: Positive[int] = 100
     """Largest number of samples per set."""
     long_documents: Literal["cut_middle", "refuse"] = "cut_middle"
     """What happens to a document that the context cannot hold. "cut_middle": its first and last tokens are kept, as in
@@ -144,9 +131,9 @@ class HallucinationConfig(Group, path="eval.hallucination"):
     judge_model: str | None = None
     """Model at `eval.judge.base_url` that judges the answers, such as "gpt-4o-2024-08-06". None: the offline judge,
     which compares words."""
-    judge_temperature: NotNegativeFloat | None = 0.0
+    judge_temperature: NotNegative[float] | None = 0.0
     """Sampling temperature of the judge; None: the endpoint's own, since some models accept no other."""
-    support_words: PositiveInt = 2
+    support_words: Positive[int] = 2
     """Offline judge: length in words of the runs that it looks for in the document and the references."""
     support_threshold: Share = 0.5
     """Offline judge: share of a summary's runs that must be found for the summary to be right."""
@@ -160,7 +147,8 @@ class HallucinationConfig(Group, path="eval.hallucination"):
             where = f"eval.hallucination.sets, {one.name}"
             if one.name in KINDS:
                 raise UserError(f"{where}: means over the sets of a kind have this name; give the set another")
-            check_rules(f"{where}.new_tokens", one.new_tokens, PositiveInt)
+            if one.new_tokens <= 0:
+                raise UserError(f"{where}.new_tokens={one.new_tokens} must be positive")
             if (one.question is None) == (one.kind == "question_answering"):
                 raise UserError(
                     f"{where}: question={one.question!r} with kind={one.kind!r}; name the field of the questions for "
@@ -177,21 +165,21 @@ class JudgeConfig(Group, path="eval.judge"):
     """Address of an endpoint for chat completions; with a key: https, or http to this machine."""
     key_variable: str | None = "OPENAI_API_KEY"
     """Environment variable that holds the key; its name ends in _KEY or _TOKEN. None: no key."""
-    concurrency: PositiveInt = 4
+    concurrency: Positive[int] = 4
     """Requests in flight."""
-    requests_per_minute: PositiveFloat | None = None
+    requests_per_minute: Positive[float] | None = None
     """Largest rate over all requests; None: only the endpoint's own limit."""
-    timeout_seconds: PositiveFloat = 120.0
+    timeout_seconds: Positive[float] = 120.0
     """Time for a whole request, until its response is complete."""
-    attempts: PositiveInt = 8
+    attempts: Positive[int] = 8
     """Attempts per verdict."""
-    backoff_seconds: PositiveFloat = 1.0
+    backoff_seconds: Positive[float] = 1.0
     """Wait after the first failed attempt; it doubles after each further one."""
-    longest_wait_seconds: PositiveFloat = 120.0
+    longest_wait_seconds: Positive[float] = 120.0
     """Longest wait; an endpoint that asks for a longer one ends the suite."""
-    usd_per_million_tokens_in: NotNegativeFloat | None = None
+    usd_per_million_tokens_in: NotNegative[float] | None = None
     """Price of prompt tokens; None: no cost is printed."""
-    usd_per_million_tokens_out: NotNegativeFloat | None = None
+    usd_per_million_tokens_out: NotNegative[float] | None = None
     """Price of generated tokens; None: no cost is printed."""
 
     def __post_init__(self):
@@ -223,15 +211,15 @@ class AttentionConfig(Group, path="eval.attention"):
     """Needles hidden in a prompt."""
     queries: int = 1
     """Needles that the prompt asks for: the answer."""
-    length: PositiveInt | None = None
+    length: Positive[int] | None = None
     """Tokens of prompt and answer; None: `data.sequence_length`."""
-    samples: PositiveInt = 20
+    samples: Positive[int] = 20
     """Prompts per depth."""
-    layers: Annotated[tuple[PositiveInt, ...], DISTINCT] = ()
+    layers: Unique[tuple[Positive[int], ...]] = ()
     """Layers, from 1, over which numbers, table and drawn maps are averaged; (): all."""
-    l0_share: ShareBelowOne = 1e-3
+    l0_share: Fraction = 1e-3
     """The pseudo-ℓ0 norm counts the entries above this share of their row's sum of |A|."""
-    shown_queries: PositiveInt = 8
+    shown_queries: Positive[int] = 8
     """Rows of the map that is drawn: the last tokens of one prompt."""
 
     def __post_init__(self):
@@ -243,29 +231,29 @@ class AttentionConfig(Group, path="eval.attention"):
 class OutliersConfig(Group, path="eval.outliers"):
     """Suite outliers: magnitudes of attention logits and hidden states (Table 5)."""
 
-    tokens: PositiveInt = 400_000
+    tokens: Positive[int] = 400_000
     """Largest number of tokens of each validation set; the suite reads them twice."""
-    ranks: Annotated[tuple[PositiveInt, ...], NOT_EMPTY, DISTINCT] = (1, 2, 3, 10, 100)
+    ranks: Entries[tuple[Positive[int], ...]] = (1, 2, 3, 10, 100)
     """Ranks among all magnitudes that are reported; 1 is the largest."""
 
 
 class QuantizeConfig(Group, path="eval.quantize"):
     """Suite quantize: other suites with quantised attention logits (Figure 8)."""
 
-    bits: Annotated[tuple[Bits, ...], NOT_EMPTY, DISTINCT] = (16, 8, 6, 4)
+    bits: Entries[tuple[Bits, ...]] = (16, 8, 6, 4)
     """Numbers of bits, 2 to 16; 16 is not quantised, as in the figure."""
     granularity: Granularity = "query"
     """Used in place of `model.attention_logit_granularity`."""
-    suites: Annotated[tuple[str, ...], NOT_EMPTY, DISTINCT] = ("loss",)
+    suites: Entries[tuple[str, ...]] = ("loss",)
     """Suites to run, with their own settings."""
 
 
 class GradientsConfig(Group, path="eval.gradients"):
     """Suite gradients: gradient norms by matrix and layer (Appendix F)."""
 
-    tokens: PositiveInt = 65_536
+    tokens: Positive[int] = 65_536
     """Largest number of tokens of each validation set per gradient."""
-    at_initialization: Annotated[tuple[Initialization, ...], DISTINCT] = get_args(Initialization)
+    at_initialization: Unique[tuple[Initialization, ...]] = get_args(Initialization)
     """Initial models of the same seed to measure too. "as_configured"; "no_scale": without the factor 1 - λ_init;
     "no_norm": without the head norm; "no_scale_no_norm": without both; "counterpart": the Transformer that matches a
     diff model, and vice versa. All have `model.zero_init_output` = False."""
@@ -274,19 +262,11 @@ class GradientsConfig(Group, path="eval.gradients"):
 class HarnessConfig(Group, path="eval.harness"):
     """Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval")."""
 
-    tasks: Annotated[tuple[str, ...], NOT_EMPTY, DISTINCT] = (
-        "arc_challenge",
-        "arc_easy",
-        "boolq",
-        "hellaswag",
-        "openbookqa",
-        "piqa",
-        "winogrande",
-    )
+    tasks: Entries[tuple[str, ...]] = HARNESS_TASKS
     """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them; the defaults are the paper's."""
-    num_fewshot: NotNegativeInt | None = None
+    num_fewshot: NotNegative[int] | None = None
     """Examples in a prompt; None: the task's own number, 0 for the default tasks."""
-    limit: PositiveInt | None = None
+    limit: Positive[int] | None = None
     """Number of questions per task, from the first; None: all."""
     data_path: str | None = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
@@ -322,15 +302,15 @@ class MathConfig(Group, path="eval.math"):
     tasks: tuple[MathTaskConfig, ...] = ()
     """The tasks: ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train": "gsm8k_train.jsonl",
     "train_format": None}, …)."""
-    shots: NotNegativeInt = 4
+    shots: NotNegative[int] = 4
     """Demonstrations in a prompt, the same for all questions; 0: none."""
     chain_of_thought: bool = True
     """Whether demonstrations include their solutions, or, without demonstrations, the prompt asks for steps."""
-    questions: PositiveInt | None = None
+    questions: Positive[int] | None = None
     """Questions per task, drawn by the seed; None: all."""
-    new_tokens: PositiveInt = 16_384
+    new_tokens: Positive[int] = 16_384
     """Largest number of tokens of an answer, as far as the context holds them."""
-    temperature: NotNegativeFloat = 0.0
+    temperature: NotNegative[float] = 0.0
     """Sampling temperature; 0 takes the most likely token."""
     seed: Seed = 0
     """Seed of demonstrations, questions and samples, below 2**32."""
@@ -349,27 +329,27 @@ class MathConfig(Group, path="eval.math"):
 class EvalConfig(Extensible, path="eval"):
     """Evaluation during training, and the settings of every suite."""
 
-    every_steps: PositiveInt = 1000
+    every_steps: Positive[int] = 1000
     """Steps between evaluations in the training loop; the last step is always evaluated."""
     suites: tuple[str, ...] = ("loss",)
     """Suites that the training loop runs; `python eval.py --list` prints them."""
-    loss_tokens: PositiveInt = 1_048_576
+    loss_tokens: Positive[int] = 1_048_576
     """Suites loss and recall: largest number of tokens of each validation set."""
-    recall_max_bigram_count: NotNegativeInt = 1250
+    recall_max_bigram_count: NotNegative[int] = 1250
     """Suite recall: a bigram that occurs more often in the training data is memorised and is not an AR-Hit
     (Zoology)."""
     bigrams_path: str | None = None
     """Suite recall: a file written by `difftx data bigrams`; None: bigrams are counted at start-up, if the run
     tokenises its own text."""
-    position_documents: PositiveInt = 256
+    position_documents: Positive[int] = 256
     """Suite position: largest number of long documents of each validation set."""
-    throughput_rounds: PositiveInt = 5
+    throughput_rounds: Positive[int] = 5
     """Suite throughput: turns of each model; the median counts."""
-    throughput_steps: PositiveInt = 10
+    throughput_steps: Positive[int] = 10
     """Suite throughput: batches per turn."""
-    sample_tokens: PositiveInt = 200
+    sample_tokens: Positive[int] = 200
     """Suite sample: new tokens per prompt."""
-    sample_temperature: NotNegativeFloat = 0.8
+    sample_temperature: NotNegative[float] = 0.8
     """Suite sample: sampling temperature; 0 takes the most likely token."""
     needle: NeedleConfig
     icl: IclConfig

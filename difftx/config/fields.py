@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -26,20 +26,21 @@ class Rule:
     message: str  # Text after "field=value" in the error message.
 
 
-POSITIVE = Rule(lambda value: value > 0, " must be positive")
-NOT_NEGATIVE = Rule(lambda value: value >= 0, " must not be negative")
-AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
-NOT_EMPTY = Rule(bool, ": give at least one entry")
-DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
+_T = TypeVar("_T")
+_NOT_EMPTY = Rule(bool, ": give at least one entry")
+_DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
+_AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
-PositiveInt = Annotated[int, POSITIVE]
-PositiveFloat = Annotated[float, POSITIVE]
-NotNegativeInt = Annotated[int, NOT_NEGATIVE]
-NotNegativeFloat = Annotated[float, NOT_NEGATIVE]
-AxisLength = Annotated[int, POSITIVE, AXIS_LIMIT]
+# Types of fields with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of
+# different integers, and `Entries[tuple[int, ...]]` is such a list that is not empty.
+Positive = Annotated[_T, Rule(lambda value: value > 0, " must be positive")]
+NotNegative = Annotated[_T, Rule(lambda value: value >= 0, " must not be negative")]
+Unique = Annotated[_T, _DISTINCT]
+Entries = Annotated[_T, _NOT_EMPTY, _DISTINCT]
+AxisLength = Annotated[Positive[int], _AXIS_LIMIT]
 Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, " must lie in 0 … 2**32 - 1")]
 Share = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
-ShareBelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, " must lie in 0 … 1, without 1")]
+Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, " must lie in 0 … 1, without 1")]
 ProperShare = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
 
 
@@ -119,13 +120,14 @@ def _declared_types(group: type, with_rules: bool = False) -> dict[str, Any]:
 
 def values_of(group: Any) -> dict[str, Any]:
     """Return a group as nested dictionaries of plain values and tuples, including groups added by extensions."""
-    return {name: _plain(getattr(group, name)) for name in types_of(type(group))}
+    return {name: plain(getattr(group, name)) for name in types_of(type(group))}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value with its groups converted to dictionaries."""
     if dataclasses.is_dataclass(value):
         return values_of(value)
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
@@ -168,5 +170,5 @@ def defaults_of(group: type) -> ConfigDict:
             # A plain None would accept a value of any type.
             values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))
         else:
-            values[name] = _plain(defaults[name])
+            values[name] = plain(defaults[name])
     return values

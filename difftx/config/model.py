@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
 from difftx.config.checks import divisor_below, divisors
-from difftx.config.fields import AxisLength, Extensible, NotNegativeFloat, PositiveFloat, PositiveInt
+from difftx.config.fields import AxisLength, Extensible, NotNegative, Positive
 from difftx.errors import UserError
 
 # Fields that only some architectures use. Each architecture lists the fields that it uses in `SelfAttention.fields`.
@@ -37,37 +37,37 @@ class ModelConfig(Extensible, path="model"):
     head_dim: AxisLength | None = None
     """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads; a head of diff and
     signed_mask counts as two, and gda's noise heads count too."""
-    signal_heads: PositiveInt | None = None
+    signal_heads: Positive[int] | None = None
     """Architecture gda only: signal heads per noise head; `num_heads` counts the signal heads."""
-    top_k: PositiveInt | None = None
+    top_k: Positive[int] | None = None
     """Architecture top_k only: number of keys that a query attends to."""
     mlp_dim: AxisLength = 5440
     """Hidden width of SwiGLU: 8/3 `d_model` rounded down to a multiple of 64. With it and one embedding, all five sizes
     of Table 10 round to the printed ones. 5504, a multiple of 128, costs 1 % more and fills a TPU's lanes."""
-    rope_theta: PositiveFloat = 10_000.0
+    rope_theta: Positive[float] = 10_000.0
     """Base of the rotary embedding. The paper states only its value at 64K tokens, 640,000."""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Positive[float] = 1e-5
     """Epsilon of the RMSNorms before each sub-layer and after the last layer."""
     head_norm: Literal["none", "rms", "rms_affine", "scalar"] = "rms_affine"
     """RMSNorm over each head's output, 2d wide. "rms": without a gain (Eq. 3, Hugging Face); "rms_affine": with a gain
     (the official code); "scalar": one learned factor per layer in place of a norm; "none": neither."""
-    head_norm_eps: PositiveFloat = 1e-5
+    head_norm_eps: Positive[float] = 1e-5
     """Epsilon of the head norm."""
     lambda_init: float | None = None
     """λ_init of every layer; None: 0.8 - 0.6 exp(-0.3 (l - 1)) for layer l = 1, 2, … (§2.1)."""
     lambda_learned: bool = True
     """False: λ is λ_init and has no parameters. For a fixed λ = 1 set `lambda_init` = 1 and a `post_scale` such as 0.2
     too, since 1 - λ_init would zero the output."""
-    lambda_std: NotNegativeFloat = 0.1
+    lambda_std: NotNegative[float] = 0.1
     """Standard deviation of the initial λ_q1, λ_k1, λ_q2 and λ_k2."""
     post_scale: float | None = None
     """Factor after the head norm; None: 1 - λ_init (Eq. 3)."""
     init: Literal["fan_in", "normal"] = "fan_in"
     """Initialization of projections. "fan_in": uniform with variance 1 / (3 fan_in), as torch's Linear in the official
     code; "normal": N(0, `init_std`²)."""
-    init_std: NotNegativeFloat = 0.02
+    init_std: NotNegative[float] = 0.02
     """Standard deviation for `init` = "normal"."""
-    embedding_std: NotNegativeFloat = 0.02
+    embedding_std: NotNegative[float] = 0.02
     """Standard deviation of the initial embedding; the paper and its code do not state one."""
     zero_init_output: bool = False
     """Whether both residual branches start at zero (W_O and the MLP's last matrix). False, with `init` = "fan_in", is

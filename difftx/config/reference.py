@@ -9,7 +9,7 @@ import inspect
 import textwrap
 
 from difftx.config import Config
-from difftx.config.fields import describe_type, entry_type, types_of, values_of
+from difftx.config.fields import describe_type, entry_type, plain, types_of
 
 HEADER = """# Config fields
 
@@ -34,7 +34,7 @@ def _section(group: type, path: str) -> list[str]:
         if dataclasses.is_dataclass(annotation):
             sections += _section(annotation, f"{name}.")  # pyrefly: ignore[bad-argument-type]
             continue
-        default = "required" if field.default is dataclasses.MISSING else f"`{_literal(field.default)}`"
+        default = "required" if field.default is dataclasses.MISSING else f"`{plain(field.default)!r}`"
         meaning = " ".join(meanings[field.name].split())
         cells = (f"`{field.name}`", describe_type(annotation), default, meaning)
         rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |\n")
@@ -57,13 +57,6 @@ def _meanings_of(group: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             found[field.target.id] = inspect.cleandoc(str(below.value.value))  # pyrefly: ignore[missing-attribute]
     return found
-
-
-def _literal(default: object) -> str:
-    if isinstance(default, tuple):
-        entries = [values_of(entry) if dataclasses.is_dataclass(entry) else entry for entry in default]
-        return repr(tuple(entries))  # pyrefly: ignore[no-matching-overload]
-    return repr(default)
 
 
 if __name__ == "__main__":
