@@ -111,7 +111,7 @@ class TextStream:
         if self.stopped:
             return ""
         text, self._held = self._held + new, ""
-        # Choose the stop string that ends first, so that token boundaries do not matter; of several, the longest.
+        # Of all stop strings in the text, the one that ends first counts, wherever tokens begin. Ties: the longest.
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, text = True, text[: min(found)[1]]

@@ -67,7 +67,7 @@ class Layout:
         return dataclasses.replace(self, **whole, zigzag=False)
 
     def for_inference(self) -> "Layout":
-        """Return the layout for prefill and decoding: `context` shards no tokens, but heads if it does in training."""
+        """Return the layout for inference: `context` shards no tokens, and heads only if it does so in training."""
         whole = self.with_whole_rows()
         unsharded: dict[str, Any] = {}
         for field in dataclasses.fields(self):

@@ -15,7 +15,7 @@ from difftx.config import Config, MeshConfig
 from difftx.config.checks import divisor_below
 from difftx.errors import UserError
 
-# From the outermost axis to the innermost, along which neighbouring devices lie, because it communicates most.
+# From outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
 AXES = ("data", "fsdp", "context", "tensor")
 
 
