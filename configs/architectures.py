@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from difftx.model.matching import match
+from difftx.model.abstract import match
 
 
 def choose(c: ConfigDict, architecture: str, *, heads: int) -> None:
