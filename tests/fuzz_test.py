@@ -21,7 +21,7 @@ from difftx.files import json_sha256
 from difftx.launch.grid import SweepPoint
 from difftx.launch.status import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
-from difftx.training.checkpoint.retention import metrics_of
+from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
@@ -317,7 +317,7 @@ def test_numbers_of_a_suite(folder, mutate):
     (folder / "evals" / "loss").mkdir(parents=True, exist_ok=True)
     valid = json.dumps({"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}).encode()
     path = folder / "evals" / "loss" / "7.json"
-    check(path, valid, mutate, lambda: metrics_of(folder, 7, "loss/loss"))
+    check(path, valid, mutate, lambda: number_of(folder, 7, "loss/loss"))
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from difftx.commands.flags import add_extension_flag
 from difftx.errors import UnreadableError, UserError, printable
 from difftx.files import list_folder, require_local_paths
 from difftx.registry import load_extensions
-from difftx.training.changes import changed_fields
 from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import array_name, quarantined_in, read_manifest, steps_in, why_invalid
 from difftx.training.checkpoint.retention import quarantine, remove, steps_to_keep
+from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
 
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the reasons of failures fit.

@@ -23,10 +23,9 @@ from difftx.progress import Work
 from difftx.report.curves import format_table, write_curves
 from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
-from difftx.training.agreement import agree_on_command, check_everywhere
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run, read_newest
-from difftx.training.run import Run, read_config
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
+from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
 
@@ -68,7 +67,7 @@ def run_suites(
     evaluator = _Evaluator(checkpointer, workdir, config, suites, again)
     with Work(enabled=multihost.is_primary()) as work:
         if steps is None:
-            newest = read_newest(checkpointer, evaluator.load)
+            newest = checkpointer.read_newest(evaluator.load)
             if newest is None:
                 raise UserError(f"--workdir={workdir}: no checkpoint there yet")
             evaluator.evaluate(newest, work)
@@ -141,7 +140,7 @@ class _Evaluator:
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
         if self._run is None or self._run_config != checkpoint.config:
             self._run = _open_run(checkpoint, self._workdir)
-            check_everywhere(self._run, lambda run: evals.check_run(run, self._suites))
+            self._run.check_everywhere(lambda run: evals.check_run(run, self._suites))
             self._run_config = checkpoint.config
         run = self._run
         done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)

@@ -13,10 +13,9 @@ from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
-from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer, read_newest
-from difftx.training.run import read_config
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
+from difftx.training.run import agree_on_command, read_config
 from difftx.training.state import init_state
 
 
@@ -61,6 +60,6 @@ def read_checkpoint[T](workdir: Path, step: int | None, now: Config, read: Calla
 
     if step is not None:
         return read_step(checkpointer.verified(step))
-    if (result := read_newest(checkpointer, read_step)) is None:
+    if (result := checkpointer.read_newest(read_step)) is None:
         raise UserError(f"{flag}={workdir}: no checkpoint there yet")
     return result

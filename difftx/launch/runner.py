@@ -16,8 +16,8 @@ from difftx.errors import EXIT_PREEMPTED, UserError
 from difftx.files import write_atomically
 from difftx.launch.grid import SweepPoint
 from difftx.launch.status import RunStatus, State, View
-from difftx.training.changes import changed_fields
 from difftx.training.checkpoint.checkpointer import config_of
+from difftx.training.resume import changed_fields
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")

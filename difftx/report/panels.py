@@ -25,7 +25,7 @@ from difftx.report.interactive import (
 )
 from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.report.tables import Table, chart_values, evenly_spaced, event_text, series_values, shown
-from difftx.training import lambda_range
+from difftx.training import metrics
 
 MOST_POINTS = 2_000  # Most points of a line; more would enlarge the page without being visible.
 MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
@@ -280,14 +280,14 @@ def _gradient_norms(run: RunRecord) -> tuple[list[int], list[float]]:
 
 def _crossings_note(run: RunRecord) -> str:
     """Return a note on the layers whose λ left the range in which they cancel noise, or an empty text."""
-    rows = run.split(lambda_range.SPLIT)
+    rows = run.split(metrics.LAMBDA_SPLIT)
     if not rows:
         return ""
     crossings = [
         f"layer {row['layer']} at step {row['step']:,} (λ = {shown(row['value'])})" for row in rows[:MOST_CROSSINGS]
     ]
     more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
-    inside = f"[{lambda_range.LOWEST:g}, {lambda_range.HIGHEST:g}]"
+    inside = f"[{metrics.LOWEST_LAMBDA:g}, {metrics.HIGHEST_LAMBDA:g}]"
     return (
         f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below it the second map is added to the first, "
         "above it the second map dominates: the layer no longer cancels noise."

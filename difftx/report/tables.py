@@ -9,7 +9,7 @@ import numpy as np
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import flops_per_token
 from difftx.report.runs import RunRecord
-from difftx.training.changes import changed_fields
+from difftx.training.resume import changed_fields
 
 MOST_ROWS = 12  # Most rows in the table of a line chart's values.
 MOST_VALUES = 400  # Most cells of a heatmap that is also shown as a table.

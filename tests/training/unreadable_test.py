@@ -20,7 +20,6 @@ from difftx.errors import UnreadableError, UserError
 from difftx.files import json_sha256, retry_read
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
-from difftx.training.checkpoint.reading import read_newest
 from difftx.training.run import write_description
 
 
@@ -63,7 +62,7 @@ def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved, trainer, 
         trainer.newest,
         reader.newest,
         lambda: reader.verified(40),
-        lambda: read_newest(reader, lambda step: step),
+        lambda: reader.read_newest(lambda step: step),
         lambda: checkpoint_command(["verify", f"--workdir={tmp_path}"]),
     ]
     with unreadable(*UNREADABLE[name](folder)):
