@@ -111,11 +111,9 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
         "tokenizer": {key: first[key] for key in ("name", "vocabulary_sha256")},
         "stores": [{"path": str(folder.resolve()), "sha256": store.fingerprint} for folder, store in origins],
     }
-    memory = memory_mib * 2**20
+    limits = {"min_count": min_count, "memory_bytes": memory_mib * 2**20}
     with Work() as work:
-        header = write_bigrams(
-            stores, out, min_count=min_count, memory_bytes=memory, description=description, work=work
-        )
+        header = write_bigrams(stores, out, **limits, description=description, work=work)
     print(
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"

@@ -138,9 +138,8 @@ def _print_summary(job: Job) -> None:
             f"text in {len(counts['shards'])} shards; {counts['duplicates']:,} duplicates left out"
         )
     if meta["empty"] or meta["skipped"]:
-        print(
-            f"left out: {meta['empty']:,} empty documents, {meta['skipped']:,} unreadable ({assembly.SKIPPED} names them)"
-        )
+        skipped = f"{meta['skipped']:,} unreadable ({assembly.SKIPPED} names them)"
+        print(f"left out: {meta['empty']:,} empty documents, {skipped}")
     print(f"{job.out}: prepared with {meta['tokenizer']['name']}")
 
 

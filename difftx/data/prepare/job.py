@@ -36,9 +36,7 @@ FIELDS_WITHOUT_EFFECT_ON_UNITS = (
 )
 
 
-_load_tokenizer = functools.cache(
-    load_tokenizer
-)  # A worker gets the job with every task, but loads its tokenizer once.
+_load_tokenizer = functools.cache(load_tokenizer)  # A worker gets a new copy of the job with every task.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
