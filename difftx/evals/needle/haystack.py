@@ -9,8 +9,8 @@ import numpy as np
 import tiktoken
 
 from difftx.config import Config
-from difftx.data.corpora import open_split, read_texts, text_files
 from difftx.data.packing import PackedRows
+from difftx.data.sources import open_split, read_texts, text_files
 from difftx.data.store import META, TokenStore
 from difftx.data.tokenizer import token_bytes
 from difftx.errors import UserError
