@@ -1,4 +1,4 @@
-"""Suite `exact_match`: accuracy of a synthetic task on its validation examples."""
+"""Suite `exact_match`: accuracy of a synthetic task on its validation examples (docs/suites.md)."""
 #   B = batch, T = tokens, D = model width
 
 import functools
@@ -21,22 +21,14 @@ from difftx.training.state import graph
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Compare the most likely token with each answer; the numbers are unweighted means over sets.
-
-    `accuracy` is the share of right answers, as in Zoology. `exact_match` is the share of examples whose answers are
-    all right.
-    """
+    """Compare the most likely token with each answer; the numbers are unweighted means over sets."""
     sets = {name: _score_set(evaluation, name, rows) for name, rows in synthetic_sets(evaluation.run).items()}
     numbers = {name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")}
     return Result(numbers=numbers, details={"sets": sets})
 
 
 def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:
-    """Return the validation sets that are synthetic tasks, by name.
-
-    Raises:
-        UserError: no validation set is a synthetic task.
-    """
+    """Return the validation sets that are synthetic tasks, by name; raise `UserError` if there are none."""
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
         raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")

@@ -22,7 +22,6 @@ from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import loss
 from difftx.evals.result import Result
-from difftx.evals.resume import resumable
 from difftx.files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.manifest import read_manifest
@@ -188,8 +187,8 @@ def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch
     def suite(evaluation):
         began.append(evaluation)
         items = [types.SimpleNamespace(id="a"), types.SimpleNamespace(id="b")]
-        answers = resumable(
-            evaluation, items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
+        answers = evaluation.answers(
+            items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
         )
         next(answers)
         if len(began) == 1:
