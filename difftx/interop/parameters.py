@@ -8,7 +8,7 @@ Values stay bit-identical, except where the gain of a head norm is folded into W
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -140,8 +140,8 @@ def import_params(
                 f"{tensors[name].file}: {name} has shape {tensors[name].shape}, but config.json implies {shape}"
             )
     for name in tensors.keys() - expected.keys():
-        if name == UNEMBEDDING:
-            _check_tied(tensors[UNEMBEDDING], tensors[EMBEDDING])
+        if name == UNEMBEDDING:  # A tied model, which needs no output embedding.
+            _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
         elif not name.endswith(IGNORED):
             raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
     return {weight.path: _import(weight, tensors, model.num_layers, sizes) for weight in weights}
@@ -161,8 +161,7 @@ def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> 
     for weight in weights_of(format_, model):
         shape = shape_of(weight.axes, sizes)
         if not weight.has_layers:
-            rows = partial(map, partial(reader.read, weight.path), _row_blocks(shape))
-            tensors[weight.names[0]] = Streamed(shape, _block_rows(shape), rows)
+            tensors[weight.names[0]] = _by_rows(shape, partial(reader.read, weight.path))
             continue
         for layer in range(model.num_layers):
             for index, name in enumerate(weight.names):
@@ -175,8 +174,7 @@ def _names(weight: Weight, layers: int) -> list[str]:
     return [name.format(layer=layer) for name in weight.names for layer in range(layers if weight.has_layers else 1)]
 
 
-def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
-    """Raise `UserError` unless the output embedding, which a tied model need not have, equals the input embedding."""
+def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
     if unembedding.shape != embedding.shape or not all(
         np.array_equal(unembedding.read(rows), embedding.read(rows)) for rows in _row_blocks(embedding.shape)
     ):
@@ -186,21 +184,21 @@ def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
         )
 
 
+def _by_rows(shape: tuple[int, ...], read: Callable[[slice], np.ndarray]) -> Streamed:
+    """Return the array whose rows `read` returns."""
+    blocks = _row_blocks(shape)
+    return Streamed(shape, blocks[0].stop, lambda: map(read, blocks))
+
+
 def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
-    rows = _block_rows(shape)
+    rows = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
     return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
-
-
-def _block_rows(shape: tuple[int, ...]) -> int:
-    row_bytes = 4 * int(np.prod(shape[1:]))
-    return min(shape[0], max(1, BLOCK_BYTES // row_bytes))
 
 
 def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> Streamed:
     shape = shape_of(weight.our_axes, sizes)
     if not weight.has_layers:
-        tensor = tensors[weight.names[0]]
-        return Streamed(shape, _block_rows(shape), lambda: map(tensor.read, _row_blocks(shape)))
+        return _by_rows(shape, tensors[weight.names[0]].read)
 
     def blocks() -> Iterator[np.ndarray]:
         for layer in range(layers):

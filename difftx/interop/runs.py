@@ -35,15 +35,10 @@ TOLERANCE = 1e-4  # Relative to the largest logit; allows for float32 sums in an
 def import_run(
     source: Path, out: Path, format_: Format, config: Config, overridden: Collection[str], verify: bool
 ) -> list[str]:
-    """Create a run directory from a model in another format; return messages for the user.
+    """Create the run directory `out` from a model folder of another format; return messages for the user.
 
-    Args:
-        source: Folder with config.json and safetensors files.
-        out: Run directory to create.
-        format_: Format of `source`.
-        config: Config of the run. The model in `source` replaces some of its fields.
-        overridden: Fields of `model` that the user has set. They must not be among the replaced fields.
-        verify: Whether to compare logits with transformers.
+    The config.json in `source` replaces some fields of `config.model`, none of which the user may have `overridden`.
+    `verify` compares logits with transformers.
     """
     fields = FORMATS[format_].model_fields(source / CONFIG)
     if clash := sorted(fields.keys() & overridden):

@@ -15,8 +15,8 @@ body of a loop once. `compiled.as_text()` lists computations, one instruction pe
       %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
     }
 
-The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and `while` bodies, whose
-collectives are multiplied by the trip count. A conditional counts as the branch that sends most.
+The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and loops. It multiplies the
+collectives in a loop's body by the trip count. A conditional counts as the branch that sends most.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends over all runs, with bandwidth-optimal (ring) algorithms."""
+        """Bytes that one device sends in all executions, with bandwidth-optimal (ring) algorithms."""
         others = self.group - 1
         if self.kind == "all-gather":
             return self.runs * self.operand_bytes * others
