@@ -19,7 +19,7 @@ from difftx.data.store import SPLITS, open_store, read_meta
 from difftx.errors import UserError
 from difftx.files import json_sha256
 from difftx.launch.grid import SweepPoint
-from difftx.launch.status import RunStatus
+from difftx.launch.runner import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
 from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported after the flags are checked, because the import is slow.
     from rich.console import Console
 
-    from difftx.launch import estimate, search, tables
+    from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
     from difftx.parallel.presets import apply_preset
 
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if args.search:
             found = search.search(config, devices, chip, report=lambda line: print(line, file=sys.stderr, flush=True))
-            console.print(tables.search_table(found, title))
+            console.print(estimate.search_table(found, title))
         else:
             found = [estimate.estimate(config, devices, chip)]
-            console.print(tables.plan_table(found[0], title, args.efficiency))
+            console.print(estimate.plan_table(found[0], title, args.efficiency))
         if args.json is not None:
             write_atomically(args.json, json.dumps([e.to_dict() for e in found], indent=2) + "\n")
         if not found:
