@@ -24,12 +24,13 @@ def format_cost(config: Config) -> str:
     state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
     lines = [
-        f"model    {config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)",
+        f"model    {config.model.architecture}, {parameters.total:,} parameters "
+        f"({parameters.embedding:,} of them embedding)",
         f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}",
         f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
         f"{full * steps * batch:.3g} in all",
-        f"memory   {format_bytes(state)} of train state and about {format_bytes(activations)} of activations per device; "
-        f"mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
+        f"memory   {format_bytes(state)} of train state and about {format_bytes(activations)} of activations per "
+        f"device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     ]
     return "\n".join([*lines, *_memory_warning(state, activations, mesh.local_devices)])
 
