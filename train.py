@@ -1,7 +1,6 @@
 """Train a model: python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff."""
 
 import argparse
-import logging
 import time
 from pathlib import Path
 
@@ -41,7 +40,6 @@ def main() -> int:
     from difftx.training.loop import train
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
     agree_on_command(config, args)

@@ -41,7 +41,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
-    """Return whether each target's bigram occurs before in its row, and at most `limit` times in `counts`, bool `[T]`."""
+    """Return whether each target's bigram occurs earlier in its row, at most `limit` times in `counts`, bool `[T]`."""
     # Targets outside the loss mask need not be the next token. The token after `end_of_text` begins another document.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])

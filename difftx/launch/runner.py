@@ -24,10 +24,10 @@ import rich.table
 from difftx.errors import EXIT_PREEMPTED, UserError, printable
 from difftx.files import write_atomically
 from difftx.launch.grid import SweepPoint
-from difftx.training.resume import changed_fields
 from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import read_newest_metrics
+from difftx.training.resume import changed_fields
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
 TRAIN = Path(__file__).parents[2] / "train.py"

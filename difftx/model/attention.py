@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
-from difftx.config.checks import require_positive
 from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import KVCache, SegmentMask
@@ -333,8 +332,12 @@ def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) ->
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:
-    """Raise `UserError` unless the field `name` is positive. The message for None proposes the common value `usual`."""
-    value = getattr(config, name)
-    if value is None:
+    """Raise `UserError` unless a field that only this architecture uses is set.
+
+    Args:
+        config: Config of the model.
+        name: Name of the field.
+        usual: A usual value of the field, for the message.
+    """
+    if getattr(config, name) is None:
         raise UserError(f"model.{name}=None: architecture {config.architecture!r} requires it; {usual} is common")
-    require_positive("model", config, name)
