@@ -317,10 +317,12 @@ def _reading(folder: Path) -> Iterator[None]:
     """Convert a read error of orbax or tensorstore, for a checkpoint that has verified, into an `UnreadableError`."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # Tensorstore gives no other access to the code.
-        number = error.errno if isinstance(error, OSError) else code and int(code[1])
-        if number is None or isinstance(error, FileNotFoundError):
+    except Exception as error:
+        # Orbax wraps some of tensorstore's errors in a plain `Exception`.
+        cause = error.__cause__ if type(error) is Exception else error
+        code = re.search(r"os_error_code='(\d+)'", str(cause))  # Tensorstore gives no other access to the code.
+        number = cause.errno if isinstance(cause, OSError) else code and int(code[1])
+        if number is None or isinstance(cause, FileNotFoundError):
             raise
         why = os.strerror(number)
         raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
