@@ -1,7 +1,6 @@
 """Evaluate runs: python eval.py --workdir=runs/quickstart/diff --suite=loss,sample."""
 
 import argparse
-import logging
 from pathlib import Path
 
 from difftx.errors import run_command
@@ -36,23 +35,23 @@ def main() -> int:
     args, overrides = parse_command(parser, None, "eval", "mesh", "model")
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 
     from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
 
     if args.list:
-        return evaluate.list_suites()
-    for pattern, draw in ((args.curves, evaluate.draw_curves), (args.scaling, evaluate.fit_scaling)):
-        if pattern:
-            if args.out is None:
-                parser.error("--curves and --scaling need --out=DIR")
-            return draw(pattern, args.out, args.metric)
-    if args.report and args.workdir is not None:
-        return evaluate.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
-    if args.workdir is None or not args.suite:
+        evaluate.list_suites()
+    elif args.curves or args.scaling:
+        if args.out is None:
+            parser.error("--curves and --scaling need --out=DIR")
+        draw = evaluate.draw_curves if args.curves else evaluate.fit_scaling
+        draw(args.curves or args.scaling, args.out, args.metric)
+    elif args.report and args.workdir is not None:
+        evaluate.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
+    elif args.workdir is None or not args.suite:
         parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
-    suites = args.suite.split(",")
-    return evaluate.run_suites(args.workdir, suites, args.step, overrides, args.again, args, args.trust_run_config)
+    else:
+        evaluate.run_suites(args, overrides)
+    return 0
 
 
 if __name__ == "__main__":

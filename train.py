@@ -1,7 +1,6 @@
 """Train a model: python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff."""
 
 import argparse
-import logging
 import time
 from pathlib import Path
 
@@ -38,17 +37,16 @@ def main() -> int:
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals
     from difftx.commands.cost import format_cost, format_data
-    from difftx.training.agreement import agree_on_command, open_run
     from difftx.training.loop import train
-    from difftx.training.run import fit_to_devices
+    from difftx.training.run import Run, agree_on_command, fit_to_devices
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
     evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
-    run = open_run(config, args.workdir or Path(), lambda run: evals.check_run(run, config.eval.suites))
+    run = Run.open(config, args.workdir or Path())
+    run.check_everywhere(lambda run: evals.check_run(run, config.eval.suites))
     multihost.say(format_data(run))
     if args.dry_run:
         return 0

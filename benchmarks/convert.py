@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.config.recipes import load_config
 from difftx.interop.huggingface import config_json
-from difftx.interop.layouts import shape_of, sizes_of, weights_of
+from difftx.interop.parameters import shape_of, sizes_of, weights_of
 from difftx.interop.safetensors import write_folder
 from difftx.training.checkpoint.weights import Streamed
 

@@ -32,7 +32,7 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import run_command
 from difftx.inference import decode
 from difftx.inference.cache import capacity_for
-from difftx.inference.decode import LanguageModel, Tokens
+from difftx.inference.decode import LanguageModel
 from difftx.inference.sampling import GREEDY
 from difftx.parallel.mesh import make_mesh
 from difftx.training.state import graph, init_state
@@ -63,12 +63,11 @@ class Block:
 
 def with_cache(models: dict[str, LanguageModel], rows: int, new_tokens: int) -> dict[str, list[Block]]:
     """Return the times of every block of new tokens of each model; the models take turns after each block."""
-    prompts = Tokens.of([[1] * PROMPT_TOKENS] * rows, rows, decode.SMALLEST_CHUNK)
+    prompts = [[1] * PROMPT_TOKENS] * rows
     states, blocks = {}, {name: [] for name in models}
     for name, lm in models.items():
         with jax.set_mesh(lm.mesh):
-            limit_B = np.full(rows, new_tokens)
-            state = decode.prefill(lm, prompts, chunk=decode.SMALLEST_CHUNK, seed_B=np.zeros(rows), limit_B=limit_B)
+            state = decode.prefill(lm, prompts, seeds=[0] * rows, limits=[new_tokens] * rows)
             states[name] = jax.block_until_ready(state)
     for made in range(0, new_tokens, decode.BLOCK_TOKENS):
         for name, lm in models.items():

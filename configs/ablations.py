@@ -19,29 +19,12 @@ Expected: validation loss, loss on AR-Hit tokens and loss on other tokens (suite
 Compute:  1e20 FLOPs per arm.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
 from ml_collections import ConfigDict
 
 from difftx.configs import base, scaling
+from difftx.configs.base import Arm
 
 ARG = "{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
-
-
-class Arm(NamedTuple):
-    """A row of Table 6: an architecture, and the changes to the config of its 1.4B model."""
-
-    architecture: str
-    model: Mapping[str, Any] = MappingProxyType({})  # Field of the group `model` → value.
-    wide_heads: bool = False  # Whether the model has half as many heads of twice the width.
-
-    def change(self, c: ConfigDict) -> None:
-        """Apply the row's changes to a config of its architecture, in place."""
-        if self.wide_heads:
-            c.model.num_heads //= 2
-        c.model.update(self.model)
 
 
 ARMS = {

@@ -1,7 +1,7 @@
 """The paper's 3B differential model and its matched Transformer (arXiv 2410.05258, §3.1 and Appendix B, Table 9).
 
 Command:  python train.py --config=configs/diff_3b.py:diff --config.data.path='corpus/*.txt' --workdir=runs/diff-3b
-          (diff, transformer, or another architecture of configs/architectures.py with as many parameters)
+          (diff, transformer, or another architecture, with as many parameters)
 Protocol: Table 9, with 1T tokens (Table 1). Appendix B's comparison stops at 350B (--config.train.steps=83_447).
 Expected: Tables 1, 2, 5 and 8. Not reproduced here yet.
 Note:     the paper calls the model 2.8B. 28 layers of width 3072 and one embedding of 100,288 tokens have 3.48B
@@ -10,13 +10,13 @@ Note:     the paper calls the model 2.8B. 28 layers of width 3072 and one embedd
 
 from ml_collections import ConfigDict
 
-from difftx.configs import architectures, base
+from difftx.configs import base
 
 ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of an architecture: "diff", "transformer" or another one of configs/architectures.py."""
+    """Return the config of an architecture: "diff", "transformer" or another value of `model.architecture`."""
     c = base.get_config()
     c.model.d_model = 3072
     c.model.num_layers = 28
@@ -30,5 +30,5 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.train.steps = 238_419  # 1e12 / 4,194,304, rounded up.
     c.train.global_batch_tokens = 4_194_304
     c.checkpoint.keep_every_steps = 10_000  # Figure 3b evaluates these checkpoints: 23 in all, of 42 GB each.
-    architectures.choose(c, architecture, heads=24)
+    base.choose(c, architecture, heads=24)
     return c

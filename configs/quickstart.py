@@ -4,19 +4,19 @@ Paper:    arXiv 2410.05258; the architecture of §2, at a much smaller scale.
 Command:  make quickstart
           python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff
           python train.py --config=configs/quickstart.py:transformer --workdir=runs/quickstart/transformer
-          The variants of difftx/model/variants/, by their names, have as many parameters (configs/architectures.py).
+          The variants of difftx/model/variants/, by their names, have as many parameters.
 Hardware: 2 CPU cores, about 3 minutes per model. Result: README.md shows a real run.
 """
 
 from ml_collections import ConfigDict
 
-from difftx.configs import architectures, base
+from difftx.configs import base
 
 ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of an architecture: "diff", "transformer" or another one of configs/architectures.py."""
+    """Return the config of an architecture: "diff", "transformer" or another value of `model.architecture`."""
     c = base.get_config()
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
     c.model.d_model = 128
@@ -39,5 +39,5 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.eval.loss_tokens = 65_536
     c.logging.every_steps = 1
     # Few heads, so that training takes minutes on a laptop. The official code's notes advise at least 8 heads.
-    architectures.choose(c, architecture, heads=4)
+    base.choose(c, architecture, heads=4)
     return c

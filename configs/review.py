@@ -9,20 +9,17 @@ Command:  python train.py --config=configs/review.py:nc2-retrieval --workdir=run
           python train.py --config=configs/review.py:nc1-text --config.data.path=stores/corpus --workdir=…
           python -m difftx sweep --config=configs/review.py --grid arm=diff,nc2,transformer,sp1,sp3 data=retrieval \
               data.synthetic.distractors=64,256,768 seed=0,1,2 --out=runs/review
-Protocol: 12 layers of width 1,024. The Transformer has 16 heads of 64; the other architectures have as many parameters
-          (configs/architectures.py). text: 10,000 steps of 0.25M tokens, 2,048 tokens per row. retrieval: each row asks
-          for one of 64 keys among distractors (difftx/data/synthetic.py), 10,000 steps of 64K tokens, 1,024 tokens per
-          row; the loss counts only the answer.
+Protocol: 12 layers of width 1,024. The Transformer has 16 heads of 64; the other architectures have as many parameters.
+          text: 10,000 steps of 0.25M tokens, 2,048 tokens per row. retrieval: each row asks for one of 64 keys among
+          distractors (difftx/data/synthetic.py), 10,000 steps of 64K tokens, 1,024 tokens per row; the loss counts
+          only the answer. The suites of an arm run at every tenth of the training.
 Compute:  5e18 FLOPs per arm on text (3 hours of an H200 at 400 TFLOP/s), 7e17 on retrieval (30 minutes).
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
 from ml_collections import ConfigDict
 
-from difftx.configs import architectures, base
+from difftx.configs import base
+from difftx.configs.base import Arm
 
 ARG = "{arm}-{data}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -31,14 +28,6 @@ NEED_TEXT = ("hallucination",)  # Suites that require a model of text; the data 
 # λ = 1 in all layers throughout training. The factor after the head norm, 1 - λ_init, would then be 0, so it is set to
 # 0.2, its value at λ_init = 0.8.
 LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
-
-
-class Arm(NamedTuple):
-    """A model of the review's experiments and its suites, which run at every tenth of the training."""
-
-    architecture: str
-    model: Mapping[str, Any] = MappingProxyType({})  # Field of the group `model` → value.
-    suites: tuple[str, ...] = ()  # Suites besides loss (text) or exact_match (retrieval).
 
 
 ARMS = {
@@ -83,7 +72,7 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
         c.data.sequence_length = 1024
         c.train.global_batch_tokens = 65_536
         c.eval.suites = ("exact_match", *(suite for suite in arm.suites if suite not in NEED_TEXT))
-    architectures.choose(c, arm.architecture, heads=16)
-    c.model.update(arm.model)
+    base.choose(c, arm.architecture, heads=16)
+    arm.change(c)
     c.checkpoint.keep_every_steps = c.eval.every_steps  # So that other suites can be run later.
     return c

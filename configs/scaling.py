@@ -1,7 +1,7 @@
 """The paper's scaling sweep: five sizes of both architectures (arXiv 2410.05258, §3.2, Table 10, Figure 3a).
 
 Command:  python train.py --config=configs/scaling.py:diff-2.8b --workdir=runs/diff-2.8b --config.data.path='*.txt'
-          (architecture diff or transformer, or another one of configs/architectures.py, which the paper does not have;
+          (architecture diff or transformer, or another value of `model.architecture`, which the paper does not have;
           size 830m, 1.4b, 2.8b, 6.8b or 13.1b)
 Sizes:    the Transformer has 0.834, 1.410, 2.763, 6.837 and 13.084 billion parameters, the sizes of Table 10.
 Protocol: 40,000 steps of 0.25M tokens, 2,048 tokens per row, AdamW (0.9, 0.98), linear warm-up of 375 steps and linear
@@ -12,7 +12,7 @@ Compute:  6 N D FLOPs per run: 5e19 (830m) to 8e20 (13.1b). `--dry_run` prints t
 
 from ml_collections import ConfigDict
 
-from difftx.configs import architectures, base
+from difftx.configs import base
 
 ARG = "{architecture}-{size}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -36,5 +36,5 @@ def get_config(arg: str = "diff-1.4b") -> ConfigDict:
     c.model.num_layers = num_layers
     c.model.mlp_dim = 64 * (8 * d_model // (3 * 64))  # 8/3 d_model, rounded down to a multiple of 64.
     c.optimizer.learning_rate = learning_rate
-    architectures.choose(c, architecture, heads=2 * diff_heads)
+    base.choose(c, architecture, heads=2 * diff_heads)
     return c

@@ -16,7 +16,7 @@ Compute:  4e16 (10m) to 5e17 (160m) FLOPs per run on books, half of that on reca
 
 from ml_collections import ConfigDict
 
-from difftx.configs import architectures, base, toy
+from difftx.configs import base, toy
 
 ARG = "{task}-{size}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 HEADS = 16  # Heads of the Transformer; diff then has 8, the least that the official code's notes advise.
@@ -43,7 +43,7 @@ def get_config(arg: str = "books-10m-diff") -> ConfigDict:
     TASKS[task](c)
     c.optimizer.warmup_steps = c.train.steps // 4  # Long, as in configs/toy.py; not tuned.
     c.eval.every_steps = c.train.steps // 10
-    architectures.choose(c, arm.architecture, heads=HEADS)
+    base.choose(c, arm.architecture, heads=HEADS)
     arm.change(c)
     return c
 

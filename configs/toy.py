@@ -15,7 +15,7 @@ Hardware: 2 CPU cores. Result: docs/results.md.
 
 from ml_collections import ConfigDict
 
-from difftx.configs import ablations, architectures, base
+from difftx.configs import ablations, base
 
 ARG = "{task}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
 
@@ -26,7 +26,7 @@ RECALL = (
     {"name": "mqar", "path": "synthetic:mqar", "weight": 0.5},
 )
 
-ARMS = {**ablations.ARMS, "diff_v2": ablations.Arm("diff_v2")}
+ARMS = {**ablations.ARMS, "diff_v2": base.Arm("diff_v2")}
 
 # Task → (d_model, layers). Recall needs two layers: one attends to the previous token, one from a key to its value.
 SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
@@ -61,7 +61,7 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     heads = TASKS[task](c)
     c.optimizer.learning_rate = LEARNING_RATES[task][name]
     c.eval.every_steps = c.train.steps
-    architectures.choose(c, arm.architecture, heads=heads)
+    base.choose(c, arm.architecture, heads=heads)
     arm.change(c)
     return c
 

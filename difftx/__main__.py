@@ -5,7 +5,8 @@ import sys
 
 from difftx.errors import UserError, did_you_mean, run_command
 
-# Name of a module in difftx/commands/, which has `main(arguments) -> exit code` → description.
+# Descriptions of the commands. Each command is a module of difftx/commands/ whose `main` receives the arguments and
+# returns the exit code.
 COMMANDS = {
     "plan": "estimate the memory and time of a config on devices that are not attached",
     "data": "verify a token store, show a row of it, or count its bigrams",

@@ -42,28 +42,24 @@ SPACE = (errno.ENOSPC, errno.EDQUOT)
 TEMPORARY = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 
 
-class UserError(ValueError):
-    """A wrong config, path or input file. The message is one line: field or file, value, and fix."""
+class _OneLineError(Exception):
+    """An error whose message becomes one printable line of bounded length, since it may quote untrusted files."""
 
     def __init__(self, message: str):
-        super().__init__(_one_line(message))
+        line = printable(" ".join(message.splitlines()))
+        super().__init__(line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …")
 
 
-class RunError(RuntimeError):
-    """A run that cannot continue, without a mistake by the user. The message is one line: event, count and cause."""
-
-    def __init__(self, message: str):
-        super().__init__(_one_line(message))
+class UserError(_OneLineError, ValueError):
+    """A mistake in a config, a path or an input file. The message names the field or file, its value, and the fix."""
 
 
-def _one_line(message: str) -> str:
-    """Return one printable line of bounded length; the values in a message may come from untrusted files."""
-    line = printable(" ".join(message.splitlines()))
-    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …"
+class RunError(_OneLineError, RuntimeError):
+    """A failure of a command that the user did not cause, such as a full disk. The message names the cause."""
 
 
 class UnreadableError(RunError):
-    """A file or folder that cannot be read, even after retries. Its contents may be correct. Nothing was changed."""
+    """A failure to read a file or folder, even after retries. The contents may be intact, and were not changed."""
 
 
 def printable(text: str) -> str:
@@ -72,17 +68,15 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean X?' for the closest known name, or a list of all known names if none is close.
+    """Return " Did you mean 'X'?" for the known name that `name` most likely stands for, or else all known names.
 
-    A known name matches if its last component equals that of `name`, has it as initials (`lr` for `learning_rate`) or
-    as first words (`warmup` for `warmup_steps`). Matches in the same group take precedence. Unless exactly one name
-    matches, the closest spelling of the whole name is used.
+    Besides similar spellings, `name` may be an abbreviation: `lr` for `learning_rate`, `warmup` for `warmup_steps`.
     """
     known = sorted(known)
     group, _, last = name.rpartition(".")
     close = [other for other in known if _is_short_for(last, other.rpartition(".")[2])]
     close = [other for other in close if other.rpartition(".")[0] == group] or close
-    if len(close) != 1:
+    if len(close) != 1:  # No abbreviation, or an ambiguous one.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
@@ -95,11 +89,10 @@ def _is_short_for(text: str, name: str) -> bool:
 def install_hint(extra: str) -> str:
     """Return the command that installs an extra of pyproject.toml into the running Python.
 
-    The command names the source tree, never the project: a stranger could own the project's name on a package index.
+    The command installs from the source tree, because someone else may own the project's name on a package index.
     """
-    source = f"{SOURCE}[{extra}]" if (SOURCE / "pyproject.toml").is_file() else f".[{extra}]"
-    where = "" if (SOURCE / "pyproject.toml").is_file() else " (in difftx's source tree)"
-    return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(source)}{where}"
+    source, where = (SOURCE, "") if (SOURCE / "pyproject.toml").is_file() else (".", " (in difftx's source tree)")
+    return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{source}[{extra}]')}{where}"
 
 
 def import_extra(module: str, extra: str) -> Any:
@@ -111,7 +104,7 @@ def import_extra(module: str, extra: str) -> Any:
 
 
 def explained(error: BaseException) -> UserError | RunError | None:
-    """Return an error with a one-line message that explains an exception, or None if only a traceback helps."""
+    """Return a `UserError` or `RunError` that explains an exception in one line, or None if only a traceback helps."""
     if isinstance(error, UserError | RunError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("difftx"):
@@ -131,20 +124,16 @@ def explained(error: BaseException) -> UserError | RunError | None:
 
 
 def _shortened(path: object) -> str:
-    """Return a path as text, shortened if it may be too long for the operating system."""
     return text if len(text := str(path)) <= LONGEST_MESSAGE // 5 else f"{text[:100]} …"
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a message; a SHA-256 is shortened to its first digits."""
+    """Return the `repr` of a value for a message, but only the first digits of a SHA-256."""
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main` and exit with its result.
-
-    If `explained` can explain an exception, print one line and exit with code 2 or 1.
-    """
+    """Run a command's `main` and exit with its result. Print one line for an exception that `explained` can explain."""
     try:
         sys.exit(main())
     except Exception as error:
@@ -154,6 +143,6 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {explanation}", file=sys.stderr, flush=True)
         if isinstance(error, UserError):
             sys.exit(EXIT_BAD_INPUT)
-        # End immediately: errors of a save in progress would hide the message.
+        # Skip the exit handlers, in which a save that is in progress may print errors of its own.
         sys.stdout.flush()
         os._exit(EXIT_BAD_INPUT if isinstance(explanation, UserError) else EXIT_FAILED)

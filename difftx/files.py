@@ -1,4 +1,7 @@
-"""Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines."""
+"""Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines.
+
+Functions that read retry after errors that may be temporary, and raise `UnreadableError` if every attempt fails.
+"""
 
 import argparse
 import contextlib
@@ -63,7 +66,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_writable_file(path: Path) -> None:
-    """Check that a file can be written: it is not a folder, and its folder passes `require_writable`."""
+    """Raise an `OSError` if a file cannot be written because it is a folder, or its folder fails `require_writable`."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     require_writable(path.parent)
@@ -74,9 +77,6 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing under a temporary name; at the end of the block, sync it to disk and rename it to `path`.
 
     An exception deletes the file. A kill may leave a temporary file, whose name begins with a dot.
-
-    Raises:
-        UserError: `path` is a folder.
     """
     temporary = _temporary(path)
     try:
@@ -115,25 +115,19 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def remove_temporaries(folder: Path, name: str | None = None) -> list[str]:
-    """Delete the temporary files and folders that killed processes of this host have left in a folder.
-
-    If `name` is given, delete only those with this final name. Return the names of the deleted files and folders.
-    """
+def remove_temporaries(folder: Path, name: str | None = None) -> None:
+    """Delete the temporary files and folders that killed processes of this host have left, or only those for `name`."""
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
-    removed = []
-    for path in sorted(folder.iterdir()):
+    for path in folder.iterdir():
         found = temporary.fullmatch(path.name)
         if found and not _is_running(int(found[1])):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            removed.append(path.name)
-    return removed
 
 
 def _is_running(process: int) -> bool:
     """Return whether another process of this host has the id `process`."""
-    if process == os.getpid():  # A restarted container gets the same ids again.
+    if process == os.getpid():  # An earlier process had the same id, as in a restarted container.
         return False
     try:
         os.kill(process, 0)
@@ -152,11 +146,7 @@ def _temporary(path: Path) -> Path:
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     """Return `read()`, and retry after errors that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
-    `read` must open `path` in every call, because a stale handle stays stale.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError, IsADirectoryError: `path` does not exist or is a folder.
-        UnreadableError: every attempt failed with another OSError.
+    `read` must open `path` in every call, because a stale handle stays stale. Errors in `PERMANENT` are not retried.
     """
     for pause in (*RETRY_SECONDS, None):
         try:
@@ -172,12 +162,7 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return the contents of a file, or None if the file does not exist.
-
-    Raises:
-        UserError: `path` is a folder.
-        UnreadableError: the file exists but cannot be read.
-    """
+    """Return the contents of a file, or None if the file does not exist. Raise `UserError` if `path` is a folder."""
     try:
         return retry_read(path, path.read_bytes)
     except IsADirectoryError as error:
@@ -189,8 +174,7 @@ def read_file(path: Path) -> bytes | None:
 def size_of(path: Path) -> int | None:
     """Return the size of a file in bytes, or None if `path` is not an existing regular file.
 
-    Raises:
-        UnreadableError: it is unknown whether the file exists. `Path.is_file` would return False here.
+    `Path.is_file` would return False, instead of raising `UnreadableError`, if it cannot tell whether the file exists.
     """
     try:
         status = retry_read(path, path.stat)
@@ -200,7 +184,7 @@ def size_of(path: Path) -> int | None:
 
 
 def list_folder(path: Path) -> dict[str, bool]:
-    """Return the names in a folder, each with whether it is a folder or a symbolic link; none if `path` is absent.
+    """Return a mapping from each name in a folder to whether it is a folder or a symbolic link; empty without a folder.
 
     Raises:
         UserError: `path` is not a folder.
@@ -221,18 +205,13 @@ def list_folder(path: Path) -> dict[str, bool]:
 
 
 def check_link(path: Path) -> None:
-    """Raise `UnreadableError` if `path` is a link whose target does not exist: its disk may not be mounted yet."""
+    """Raise `UnreadableError` if `path` is a link whose target does not exist; its disk may not be mounted yet."""
     if path.is_symlink() and not path.exists():
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file.
-
-    Raises:
-        UserError: the file does not exist, or is not JSON.
-        UnreadableError: the file cannot be read.
-    """
+    """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON."""
     content = read_file(path)
     if content is None:
         raise UserError(f"{path}: {os.strerror(errno.ENOENT)}")
@@ -252,7 +231,7 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
         shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1 and `object` any value;
             `{name: shape}` for an object with at least these names; `{str: shape}` for an object with any names;
             `[shape]` for a list.
-        path: Path of `value` in the file, for the message.
+        path: Path of `value` within the whole JSON value, for the message.
     """
     at = path or "the text"
     if isinstance(shape, type):
@@ -306,14 +285,16 @@ class JsonLines:
 
 def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
     """Return the object in each line, or None for a line that is not JSON or does not fit `shape`."""
-    rows: list[dict[str, Any] | None] = []
-    for line in content.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        rows.append(row if schema_error(row, shape) is None else None)
-    return rows
+    rows = map(_parse_json, content.splitlines())
+    return [row if schema_error(row, shape) is None else None for row in rows]
+
+
+def _parse_json(text: bytes) -> Any:
+    """Return a JSON value, or None if a text is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
@@ -323,10 +304,7 @@ def write_record(path: Path, content: dict[str, Any]) -> None:
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """Return the object that `write_record` wrote, or None if the file holds anything else."""
-    try:
-        return without_sha256(json.loads(path.read_bytes()))
-    except (ValueError, RecursionError):
-        return None
+    return without_sha256(_parse_json(path.read_bytes()))
 
 
 def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +313,7 @@ def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_sha256(value: Any) -> dict[str, Any] | None:
-    """Return the object that was passed to `with_sha256`, or None if a JSON value does not have a matching SHA-256."""
+    """Return the object that `with_sha256` was called with, or None if the SHA-256 in `value` is absent or wrong."""
     if not isinstance(value, dict):
         return None
     content = {name: inner for name, inner in value.items() if name != "sha256"}

@@ -16,25 +16,21 @@ LINE = "{what}: {done:,} of {total:,}, {left} left"
 
 
 class Advance(Protocol):
-    """A function that counts more finished parts of a task, and shows a text beside its bar."""
+    """A function that adds `parts` to the finished parts of a task, and shows `text` next to the task's bar."""
 
     def __call__(self, parts: int, text: str = "") -> None: ...
 
 
 class Work:
-    """A context manager that displays tasks, which may be nested, each with its share done and the time left.
-
-    Outside of a terminal, each task prints a line every ten seconds.
-    """
+    """A context manager that displays tasks, which may be nested, each with the finished share and the time left."""
 
     def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None, is_output: bool = False):
         """Create the display.
 
         Args:
-            enabled: Show anything at all. With several processes, only one process shows its progress.
-            on_advance: Function to call whenever a task advances, also if the display is not enabled.
-            is_output: The progress is the output of the command, as in training: show it on standard output instead of
-                standard error, and keep the last state of each task.
+            enabled: Show anything at all. Only one of several processes should show its progress.
+            on_advance: Function to call whenever a task advances, even if nothing is shown.
+            is_output: Write to standard output instead of standard error, and keep finished bars on the screen.
         """
         self._enabled, self._on_advance, self._is_output = enabled, on_advance, is_output
         self._console = rich.console.Console(stderr=not is_output, emoji=False)
@@ -60,18 +56,18 @@ class Work:
     def task(
         self, what: str, total: int, *, done: int = 0, label: str = "{what}", line: str = LINE
     ) -> Iterator[Advance]:
-        """Show a task, and yield the function that the block calls when parts of the task are finished.
+        """Show a task of `total` parts, and yield the function to call when parts of the task are finished.
 
         Args:
             what: Name of the task.
             total: Number of parts.
-            done: Parts that were finished before.
-            label: Format of the text before the bar, with the fields of `line`.
-            line: Format of a line outside of a terminal, with the fields `what`, `done`, `total`, `share` (0 to 1),
-                `text`, `left` (a `timedelta`) and `seconds`, the seconds left.
+            done: Number of parts that were finished before.
+            label: Format of the text before the bar, with the fields `what`, `done` and `total`.
+            line: Format of a line outside of a terminal. Its further fields are `share` (0 to 1), `text`, and the time
+                left as `left` (a `timedelta`) and as `seconds`.
         """
-        shown = label.format(what=what, done=done, total=total)
-        bar = self._bars.add_task(shown, total=total, completed=done, text="")
+        description = label.format(what=what, done=done, total=total)
+        bar = self._bars.add_task(description, total=total, completed=done, text="")
         before = done
         start = printed = time.monotonic()
 

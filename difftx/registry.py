@@ -30,7 +30,7 @@ class Extension:
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
-_running: list[Path] = []  # Files that `import_file` is running, the innermost last.
+_running: list[Path] = []  # Files that `import_file` is running; each file imports the next one.
 _extensions: dict[Path, Extension] = {}
 _modules: dict[Path, types.ModuleType] = {}  # Modules of the user files that have run.
 
@@ -90,16 +90,9 @@ class Registry[T](Mapping[str, T]):
 
 
 def import_file(path: Path, flag: str) -> types.ModuleType:
-    """Run a user's Python file and return it as a module.
+    """Run a user's Python file, which `flag` names, and return it as a module.
 
     A file that has registered an entry is not run a second time, because the entry's name would be taken.
-
-    Args:
-        path: Path of the file.
-        flag: Flag that names the file, such as "--config", for error messages.
-
-    Raises:
-        UserError: The name does not end in .py, or the file raised an exception. The message has the line number.
     """
     resolved = path.resolve()
     if resolved in _extensions and resolved in _modules:
@@ -123,7 +116,7 @@ def import_file(path: Path, flag: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def one_line_errors(module: types.ModuleType) -> Iterator[None]:
-    """Convert any exception from a user's file to a one-line `UserError` with file name and line number."""
+    """Convert any exception from a user's file to a `UserError` whose message names the file and the line."""
     try:
         yield
     except Exception as error:  # A user's file may raise any exception.
@@ -139,11 +132,7 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
 
 
 def load_extensions(paths: Sequence[Path]) -> None:
-    """Run the files that `--extension` names.
-
-    Raises:
-        UserError: A file does not exist, fails or registers nothing.
-    """
+    """Run the files that `--extension` names; raise `UserError` if one does not exist, fails or registers nothing."""
     for path in paths:
         if not path.is_file():
             raise UserError(f"--extension={path}: no such file")
@@ -158,16 +147,13 @@ def loaded_extensions() -> list[Extension]:
 
 
 def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Check that the extensions that a run recorded are loaded, with the recorded contents.
+    """Raise `UserError` unless the extensions that a run recorded are loaded, with the recorded contents.
 
-    A path in a run directory is only printed and never executed, because another person may have written it.
+    A recorded path is only printed and never executed, because another person may have written it.
 
     Args:
         recorded: "path" and "sha256" of each extension.
         what: Name of the run or file that was made with the extensions, for messages.
-
-    Raises:
-        UserError: An extension is not loaded, or its content has changed.
     """
     require_names(recorded, what)
     if changes := changed_extensions(recorded):
@@ -175,7 +161,7 @@ def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None
 
 
 def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Raise `UserError` unless the extensions that a run recorded are loaded, whatever their contents are now."""
+    """Raise `UserError` unless the extensions that a run recorded are loaded, possibly with other contents."""
     for extension in recorded:
         if _loaded_as(extension) is None:
             flag = shlex.quote(f"--extension={extension['path']}")
@@ -184,16 +170,16 @@ def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
 
 def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
     """Return descriptions of the loaded extensions whose contents differ from those that a run recorded."""
-    pairs = [(extension["sha256"], _loaded_as(extension)) for extension in recorded]
-    return [
-        f"{loaded.path} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)"
-        for sha256, loaded in pairs
-        if loaded is not None and loaded.sha256 != sha256
-    ]
+    changes = []
+    for extension in recorded:
+        loaded, sha256 = _loaded_as(extension), extension["sha256"]
+        if loaded is not None and loaded.sha256 != sha256:
+            changes.append(f"{loaded.path} (SHA-256 {sha256[:12]}… → {loaded.sha256[:12]}…)")
+    return changes
 
 
 def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
-    """Return the loaded file with the recorded content, or else one with the recorded name: files may have moved."""
+    """Return the loaded file with the recorded content, or else the one with the recorded name in any folder."""
     same = [e for e in _extensions.values() if e.sha256 == recorded["sha256"]]
     named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
     return next(iter(same + named), None)

@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, child_environment, write_text
 
 from difftx import registry
 from difftx.errors import UserError
-from difftx.training.agreement import source_files
+from difftx.training.run import source_files
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))

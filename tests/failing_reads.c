@@ -75,7 +75,11 @@ ssize_t read(int file, void *buffer, size_t count) {
     return read_fails(file) ? -1 : real(file, buffer, count);
 }
 
-ssize_t pread64(int file, void *buffer, size_t count, off64_t offset) {
-    ssize_t (*real)(int, void *, size_t, off64_t) = dlsym(RTLD_NEXT, "pread64");
-    return read_fails(file) ? -1 : real(file, buffer, count, offset);
-}
+#define READING_AT(name)                                                                                               \
+    ssize_t name(int file, void *buffer, size_t count, off64_t offset) {                                               \
+        ssize_t (*real)(int, void *, size_t, off64_t) = dlsym(RTLD_NEXT, #name);                                       \
+        return read_fails(file) ? -1 : real(file, buffer, count, offset);                                              \
+    }
+
+READING_AT(pread)
+READING_AT(pread64)

@@ -57,7 +57,7 @@ def test_files_that_a_killed_process_left_go(tmp_path):
     left = killed("file", tmp_path / "metrics.jsonl")
     assert len(left) == 1
     (tmp_path / ".lock").touch()
-    assert remove_temporaries(tmp_path) == sorted(left)
+    remove_temporaries(tmp_path)
     assert names(tmp_path) == {".lock"}
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from difftx.commands.data import verify
 from difftx.commands.prepare import main as prepare
 from difftx.config.recipes import load_config
-from difftx.data.store import SPLITS, open_store, read_meta, store_tokenizer
+from difftx.data.store import SPLITS, open_store, read_meta
 from difftx.errors import UserError
 from difftx.files import json_sha256
 from difftx.launch.grid import SweepPoint
-from difftx.launch.status import RunStatus
+from difftx.launch.runner import RunStatus
 from difftx.training.checkpoint.manifest import FORMAT, MANIFEST, OtherFormatError, why_invalid, write_manifest
-from difftx.training.checkpoint.retention import metrics_of
+from difftx.training.checkpoint.retention import number_of
 from difftx.training.goodput import SECTIONS, Goodput
 from difftx.training.guards import Guard, GuardJournal
 from difftx.training.metrics import MetricsWriter, read_metrics
@@ -317,7 +317,7 @@ def test_numbers_of_a_suite(folder, mutate):
     (folder / "evals" / "loss").mkdir(parents=True, exist_ok=True)
     valid = json.dumps({"suite": "loss", "step": 7, "numbers": {"loss": 2.5}, "details": {"sets": {}}}).encode()
     path = folder / "evals" / "loss" / "7.json"
-    check(path, valid, mutate, lambda: metrics_of(folder, 7, "loss/loss"))
+    check(path, valid, mutate, lambda: number_of(folder, 7, "loss/loss"))
 
 
 @pytest.fixture(scope="module")
@@ -341,8 +341,7 @@ def test_metadata_of_a_store(store, resign, mutate, capsys):
             rows = open_store(folder, split)
             assert rows.slice(0, min(5, len(rows))).dtype in (np.uint16, np.uint32)
             assert len(rows.offsets) > 0
-        store_tokenizer(folder)
-        read_meta(folder)
+        assert isinstance(read_meta(folder)["tokenizer"]["vocabulary_sha256"], str)
 
     check(folder / "meta.json", valid, mutate, use, resign)
     read(lambda: verify(folder))

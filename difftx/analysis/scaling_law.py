@@ -3,9 +3,9 @@
 The fit minimises the Huber loss of log L over log a, log b and log c, from several starting points (Hoffmann et al.,
 arXiv 2203.15556, approach 3).
 
-A bootstrap of residuals gives confidence intervals. It draws the mean residual of each size and the deviation of each
-seed from that mean separately, scales both to their unbiased variance, and widens both from a normal distribution to
-Student's t, because sizes and seeds are few.
+Confidence intervals come from a bootstrap of residuals, which draws the mean residual of each size and the deviation of
+each seed from that mean separately. It scales both to their unbiased variance and, because sizes and seeds are few, by
+the ratio of the widths of Student's t and of a normal distribution.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ FEWEST_SIZES = LAW_PARAMETERS + 1  # A law through three sizes would leave no re
 HUBER_WIDTH = 1e-3  # Largest residual of log L that counts squared, as in Hoffmann et al.
 LARGEST_EXTRAPOLATION = 2.0  # Largest factor between an x that counts as covered and the nearest x of the data.
 CONFIDENCE = 0.95
+TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)  # Quantiles that bound a confidence interval.
 EXPONENTS = (0.01, 5.0)  # Bounds of b.
 STARTS = 3
 
@@ -73,7 +74,7 @@ class Fit:
     def band(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the lower and upper end of the confidence band at each x."""
         samples = PowerLaw(*(np.asarray(v)[:, None] for v in (self.samples.a, self.samples.b, self.samples.c)))
-        low, high = np.quantile(samples(x[None, :]), _tails(), axis=0)
+        low, high = np.quantile(samples(x[None, :]), TAILS, axis=0)
         return low, high
 
     def extrapolates(self, x: float) -> bool:
@@ -161,7 +162,7 @@ def _resampled(x: np.ndarray, residuals: np.ndarray, resamples: int, generator: 
     points, sizes = len(x), len(seeds)
     means = np.bincount(size_of, residuals) / seeds
     deviations = residuals - means[size_of]
-    size_freedom, seed_freedom = sizes - LAW_PARAMETERS, points - sizes
+    size_freedom, seed_freedom = sizes - LAW_PARAMETERS, points - sizes  # Degrees of freedom.
     seed_variance = float(np.sum(deviations**2)) / seed_freedom if seed_freedom else 0.0
     # The mean of a size also varies because its seeds vary. That part is already in the seeds' deviations.
     size_variance = (float(np.sum(seeds * means**2)) / size_freedom - seed_variance) / (points / sizes)
@@ -178,14 +179,9 @@ def _resampled(x: np.ndarray, residuals: np.ndarray, resamples: int, generator: 
 
 def _student_factor(freedom: int) -> float:
     """Return the ratio of the widths of a confidence interval under Student's t and a normal distribution."""
-    _, upper = _tails()
-    return float(scipy.stats.t.ppf(upper, freedom) / scipy.stats.norm.ppf(upper))
+    return float(scipy.stats.t.ppf(TAILS[1], freedom) / scipy.stats.norm.ppf(TAILS[1]))
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, _tails(), method="inverted_cdf")  # Does not interpolate infinite values.
+    low, high = np.quantile(values, TAILS, method="inverted_cdf")  # Does not interpolate infinite values.
     return float(low), float(high)
-
-
-def _tails() -> tuple[float, float]:
-    return (1 - CONFIDENCE) / 2, 1 - (1 - CONFIDENCE) / 2

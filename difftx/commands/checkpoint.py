@@ -1,9 +1,8 @@
-"""The command that manages a run's checkpoints: python -m difftx checkpoint ls|verify|diff|quarantine|prune …"""
+"""List, verify, compare and delete the checkpoints of a run: python -m difftx checkpoint COMMAND --workdir=DIR."""
 
 import argparse
 import dataclasses
 import datetime
-import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,14 +16,13 @@ import rich.console
 import rich.markup
 import rich.table
 
-from difftx.commands.flags import add_extension_flag
+from difftx.commands.flags import add_extension_flag, prepare_process
 from difftx.errors import UnreadableError, UserError, printable
-from difftx.files import list_folder, require_local_paths
-from difftx.registry import load_extensions
-from difftx.training.changes import changed_fields
+from difftx.files import list_folder
 from difftx.training.checkpoint.checkpointer import config_of
 from difftx.training.checkpoint.manifest import array_name, quarantined_in, read_manifest, steps_in, why_invalid
 from difftx.training.checkpoint.retention import quarantine, remove, steps_to_keep
+from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
 
 PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the reasons of failures fit.
@@ -32,8 +30,7 @@ PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the re
 
 def main(arguments: Sequence[str]) -> int:
     """Run `checkpoint ls`, `verify`, `diff`, `quarantine` or `prune`."""
-    description = "List, verify, compare and delete the checkpoints of a run."
-    parser = argparse.ArgumentParser("difftx checkpoint", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser("difftx checkpoint", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {
         "ls": "list the checkpoints of a run, and check the names and sizes of their files",
@@ -53,9 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     parsers["prune"].add_argument("--keep", type=int, help="number of newest checkpoints to keep, and no others")
     parsers["prune"].add_argument("--yes", action="store_true", help="delete; without --yes, only print the names")
     options = parser.parse_args(arguments)
-    require_local_paths(options)
-    load_extensions(options.extension)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
+    prepare_process(options)
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")
@@ -89,12 +84,7 @@ def list_checkpoints(folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Compare all checksums and print the result for each checkpoint.
-
-    Raises:
-        UserError: A checkpoint does not verify.
-        UnreadableError: A checkpoint cannot be read; all readable ones verify.
-    """
+    """Compare all checksums, print the result for each checkpoint, and raise an error if one does not verify."""
     steps, corrupt, unreadable = steps_in(folder), [], []
     for step in steps:
         began = time.perf_counter()
@@ -111,13 +101,7 @@ def verify(folder: Path) -> None:
 
 
 def diff(a: Path, b: Path, values: bool) -> None:
-    """Print the config fields and arrays in which two checkpoints differ.
-
-    Args:
-        a: Folder of a checkpoint.
-        b: Folder of another checkpoint.
-        values: Whether to compare the values of the arrays, not only their names, shapes and dtypes.
-    """
+    """Print the differences of two checkpoints: config fields, and names, shapes, dtypes and `values` of arrays."""
     for folder in (a, b):
         if why := why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
@@ -137,14 +121,10 @@ def diff(a: Path, b: Path, values: bool) -> None:
 
 
 def prune(workdir: Path, keep: int | None, yes: bool) -> None:
-    """Print and delete the verified checkpoints that the rule does not keep, and quarantined ones.
+    """Print, and with `yes` delete, the quarantined checkpoints and the verified ones that need not be kept.
 
-    A checkpoint that does not verify or cannot be read is kept. If no checkpoint verifies, none is deleted.
-
-    Args:
-        workdir: Directory of the run.
-        keep: Number of newest checkpoints to keep; None: the rule of the run's config.
-        yes: Whether to delete; if False, only print.
+    The run's config decides which verified checkpoints to keep; with `keep`, these are the newest `keep` ones. A
+    checkpoint that does not verify or cannot be read is kept. If no checkpoint verifies, none is deleted.
     """
     if keep is not None and keep < 1:
         raise UserError(f"--keep={keep} must be at least 1")
@@ -200,7 +180,7 @@ def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _find(folder: Path, name: str) -> Path:
-    """Return the folder of the checkpoint with a step or a path."""
+    """Return the folder of the checkpoint whose step or path is `name`."""
     steps = steps_in(folder)
     if name.isdecimal() and int(name) in steps:
         return folder / str(int(name))

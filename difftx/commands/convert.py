@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
 from difftx.files import require_writable
 
-SHARD_MIB = 4096
 OURS = "difftx"
 FORMATS = (OURS, "hf", "official")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the flags and convert. The exit code is 0 on success, 2 for bad input and 1 for other errors."""
+    """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
     parser.add_argument("--to", dest="target", required=True, choices=FORMATS, help="format of --out")
@@ -26,13 +24,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
-    parser.add_argument("--shard_mib", type=int, default=SHARD_MIB, help="largest size of a safetensors file")
+    parser.add_argument("--shard_mib", type=int, default=4096, help="largest size of a safetensors file")
     verify = "compare logits with the package transformers; both models must fit in memory"
     parser.add_argument("--verify", action="store_true", help=verify)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, overrides = parse_command(parser, arguments, "config")
     config = _checked(options, overrides)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every save; difftx reports failures itself.
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.interop import runs
@@ -49,11 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
-    """Return the config of the new run, or None for an export.
-
-    Raises:
-        UserError: A flag is invalid, or flags contradict each other.
-    """
+    """Check the flags, and return the config of the new run, or None for an export."""
     if (options.source == OURS) == (options.target == OURS):
         raise UserError(f"--from={options.source} --to={options.target}: exactly one of them must be {OURS}")
     if not options.input.is_dir():

@@ -14,11 +14,7 @@ from difftx.training.run import Run
 
 
 def format_cost(config: Config) -> str:
-    """Return a few lines on a config's parameters, FLOPs and memory per device, without reading data.
-
-    Raises:
-        UserError: The mesh does not fit the devices or the model.
-    """
+    """Return lines with a config's parameters, FLOPs and memory per device; `UserError` if its mesh is impossible."""
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     parameters = count_parameters(config.model)
@@ -27,30 +23,21 @@ def format_cost(config: Config) -> str:
     halved = flops_per_token(config.model, length, causal=True)
     state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
-    model = f"{config.model.architecture}, {parameters.total:,} parameters ({parameters.embedding:,} of them embedding)"
-    compute = (
-        f"{full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
-        f"{full * steps * batch:.3g} in all"
-    )
-    memory = (
-        f"{format_bytes(state)} of train state and about {format_bytes(activations)} of activations per device; "
-        f"mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}"
-    )
     lines = [
-        _line("model", model),
-        _line("training", f"{steps:,} steps of {batch:,} tokens = {steps * batch:,}"),
-        _line("compute", compute),
-        _line("memory", memory),
+        f"model    {config.model.architecture}, {parameters.total:,} parameters "
+        f"({parameters.embedding:,} of them embedding)",
+        f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}",
+        f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
+        f"{full * steps * batch:.3g} in all",
+        f"memory   {format_bytes(state)} of train state and about {format_bytes(activations)} of activations per "
+        f"device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     ]
     return "\n".join([*lines, *_memory_warning(state, activations, mesh.local_devices)])
 
 
 def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
-    """Return a line of warning if the estimate exceeds the devices' memory, or an empty list.
-
-    CPU devices share the host's memory. Devices that do not report their memory cause no warning.
-    """
-    if devices[0].platform == "cpu":
+    """Return a line of warning if the estimate exceeds the devices' memory, as far as they report it."""
+    if devices[0].platform == "cpu":  # CPU devices share the host's memory.
         needed, owner = (state + activations) * len(devices), "this machine"
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -61,18 +48,14 @@ def _memory_warning(state: float, activations: float, devices: Sequence[jax.Devi
     fix = "raise train.accumulation, lower train.global_batch_tokens, or set model.remat to full"
     if state > activations:
         fix = "use a smaller model, or more devices along mesh.fsdp"
-    return [_line("warning", f"about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}")]
+    return [f"warning  about {format_bytes(needed)} exceed the {format_bytes(available)} of {owner}; {fix}"]
 
 
 def format_data(run: Run) -> str:
-    """Return a line on the run's tokens and tokenizer, and one line for each note on how the data were prepared."""
+    """Return a line with the run's numbers of tokens and its tokenizer, and the notes of its data set-up."""
     epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
     train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
     valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())
     tokenizer = f"{run.tokenizer.name} ({run.tokenizer.n_vocab:,})"
     tokens = f"training tokens {train}; validation tokens {valid}; tokenizer {tokenizer}"
-    return "\n".join(_line("data", text) for text in (tokens, *run.data.notes))
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<9}{text}"
+    return "\n".join(f"data     {text}" for text in (tokens, *run.data.notes))

@@ -34,9 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     show.add_argument("--split", choices=SPLITS, default="train")
     show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
     show.add_argument("--tokenizer", help="path of the store's .tiktoken file, if it has moved")
-    count = commands.add_parser(
-        "bigrams", help="count pairs of successive tokens, for the suite recall", allow_abbrev=False
-    )
+    count = commands.add_parser("bigrams", help="count successive tokens, for the suite recall", allow_abbrev=False)
     count.add_argument("folders", type=Path, nargs="+", metavar="folder")
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
     count.add_argument("--min_count", type=int, default=1, help="leave out rarer bigrams; up to the suite's limit + 1")
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def verify(folder: Path) -> int:
-    """Check every file of a store, and print its counts, or the problems before a `UserError`."""
+    """Check every file of a store and print its counts. If there are problems, print them and raise `UserError`."""
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
     if problems:
@@ -66,7 +64,7 @@ def verify(folder: Path) -> int:
 
 
 def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> int:
-    """Print the text of a row. Documents alternate in colour, and a line above each names the document."""
+    """Print the text of a row, with a line above each document that names it. The documents alternate in colour."""
     store = open_store(folder, split)
     meta = read_meta(folder)
     rows = -(-len(store) // max(1, sequence_length))
@@ -98,25 +96,24 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
             raise UserError(f"{flag}={value}: must be at least 1")
     stores = [open_store(folder, "train") for folder in folders]
     tokenizers = [read_meta(folder)["tokenizer"] for folder in folders]
+    first = tokenizers[0]
     for folder, tokenizer in zip(folders, tokenizers, strict=True):
-        if tokenizer["vocabulary_sha256"] != tokenizers[0]["vocabulary_sha256"]:
+        if tokenizer["vocabulary_sha256"] != first["vocabulary_sha256"]:
             raise UserError(
-                f"{folder}: tokenizer {tokenizer['name']!r}, but {folders[0]} has {tokenizers[0]['name']!r} with "
-                "another vocabulary; count stores of one vocabulary together"
+                f"{folder}: tokenizer {tokenizer['name']!r}, but {folders[0]} has {first['name']!r} with another "
+                "vocabulary; count stores of one vocabulary together"
             )
     if not out.parent.is_dir() or out.is_dir():
         raise UserError(f"--out={out}: name a file in a folder that exists")
     require_writable_file(out)
+    origins = zip(folders, stores, strict=True)
     description = {
-        "tokenizer": {key: tokenizers[0][key] for key in ("name", "vocabulary_sha256")},
-        "stores": [
-            {"path": str(f.resolve()), "sha256": store.fingerprint} for f, store in zip(folders, stores, strict=True)
-        ],
+        "tokenizer": {key: first[key] for key in ("name", "vocabulary_sha256")},
+        "stores": [{"path": str(folder.resolve()), "sha256": store.fingerprint} for folder, store in origins],
     }
+    limits = {"min_count": min_count, "memory_bytes": memory_mib * 2**20}
     with Work() as work:
-        header = write_bigrams(
-            stores, out, min_count=min_count, memory_bytes=memory_mib * 2**20, description=description, work=work
-        )
+        header = write_bigrams(stores, out, **limits, description=description, work=work)
     print(
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"

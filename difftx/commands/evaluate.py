@@ -2,8 +2,9 @@
 
 import argparse
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import rich.console
 import rich.text
 
 from difftx import evals
-from difftx.commands.confirm import confirm_outward
 from difftx.config import Config
 from difftx.config.build import override
+from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
+from difftx.evals.harness.suite import LOCAL_TASKS
 from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
@@ -23,60 +25,47 @@ from difftx.progress import Work
 from difftx.report.curves import format_table, write_curves
 from difftx.report.runs import Metric, printable_json
 from difftx.report.scaling import format_study, write_scaling
-from difftx.training.agreement import agree_on_command, check_everywhere
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run, read_newest
-from difftx.training.run import Run, read_config
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
+from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
+TRUST = "--trust_run_config"
+# Tasks of lm-eval whose data are plain files on the Hugging Face hub. Other tasks may execute code.
+PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
-def run_suites(
-    workdir: Path,
-    suites: Sequence[str],
-    steps: str | None,
-    overrides: Mapping[str, str],
-    again: bool,
-    processes: argparse.Namespace,
-    trusted: bool = False,
-) -> int:
+
+def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Evaluate checkpoints of a run and print the numbers.
-
-    Args:
-        workdir: Directory of the run.
-        suites: Names of suites.
-        steps: Steps to evaluate, in the notation of `chosen_steps`; None: the newest checkpoint.
-        overrides: Field of the run's config → value.
-        again: Whether to evaluate again if there is a result already.
-        processes: All flags of the command, including those of `multihost`.
-        trusted: Whether the user confirms the addresses, key variables and code that the run's config names.
 
     Raises:
         UserError: The input is wrong in some process, or a step cannot be evaluated. All other steps are evaluated
             before the error is raised.
         RunError: A checkpoint was deleted or replaced during its evaluation.
     """
+    workdir, suites = options.workdir, options.suite.split(",")
     evals.check_suites(suites)
     for field in overrides:
         if field.startswith("model.") and field != "model.attention_implementation":
             raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
     config = override(read_config(workdir), overrides)
-    multihost.start(processes, config.multihost)
-    agree_on_command(config, processes)
-    confirm_outward(config, workdir, suites, overrides, trusted=trusted)
+    multihost.start(options, config.multihost)
+    agree_on_command(config, options)
+    confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
 
     checkpointer = Checkpointer(workdir)
-    evaluator = _Evaluator(checkpointer, workdir, config, suites, again)
+    evaluator = _Evaluator(checkpointer, workdir, config, suites, options.again)
     with Work(enabled=multihost.is_primary()) as work:
-        if steps is None:
-            newest = read_newest(checkpointer, evaluator.load)
+        if options.step is None:
+            newest = checkpointer.read_newest(evaluator.load)
             if newest is None:
                 raise UserError(f"--workdir={workdir}: no checkpoint there yet")
             evaluator.evaluate(newest, work)
-            return 0
+            return
         available = multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
         if not available:
             raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-        chosen = chosen_steps(steps, available)
+        chosen = chosen_steps(options.step, available)
         failed = []
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
             try:
@@ -88,18 +77,12 @@ def run_suites(
                 evaluator.evaluate(loaded, work)
     if failed:
         raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
-    return 0
 
 
 def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
-    """Return the steps that `--step` selects.
+    """Return the available steps that the flag `--step` selects, or raise `UserError` if it selects none.
 
-    Args:
-        text: "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
-        available: Steps that have a checkpoint.
-
-    Raises:
-        UserError: The text has another form, or selects no step that has a checkpoint.
+    The flag is "all", "N", "A:B" (steps from A to B, both included) or "A:B:K" (A, A + K, A + 2 K, … up to B).
     """
     if text == "all":
         return list(available)
@@ -114,8 +97,6 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
 
 
 class _LoadedStep(NamedTuple):
-    """A step that is ready to be evaluated."""
-
     step: int
     checkpoint: Checkpoint
     run: Run
@@ -133,15 +114,11 @@ class _Evaluator:
         self._run_config: Config | None = None  # The checkpoint's config that `_run` was opened with.
 
     def load(self, step: int) -> _LoadedStep:
-        """Open a step's checkpoint and read the parameters if a suite has no result yet.
-
-        Raises:
-            UserError: The checkpoint does not verify, or does not fit the devices, the data or the suites.
-        """
+        """Open a step's checkpoint, and read its parameters unless all suites have a result."""
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
         if self._run is None or self._run_config != checkpoint.config:
             self._run = _open_run(checkpoint, self._workdir)
-            check_everywhere(self._run, lambda run: evals.check_run(run, self._suites))
+            self._run.check_everywhere(lambda run: evals.check_run(run, self._suites))
             self._run_config = checkpoint.config
         run = self._run
         done = [] if self._again else _suites_with_results(run, self._suites, step, checkpoint)
@@ -170,7 +147,7 @@ def _open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
 
 
 def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
-    """Return the suites that already have a result for the checkpoint's weights; only process 0 reads the files."""
+    """Return the suites that have a result for the checkpoint's weights. Only the primary process reads the files."""
 
     def read_results() -> list[str]:
         done = []
@@ -186,6 +163,49 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
     return multihost.decide_on_primary(read_results, DECISION_SECONDS)
 
 
+def confirm_outward(
+    config: Config, workdir: Path, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
+) -> None:
+    """Require confirmation of config fields that make a suite contact an address, send a secret or execute code.
+
+    A run directory may come from another person. A value of such a field is therefore accepted only from the command
+    line (`overrides`) or if the user has given --trust_run_config (`trusted`), which prints the value. Two downloads
+    need no confirmation, because their addresses are fixed and they neither send data nor execute code: a tiktoken
+    vocabulary, whose SHA-256 tiktoken checks, and the data of the tasks in `PLAIN_TASKS`.
+
+    Raises:
+        UserError: A value comes from the run directory and is not trusted.
+    """
+    for field, value, effect in _outward_fields(config, suites, overrides):
+        if field in overrides:
+            continue
+        source = f"{field}={value!r} in {workdir / 'config.json'}"
+        if not trusted:
+            flag = shlex.quote(f"--{field}={value}")
+            raise UserError(f"{source} would {effect}; to allow it, add {flag}, or {TRUST} for all such fields")
+        multihost.say(f"{TRUST}: {source} is trusted to {effect}")
+
+
+def _outward_fields(
+    config: Config, suites: Sequence[str], overrides: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (field, value, effect) for each such field that the suites would use."""
+    settings, judge = config.eval, config.eval.judge
+    names = {name for suite in suites for name in evals.with_inner(config, suite)}
+    if "hallucination" in names and settings.hallucination.judge_model is not None:
+        # A user who names a judge model on the command line, but no endpoint, expects the default endpoint.
+        if judge.base_url != JudgeConfig.base_url or "eval.hallucination.judge_model" not in overrides:
+            yield "eval.judge.base_url", judge.base_url, "send documents and answers to that address"
+        if judge.key_variable is not None and judge.key_variable != JudgeConfig.key_variable:
+            yield "eval.judge.key_variable", judge.key_variable, "send the content of that environment variable"
+    if "harness" in names:
+        if settings.harness.include_path is not None:
+            yield "eval.harness.include_path", settings.harness.include_path, "execute code of that folder"
+        if not set(settings.harness.tasks) <= PLAIN_TASKS:
+            tasks = ",".join(settings.harness.tasks)
+            yield "eval.harness.tasks", tasks, "download data of those tasks, and execute their code"
+
+
 def load_params(run: Run, step: int) -> Any:
     """Return the parameters of a verified checkpoint, sharded over the run's mesh."""
     with jax.set_mesh(run.mesh):
@@ -194,10 +214,7 @@ def load_params(run: Run, step: int) -> Any:
 
 
 def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
-    """Print a suite's stored result and draw its charts, which the training loop does not draw.
-
-    `fresh`: the result is new. Charts of an older result are drawn only if they do not exist.
-    """
+    """Print a suite's stored result and draw its charts, unless the result is not fresh and its charts exist."""
     path = evals.result_path(run.workdir, suite, step)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
@@ -217,23 +234,21 @@ def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
             print(*draw_chart(chart, figures), sep="\n")
 
 
-def list_suites() -> int:
+def list_suites() -> None:
     """Print every suite with its summary."""
     width = max(map(len, evals.SUITES)) + 2
     for name, suite in evals.SUITES.items():
         print(f"{name:<{width}}{suite.summary}")
-    return 0
 
 
-def draw_curves(pattern: str, out: Path, metric: Metric) -> int:
+def draw_curves(pattern: str, out: Path, metric: Metric) -> None:
     """Draw the curves of the runs that match a glob; print their table and the files written."""
     rows, files = write_curves(pattern, out, metric)
     _console().print(format_table(rows))
     print(*files, sep="\n")
-    return 0
 
 
-def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
+def fit_scaling(pattern: str, out: Path, metric: Metric) -> None:
     """Fit scaling laws to the runs or tables that match a glob; print the fits, the matches and the files written."""
     studies, files = write_scaling(pattern, out, metric)
     for study in studies:
@@ -241,15 +256,13 @@ def fit_scaling(pattern: str, out: Path, metric: Metric) -> int:
         for note in study.notes:
             print(printable(f"note: {note}"))
     print(*files, sep="\n")
-    return 0
 
 
-def write_report(workdirs: Sequence[Path], out: Path | None) -> int:
+def write_report(workdirs: Sequence[Path], out: Path | None) -> None:
     """Write the report of one run, or of several to compare, and print the file's path."""
     from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
 
     print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))
-    return 0
 
 
 def _console() -> rich.console.Console:

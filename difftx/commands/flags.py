@@ -5,77 +5,70 @@ Examples are `--config.train.steps=10`, `--config.train.steps 10`, `--config.dat
 """
 
 import argparse
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
-from difftx.files import require_local_paths
+from difftx.files import require_local_paths, require_writable_file
 from difftx.registry import load_extensions
 
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--extension`; the command passes its values to `load_extensions`."""
-    parser.add_argument(
-        "--extension",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE.py",
-        help="run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md",
-    )
+    """Add the flag `--extension`, for `prepare_process`."""
+    text = "run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md"
+    parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
+
+
+def prepare_process(options: argparse.Namespace) -> None:
+    """Check the paths of a command line, load its extensions, and silence orbax, which logs every save and restore."""
+    require_local_paths(options)
+    load_extensions(options.extension)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
+
+
+def require_file_path(flag: str, path: Path) -> None:
+    """Raise an error unless a file can be written to the path that a flag gives."""
+    if not path.parent.is_dir():
+        raise UserError(f"{flag}={path}: there is no folder {path.parent}")
+    require_writable_file(path)
 
 
 def parse_command(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *flags: str
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *groups: str
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Parse a command line and load the extensions that it names.
+    """Return the flags and the overrides of config fields of a command line, after a call of `prepare_process`.
 
-    Args:
-        parser: Parser of the command's own flags. The flag `--extension` is added.
-        arguments: Arguments of the command; None: `sys.argv`.
-        flags: Flags that set config fields, as for `parse_overrides`.
-
-    Returns:
-        The flags, and the overrides of config fields.
-
-    Raises:
-        UserError: A path is the address of an object store, an extension fails, or an argument is not understood.
+    The function adds the flag `--extension`. `arguments` = None means `sys.argv`; `groups` is as for `parse_overrides`.
     """
     add_extension_flag(parser)
     options, rest = parser.parse_known_args(arguments)
-    require_local_paths(options)
-    load_extensions(options.extension)  # They may add fields that overrides set.
-    return options, parse_overrides(rest, *flags)
+    prepare_process(options)  # Extensions may add fields that overrides set.
+    return options, parse_overrides(rest, *groups)
 
 
-def parse_overrides(arguments: Sequence[str], *flags: str) -> dict[str, str]:
+def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
     """Parse overrides such as `--config.mesh.tensor=4` into `{"mesh.tensor": "4"}`.
 
-    Args:
-        arguments: Command-line arguments that no other flag of the command uses.
-        flags: Names of the flags that set fields. "config" sets fields of the whole config; any other name sets fields
-            of the group with this name.
-
-    Raises:
-        UserError: An argument is not an override, or its value is missing.
+    Each override begins with the name of one of `groups`, or with "config" if `groups` contains "config".
     """
     overrides = {}
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
-        found = re.fullmatch(rf"--(no)?({'|'.join(flags)})\.(.+)", name)
+        found = re.fullmatch(rf"--(no)?({'|'.join(groups)})\.(.+)", name)
         if found is None:
-            hint = did_you_mean(name.removeprefix("--").partition(".")[0], flags) if name.startswith("--") else ""
-            example = f"--{flags[0]}.path.to.field=value"
+            hint = did_you_mean(name.removeprefix("--").partition(".")[0], groups) if name.startswith("--") else ""
+            example = f"--{groups[0]}.path.to.field=value"
             raise UserError(f"{argument!r} is not understood; write overrides as {example}.{hint}")
-        negated, flag, field = found.groups()
-        field = field if flag == "config" else f"{flag}.{field}"
+        negated, group, field = found.groups()
+        field = field if group == "config" else f"{group}.{field}"
         is_bool = annotation_of(field) is bool
         if negated and (not is_bool or equals):
-            raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{flag}.…=value")
+            raise UserError(f"{argument!r}: only a true-or-false field can be switched off; write --{group}.…=value")
         if not equals:
             if is_bool:
                 value = "false" if negated else "true"

@@ -5,16 +5,15 @@ import contextlib
 import dataclasses
 import io
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.commands.flags import parse_command
+from difftx.commands.flags import parse_command, require_file_path
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
-from difftx.files import json_sha256, require_writable_file, write_atomically
+from difftx.files import json_sha256, write_atomically
 from difftx.parallel import multihost
 from difftx.progress import Work
 
@@ -25,16 +24,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 256  # Default of --new_tokens, if the context has room.
 SEEDS = 2**32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A text to complete."""
-
-    name: str  # Flag or position in the file, for messages.
-    text: str
-    seed: int
-    record: dict[str, Any]  # All fields of the prompt's JSON object.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,7 +47,6 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parse_command(parser, arguments, "mesh")
     _check(options)
     prompts = _read_prompts(options)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every restore.
 
     # Imported after the flags are checked, because the import is slow.
     from difftx.inference.load import load
@@ -73,19 +61,18 @@ def main(arguments: Sequence[str]) -> int:
     lm = load(options.workdir, options.step, overrides, options)
     requests = multihost.agree(
         "the prompts",
-        lambda: [_request(lm, prompt, options.new_tokens) for prompt in prompts],
+        lambda: [_request(lm, record, seed, options.new_tokens) for record, seed in prompts],
         lambda requests: {"prompts": json_sha256([dataclasses.astuple(request) for request in requests])},
         lm.config.multihost.barrier_timeout_seconds,
     )
     if options.prompt is not None:
-        _stream(lm, prompts[0], requests[0], sampling, options.stop)
+        _stream(lm, options.prompt, requests[0], sampling, options.stop)
     else:
-        _complete_file(lm, prompts, requests, sampling, options)
+        _complete_file(lm, [record for record, _ in prompts], requests, sampling, options)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise `UserError` if a flag is invalid, or flags contradict each other."""
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("give --prompt=TEXT or --prompts=FILE.jsonl, one of them")
     if options.prompt == "":
@@ -93,9 +80,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.out is not None:
         if options.prompts is None:
             raise UserError(f"--out={options.out} requires --prompts; the completion of --prompt is printed")
-        if not options.out.parent.is_dir():
-            raise UserError(f"--out={options.out}: there is no folder {options.out.parent}")
-        require_writable_file(options.out)
+        require_file_path("--out", options.out)
     if not 0 <= options.seed < SEEDS:
         raise UserError(f"--seed={options.seed} must lie in 0 … 2**32 - 1")
     for flag in ("batch_rows", "new_tokens"):
@@ -106,38 +91,33 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--stop='' is empty; give a text")
 
 
-def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
-    """Return --prompt, or the prompts of the file --prompts, a JSON object per line.
-
-    Raises:
-        UserError: The file cannot be read, or a line is not such an object. The message names the line.
-    """
+def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
+    """Return --prompt, or the prompts of the file --prompts, each with the seed of its completion."""
     if options.prompt is not None:
-        return [Prompt(name="--prompt", text=options.prompt, seed=options.seed, record={})]
-    records = read_records(options.prompts, field="--prompts", what="prompts")
-    return [_prompt(record, options.seed + i) for i, record in enumerate(records)]
+        return [(Record("--prompt", {"prompt": options.prompt}), options.seed)]
+    prompts = []
+    for i, record in enumerate(read_records(options.prompts, field="--prompts", what="prompts")):
+        record.text("prompt")  # Raises an error unless the prompt is a text.
+        seed = record.values.get("seed", options.seed + i)
+        if type(seed) is not int or not 0 <= seed < SEEDS:
+            raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
+        prompts.append((record, seed))
+    return prompts
 
 
-def _prompt(record: Record, default_seed: int) -> Prompt:
-    text, seed = record.text("prompt"), record.values.get("seed", default_seed)
-    if type(seed) is not int or not 0 <= seed < SEEDS:
-        raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
-    return Prompt(name=record.name, text=text, seed=seed, record=record.values)
-
-
-def _request(lm: "LanguageModel", prompt: Prompt, new_tokens: int | None) -> "Request":
+def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | None) -> "Request":
     from difftx.inference.generate import Request, check
 
-    tokens = lm.tokenizer.encode_ordinary(prompt.text)
+    tokens = lm.tokenizer.encode_ordinary(record.text("prompt"))
     if new_tokens is None:
         new_tokens = max(1, min(NEW_TOKENS, lm.window - len(tokens)))
-    request = Request(prompt=tokens, new_tokens=new_tokens, seed=prompt.seed)
-    check(lm, request, prompt.name)
+    request = Request(prompt=tokens, new_tokens=new_tokens, seed=seed)
+    check(lm, request, record.name)
     return request
 
 
-def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "Sampling", stop: list[str]) -> None:
-    """Print a prompt, and its completion while it is generated."""
+def _stream(lm: "LanguageModel", prompt: str, request: "Request", sampling: "Sampling", stop: list[str]) -> None:
+    """Print a prompt, then its completion piece by piece."""
     from difftx.inference.generate import generate
 
     def show(index: int, text: str) -> None:
@@ -146,7 +126,7 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
-    show(0, prompt.text)
+    show(0, prompt)
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the completion.
         generate(lm, [request], sampling, stop=stop, on_text=show)
     show(0, "\n")
@@ -154,23 +134,23 @@ def _stream(lm: "LanguageModel", prompt: Prompt, request: "Request", sampling: "
 
 def _complete_file(
     lm: "LanguageModel",
-    prompts: list[Prompt],
+    records: list[Record],
     requests: "list[Request]",
     sampling: "Sampling",
     options: argparse.Namespace,
 ) -> None:
-    """Complete all prompts, and write the completions in the order of the prompts, to --out atomically or to stdout."""
+    """Complete all prompts, and write the completions in the order of the prompts to --out or stdout."""
     from difftx.inference.generate import generate
 
     # Batch prompts of similar lengths: a batch takes as long as its longest row.
-    order = sorted(range(len(prompts)), key=lambda i: len(requests[i].prompt))
+    order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     done: dict[int, dict[str, Any]] = {}
-    with Work(enabled=multihost.is_primary()) as work, work.task("prompts", len(prompts)) as advance:
+    with Work(enabled=multihost.is_primary()) as work, work.task("prompts", len(requests)) as advance:
         for start in range(0, len(order), options.batch_rows):
             batch = order[start : start + options.batch_rows]
             completions = generate(lm, [requests[i] for i in batch], sampling, stop=options.stop)
             for i, completion in zip(batch, completions, strict=True):
-                done[i] = prompts[i].record | {
+                done[i] = records[i].values | {
                     "completion": completion.text,
                     "ended_by": completion.ended_by,
                     "new_tokens": len(completion.tokens),

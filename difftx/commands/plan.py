@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.commands.flags import parse_command
+from difftx.commands.flags import parse_command, require_file_path
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
-from difftx.files import require_writable_file, write_atomically
+from difftx.files import write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     # Imported after the flags are checked, because the import is slow.
     from rich.console import Console
 
-    from difftx.launch import estimate, search, tables
+    from difftx.launch import estimate, search
     from difftx.model.abstract import count_parameters
     from difftx.parallel.presets import apply_preset
 
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if args.search:
             found = search.search(config, devices, chip, report=lambda line: print(line, file=sys.stderr, flush=True))
-            console.print(tables.search_table(found, title))
+            console.print(estimate.search_table(found, title))
         else:
             found = [estimate.estimate(config, devices, chip)]
-            console.print(tables.plan_table(found[0], title, args.efficiency))
+            console.print(estimate.plan_table(found[0], title, args.efficiency))
         if args.json is not None:
             write_atomically(args.json, json.dumps([e.to_dict() for e in found], indent=2) + "\n")
         if not found:
@@ -72,12 +72,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def with_slices(config: Config, topology: Topology) -> Config:
-    """Return the config with `mesh.slices` of the topology, if the config leaves `mesh.slices` at 1.
+    """Return the config with `mesh.slices` of the topology. `mesh.slices` of the given config must be 1 or equal to it.
 
     `mesh.data` becomes the number of slices, unless it is -1 or a multiple of that number.
-
-    Raises:
-        UserError: The config sets another number of slices.
     """
     slices, data = topology.slices, config.mesh.data
     if config.mesh.slices == slices:
@@ -96,7 +93,5 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--efficiency={args.efficiency} must lie between 0 and 1")
     if args.hbm_gib is not None and not args.hbm_gib > 0:
         raise UserError(f"--hbm_gib={args.hbm_gib} must be positive")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UserError(f"--json={args.json}: there is no folder {str(args.json.parent)!r}")
     if args.json is not None:
-        require_writable_file(args.json)
+        require_file_path("--json", args.json)

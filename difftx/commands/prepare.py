@@ -1,21 +1,34 @@
-"""The flags of `python -m difftx prepare --input=… --tokenizer=… --out=DIR`, which makes a token store from text."""
+"""The command `python -m difftx prepare --input=… --tokenizer=… --out=DIR`, which makes a token store from text.
+
+It tokenises the input in units, then assembles the units into the shards of a store. If it is stopped or killed, the
+same command resumes from the finished files. The bytes of the store depend only on the input and the options.
+"""
 
 import argparse
+import contextlib
+import dataclasses
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from difftx.commands.flags import add_extension_flag
-from difftx.data.prepare.job import Job
-from difftx.data.prepare.pipeline import LOCAL, prepare
-from difftx.data.prepare.readers import Fields
-from difftx.errors import UserError
+from difftx.data.prepare import assembly
+from difftx.data.prepare.job import Job, describe, input_states, open_job
+from difftx.data.prepare.readers import Fields, Source, sources_of
+from difftx.data.prepare.workers import BeamWorkers, Workers
+from difftx.data.store import SPLITS, read_meta
+from difftx.errors import EXIT_PREEMPTED, RunError, UserError
 from difftx.files import require_local, require_local_paths, require_writable
 from difftx.registry import load_extensions
 
+LOCAL = "local"
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Prepare a store and print a summary of its contents."""
+    """Parse and check the flags, then run `prepare`."""
     processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Python ≥ 3.13 counts only available CPUs.
     parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
     parser.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
@@ -34,18 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     add_extension_flag(parser)
     options = parser.parse_args(arguments)
     _check(options)
+    names = {field.name for field in dataclasses.fields(Job)}
     job = Job(
-        input=options.input,
-        valid_input=options.valid_input,
-        out=options.out,
-        tokenizer=options.tokenizer,
         fields=Fields(options.text_field, options.id_field, options.prompt_field),
-        valid_fraction=options.valid_fraction,
-        shard_tokens=options.shard_tokens,
         skip_unreadable=options.on_error == "skip",
-        workers=options.workers,
-        runner=options.runner,
-        runner_options=options.runner_options,
+        **{name: value for name, value in vars(options).items() if name in names},
     )
     return prepare(job)
 
@@ -64,3 +70,81 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("workers", "shard_tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)} must be positive")
+
+
+def prepare(job: Job) -> int:
+    """Prepare a store and print a summary of its contents; return 0, or 75 after a signal."""
+    sources = _sources(job)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        with Workers(job) if job.runner == LOCAL else contextlib.nullcontext(BeamWorkers(job)) as workers:
+            description = describe(job, sources)
+            with open_job(job, description, sources) as unfinished:
+                if unfinished:
+                    _write_store(job, sources, description, workers)
+        _print_summary(job)
+    except KeyboardInterrupt:
+        print(f"stopped; the same command resumes from the finished files in {job.work}", file=sys.stderr)
+        return EXIT_PREEMPTED
+    except MemoryError as error:
+        raise RunError("out of memory; run the same command with fewer --workers, or split long documents") from error
+    except OSError as error:
+        if error.errno is not None:  # Errors of write calls do not name a file.
+            error.filename = error.filename or str(job.out)
+        raise
+    return 0
+
+
+def _sources(job: Job) -> list[Source]:
+    sources: list[Source] = []
+    for pattern, valid in ((job.valid_input, True), (job.input, False)):
+        if pattern is not None:
+            if job.out.resolve().is_relative_to(Path(pattern).resolve()):
+                raise UserError(f"--out={job.out}: lies in the input {pattern}; choose a folder outside of it")
+            sources += sources_of(pattern, valid=valid, first_index=len(sources))
+    if len(sources) == 1 and sources[0].kind == "texts" and len(sources[0].files) == 1 and job.valid_fraction:
+        print(f"{sources[0].files[0]}: a single text: its last {job.valid_fraction:.2%} is held out for validation")
+        whole = dataclasses.replace(sources[0], held_out=job.valid_fraction)
+        valid_size = round(job.valid_fraction * whole.size)
+        return [
+            dataclasses.replace(whole, index=0, size=valid_size, valid=True),
+            dataclasses.replace(whole, index=1, size=whole.size - valid_size),
+        ]
+    return sources
+
+
+def _write_store(
+    job: Job, sources: Sequence[Source], description: dict[str, Any], workers: Workers | BeamWorkers
+) -> None:
+    states = input_states(sources)
+    for line in (*assembly.discard_corrupt_units(job), *assembly.discard_corrupt_shards(job)):
+        print(line, file=sys.stderr)
+    workers.encode_units(sources)
+    for name, state in input_states(sources).items():
+        if state != states[name]:
+            raise UserError(f"{name}: changed while it was read; run the same command again")
+    plan = assembly.make_plan(job, sources)
+    workers.write_shards(plan.shards)
+    assembly.finish(job, description, plan)
+
+
+def _print_summary(job: Job) -> None:
+    meta = read_meta(job.out)
+    for split in SPLITS:
+        counts = meta["splits"][split]
+        print(
+            f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes of "
+            f"text in {len(counts['shards'])} shards; {counts['duplicates']:,} duplicates left out"
+        )
+    if meta["empty"] or meta["skipped"]:
+        skipped = f"{meta['skipped']:,} unreadable ({assembly.SKIPPED} names them)"
+        print(f"left out: {meta['empty']:,} empty documents, {skipped}")
+    print(f"{job.out}: prepared with {meta['tokenizer']['name']}")
+
+
+def _interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt on the first signal. A second signal ends the process immediately."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt

@@ -14,20 +14,12 @@ from difftx.launch.grid import make_points, parse_grid
 def main(arguments: Sequence[str]) -> int:
     """Train the grid's runs on this machine, or write their job files.
 
-    Returns:
-        0: all runs are finished, or the job files are written.
-        1: a run failed.
-        75: a signal stopped the sweep; the same command resumes it.
+    Exit codes: 0 all done, 1 a run failed, 75 a signal stopped the sweep, which the same command resumes.
     """
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
-    parser.add_argument(
-        "--grid",
-        required=True,
-        nargs="+",
-        metavar="NAME=VALUE,VALUE",
-        help="values of a name in the file's ARG, of `seed`, or of a config field; all combinations run",
-    )
+    values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"
+    parser.add_argument("--grid", required=True, nargs="+", metavar="NAME=VALUE,VALUE", help=values)
     parser.add_argument("--out", required=True, type=Path, help="directory of the runs; unfinished runs are resumed")
     parser.add_argument("--launcher", metavar="NAME", help=f"write job files for: {', '.join(jobs.LAUNCHERS)}")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings for the job files")

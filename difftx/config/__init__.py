@@ -1,11 +1,10 @@
 """The config schema: frozen dataclasses that declare each field once and validate their values."""
 
-import dataclasses
 import json
 
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.config.eval import EvalConfig
-from difftx.config.fields import values_of
+from difftx.config.fields import Group, values_of
 from difftx.config.model import ModelConfig
 from difftx.config.training import (
     CheckpointConfig,
@@ -19,8 +18,7 @@ from difftx.config.training import (
 from difftx.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Group):
     """A complete, validated config with one attribute per group of fields."""
 
     model: ModelConfig
@@ -35,30 +33,30 @@ class Config:
     logging: LoggingConfig
 
     def __post_init__(self):
-        rows, rest = divmod(self.train.global_batch_tokens, self.data.sequence_length)
-        if rest or rows % self.train.accumulation:
-            unit = self.data.sequence_length * self.train.accumulation
+        model, data, train, warmup_steps = self.model, self.data, self.train, self.optimizer.warmup_steps
+        unit = data.sequence_length * train.accumulation
+        if train.global_batch_tokens % unit:
             raise UserError(
-                f"train.global_batch_tokens={self.train.global_batch_tokens} is not a multiple of data.sequence_length "
-                f"× train.accumulation = {unit}; use {max(1, round(self.train.global_batch_tokens / unit)) * unit}"
+                f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.sequence_length × "
+                f"train.accumulation = {unit}; use {max(1, round(train.global_batch_tokens / unit)) * unit}"
             )
-        if self.optimizer.warmup_steps >= self.train.steps:
+        if warmup_steps >= train.steps:
             raise UserError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than train.steps={self.train.steps}"
-                f"; set it to {self.train.steps // 2}, or train.steps to {2 * self.optimizer.warmup_steps}"
+                f"optimizer.warmup_steps={warmup_steps} must be less than train.steps={train.steps}; set it to "
+                f"{train.steps // 2}, or train.steps to {2 * warmup_steps}"
             )
-        if self.model.top_k is not None and self.model.top_k > self.data.sequence_length:
+        if model.top_k is not None and model.top_k > data.sequence_length:
             raise UserError(
-                f"model.top_k={self.model.top_k} exceeds data.sequence_length={self.data.sequence_length}, so it would "
-                "keep every key; use a smaller number"
+                f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep "
+                "every key; use a smaller number"
             )
         self._check_keep_best()
-        paths = [self.data.path, *(source.path for source in self.data.sources)]
+        paths = [data.path, *(source.path for source in data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
-        if is_synthetic and self.data.synthetic.vocab_size > self.model.vocab_size:
+        if is_synthetic and data.synthetic.vocab_size > model.vocab_size:
             raise UserError(
-                f"data.synthetic.vocab_size={self.data.synthetic.vocab_size} exceeds model.vocab_size="
-                f"{self.model.vocab_size}; use at most {self.model.vocab_size}"
+                f"data.synthetic.vocab_size={data.synthetic.vocab_size} exceeds model.vocab_size={model.vocab_size}; "
+                f"use at most {model.vocab_size}"
             )
 
     def _check_keep_best(self) -> None:

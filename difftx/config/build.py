@@ -16,11 +16,7 @@ from difftx.registry import EXTENSION_HINT
 
 
 def config_from_dict(raw: Any) -> Config:
-    """Return the config with the given values, and with the schema's defaults for missing fields.
-
-    Raises:
-        UserError: A field is unknown, or a value has the wrong type or is invalid.
-    """
+    """Return the config with the given values and the schema's defaults, or raise `UserError` if a value is invalid."""
     return build_group(Config, raw, "")
 
 
@@ -38,19 +34,14 @@ def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
 
 
 def annotation_of(field: str) -> Any:
-    """Return the type annotation of a field, such as "optimizer.learning_rate".
-
-    Raises:
-        UserError: The field does not exist.
-    """
-    annotation: Any = Config
-    path = ""
+    """Return the type annotation of a field, such as "optimizer.learning_rate", or raise `UserError`."""
+    annotation, path = Config, []
     for name in field.split("."):
-        path = f"{path}.{name}" if path else name
+        path.append(name)
         if entry := entry_type(annotation):
             annotation = entry if name.isdecimal() else None
         else:
-            annotation = _annotation(annotation, name, path)
+            annotation = _annotation(annotation, name, ".".join(path))
     return annotation
 
 
@@ -77,18 +68,14 @@ def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) 
 
 
 def build_group(group: type, raw: Any, path: str) -> Any:
-    """Build the dataclass `group` from a mapping of its fields.
-
-    Raises:
-        UserError: A field is unknown or missing, or a value has the wrong type or is invalid.
-    """
+    """Build the group at a path of the config from a mapping of its fields, or raise `UserError`."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
     hints = types_of(group)
     for name, value in raw.items():
         if name not in hints:
-            raise _unknown(group, str(name), f"{prefix}{name}={value!r}")
+            _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises the error.
     values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
     missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
@@ -99,17 +86,13 @@ def build_group(group: type, raw: Any, path: str) -> Any:
     return group(**checked)
 
 
-def _annotation(group: Any, name: str, path: str) -> Any:
+def _annotation(group: Any, name: str, field: str) -> Any:
+    """Return the type of a group's field, or raise a `UserError` about `field` if there is no such field."""
     hints = types_of(group) if dataclasses.is_dataclass(group) else {}
     if name not in hints:
-        raise _unknown(group, name, path)
+        hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
+        raise UserError(f"{field}: no such field.{did_you_mean(name, hints)}{hint}")
     return hints[name]
-
-
-def _unknown(group: Any, name: str, field: str) -> UserError:
-    hints = types_of(group) if dataclasses.is_dataclass(group) else {}
-    hint = EXTENSION_HINT if isinstance(group, type) and issubclass(group, Extensible) else ""
-    return UserError(f"{field}: no such field.{did_you_mean(name, hints)}{hint}")
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:

@@ -1,17 +1,14 @@
-"""Types, defaults and meanings of the config fields, read from the schema.
+"""Base classes of the config groups, and the types, rules and defaults of their fields.
 
 The schema declares each field once, as a field of a dataclass with a type and a default, followed by a string with the
 meaning and unit. The `ConfigDict` that recipes edit, the command line and docs/config.md derive from this declaration.
 """
 
-import ast
 import dataclasses
 import functools
-import inspect
-import textwrap
 import types
-from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -21,8 +18,63 @@ from difftx.errors import UserError
 _added: dict[type, dict[str, type]] = {}  # Group → field name → group that an extension added.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Extensible:
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule for the values of a field, which `typing.Annotated` attaches to the field's type."""
+
+    holds: Callable[[Any], bool]
+    message: str  # Text after "field=value" in the error message.
+
+
+_T = TypeVar("_T")
+_NOT_EMPTY = Rule(bool, ": give at least one entry")
+_DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
+_AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
+
+# Types of fields with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of
+# different integers, and `Entries[tuple[int, ...]]` is such a list that is not empty.
+Positive = Annotated[_T, Rule(lambda value: value > 0, " must be positive")]
+NotNegative = Annotated[_T, Rule(lambda value: value >= 0, " must not be negative")]
+Unique = Annotated[_T, _DISTINCT]
+Entries = Annotated[_T, _NOT_EMPTY, _DISTINCT]
+AxisLength = Annotated[Positive[int], _AXIS_LIMIT]
+Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, " must lie in 0 … 2**32 - 1")]
+Share = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
+Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, " must lie in 0 … 1, without 1")]
+ProperShare = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie between 0 and 1")]
+
+
+def check_rules(field: str, value: Any, annotation: Any) -> None:
+    """Raise `UserError` if a value, or an entry of a list, breaks a rule of its type. None breaks no rule."""
+    if value is None:
+        return
+    for kind in options(annotation):
+        if get_origin(kind) is Annotated:
+            for rule in kind.__metadata__:
+                if not rule.holds(value):
+                    raise UserError(f"{field}={value}{rule.message}")
+            kind = kind.__origin__
+        if get_origin(kind) is tuple:
+            for entry in value:
+                check_rules(field, entry, get_args(kind)[0])
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Group:
+    """Base class of config groups. Subclasses become frozen dataclasses that check the rules of their fields' types."""
+
+    _path = ""
+
+    def __init_subclass__(cls, path: str = ""):
+        cls._path = path  # Path of the group in the config, such as "eval.needle", for error messages.
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self):
+        for name, annotation in _declared_types(type(self), with_rules=True).items():
+            check_rules(f"{self._path}.{name}", getattr(self, name), annotation)
+
+
+class Extensible(Group):
     """Base class of groups to which `add_group` adds groups, which become attributes: `config.eval.bleu.samples`."""
 
     extensions: tuple[tuple[str, Any], ...] = ()
@@ -61,19 +113,21 @@ def types_of(group: type) -> dict[str, Any]:
 
 
 @functools.cache  # Evaluating 200 annotations takes longer than the rest of reading a config.
-def _declared_types(group: type) -> dict[str, Any]:
-    return {name: kind for name, kind in get_type_hints(group).items() if name != "extensions"}
+def _declared_types(group: type, with_rules: bool = False) -> dict[str, Any]:
+    hints = get_type_hints(group, include_extras=with_rules)
+    return {name: kind for name, kind in hints.items() if name != "extensions"}
 
 
 def values_of(group: Any) -> dict[str, Any]:
     """Return a group as nested dictionaries of plain values and tuples, including groups added by extensions."""
-    return {name: _plain(getattr(group, name)) for name in types_of(type(group))}
+    return {name: plain(getattr(group, name)) for name in types_of(type(group))}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value with its groups converted to dictionaries."""
     if dataclasses.is_dataclass(value):
         return values_of(value)
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 def options(annotation: Any) -> tuple[Any, ...]:
@@ -105,19 +159,6 @@ def describe_type(annotation: Any) -> str:
     return " or ".join(names)
 
 
-@functools.cache
-def meanings_of(group: type) -> dict[str, str]:
-    """Return field name → meaning for a dataclass, from the string below each field in the source code."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            found[field.target.id] = inspect.cleandoc(str(below.value.value))  # pyrefly: ignore[missing-attribute]
-    return found
-
-
 def defaults_of(group: type) -> ConfigDict:
     """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
     values = ConfigDict()
@@ -129,5 +170,5 @@ def defaults_of(group: type) -> ConfigDict:
             # A plain None would accept a value of any type.
             values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))
         else:
-            values[name] = _plain(defaults[name])
+            values[name] = plain(defaults[name])
     return values

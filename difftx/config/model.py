@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Literal
 
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
-from difftx.config.checks import divisor_below, divisors, require_not_negative, require_positive, require_size
-from difftx.config.fields import Extensible
+from difftx.config.checks import divisor_below, divisors
+from difftx.config.fields import AxisLength, Extensible, NotNegative, Positive
 from difftx.errors import UserError
 
 # Fields that only some architectures use. Each architecture lists the fields that it uses in `SelfAttention.fields`.
@@ -17,58 +17,57 @@ def default_specific_fields() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in SPECIFIC_FIELDS}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(Extensible):
+class ModelConfig(Extensible, path="model"):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: str = "diff"
     """What attends: "diff" (differential attention), "transformer" (softmax attention, its baseline), "diff_v2", "gda",
     "gated", "off_by_one", "sink", "top_k", "signed_mask" (`difftx/model/variants/`), or one of an extension."""
-    vocab_size: int = 100_288
+    vocab_size: AxisLength = 100_288
     """Rows of the embedding; at least the tokenizer's number of tokens (cl100k_base has 100,277)."""
-    d_model: int = 2048
+    d_model: AxisLength = 2048
     """Width of the residual stream."""
-    num_layers: int = 24
+    num_layers: AxisLength = 24
     """Number of blocks of attention and MLP."""
-    num_heads: int = 8
+    num_heads: AxisLength = 8
     """Number of heads. A diff head has two query/key sub-heads, so the matched Transformer has twice as many (§3.1)."""
-    num_kv_heads: int | None = None
+    num_kv_heads: AxisLength | None = None
     """Number of key/value heads for grouped queries, counted like `num_heads`; None: one per head (gda: one per noise
     head)."""
-    head_dim: int | None = None
+    head_dim: AxisLength | None = None
     """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads; a head of diff and
     signed_mask counts as two, and gda's noise heads count too."""
-    signal_heads: int | None = None
+    signal_heads: Positive[int] | None = None
     """Architecture gda only: signal heads per noise head; `num_heads` counts the signal heads."""
-    top_k: int | None = None
+    top_k: Positive[int] | None = None
     """Architecture top_k only: number of keys that a query attends to."""
-    mlp_dim: int = 5440
+    mlp_dim: AxisLength = 5440
     """Hidden width of SwiGLU: 8/3 `d_model` rounded down to a multiple of 64. With it and one embedding, all five sizes
     of Table 10 round to the printed ones. 5504, a multiple of 128, costs 1 % more and fills a TPU's lanes."""
-    rope_theta: float = 10_000.0
+    rope_theta: Positive[float] = 10_000.0
     """Base of the rotary embedding. The paper states only its value at 64K tokens, 640,000."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive[float] = 1e-5
     """Epsilon of the RMSNorms before each sub-layer and after the last layer."""
     head_norm: Literal["none", "rms", "rms_affine", "scalar"] = "rms_affine"
     """RMSNorm over each head's output, 2d wide. "rms": without a gain (Eq. 3, Hugging Face); "rms_affine": with a gain
     (the official code); "scalar": one learned factor per layer in place of a norm; "none": neither."""
-    head_norm_eps: float = 1e-5
+    head_norm_eps: Positive[float] = 1e-5
     """Epsilon of the head norm."""
     lambda_init: float | None = None
     """λ_init of every layer; None: 0.8 - 0.6 exp(-0.3 (l - 1)) for layer l = 1, 2, … (§2.1)."""
     lambda_learned: bool = True
     """False: λ is λ_init and has no parameters. For a fixed λ = 1 set `lambda_init` = 1 and a `post_scale` such as 0.2
     too, since 1 - λ_init would zero the output."""
-    lambda_std: float = 0.1
+    lambda_std: NotNegative[float] = 0.1
     """Standard deviation of the initial λ_q1, λ_k1, λ_q2 and λ_k2."""
     post_scale: float | None = None
     """Factor after the head norm; None: 1 - λ_init (Eq. 3)."""
     init: Literal["fan_in", "normal"] = "fan_in"
     """Initialization of projections. "fan_in": uniform with variance 1 / (3 fan_in), as torch's Linear in the official
     code; "normal": N(0, `init_std`²)."""
-    init_std: float = 0.02
+    init_std: NotNegative[float] = 0.02
     """Standard deviation for `init` = "normal"."""
-    embedding_std: float = 0.02
+    embedding_std: NotNegative[float] = 0.02
     """Standard deviation of the initial embedding; the paper and its code do not state one."""
     zero_init_output: bool = False
     """Whether both residual branches start at zero (W_O and the MLP's last matrix). False, with `init` = "fan_in", is
@@ -92,10 +91,7 @@ class ModelConfig(Extensible):
     groups."""
 
     def __post_init__(self):
-        require_size("model", self, "vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim")
-        require_size("model", self, "head_dim", "num_kv_heads")
-        require_positive("model", self, "rope_theta", "norm_eps", "head_norm_eps")
-        require_not_negative("model", self, "lambda_std", "init_std", "embedding_std")
+        super().__post_init__()
         attention = ARCHITECTURES[self.architecture]
         attention.check(self)
         self._check_specific_fields()

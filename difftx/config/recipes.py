@@ -27,14 +27,8 @@ def default_config() -> ConfigDict:
 def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
     """Return the config of a recipe, with overrides applied.
 
-    Args:
-        spec: `FILE.py` or the name of a recipe of difftx, such as `quickstart`. Append `:ARG` to pass an argument to
-            `get_config`.
-        overrides: Field → command-line text, such as `{"model.num_layers": "2"}`. Fields that a recipe derives from
-            other fields by `ConfigDict.get_ref` follow the overridden values.
-
-    Raises:
-        UserError: The recipe does not exist or fails, a field is unknown, or a value has the wrong type or is invalid.
+    `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. Append `:ARG` to pass an argument to
+    `get_config`. Fields that a recipe derives from other fields by `ConfigDict.get_ref` follow the overridden values.
     """
     path, _, argument = spec.partition(":")
     module = _import_recipe(path)
@@ -51,7 +45,7 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def argument_of(path: str) -> str | None:
-    """Return `ARG` of a recipe, the form of its argument, such as "{architecture}-{size}", or None if there is none."""
+    """Return `ARG` of a recipe: the form of its argument, such as "{architecture}-{size}", or None."""
     return getattr(_import_recipe(path), "ARG", None)
 
 

@@ -3,10 +3,13 @@
 Usage: python -m difftx.config.reference > docs/config.md
 """
 
+import ast
 import dataclasses
+import inspect
+import textwrap
 
 from difftx.config import Config
-from difftx.config.fields import describe_type, entry_type, meanings_of, types_of, values_of
+from difftx.config.fields import describe_type, entry_type, plain, types_of
 
 HEADER = """# Config fields
 
@@ -23,7 +26,7 @@ def reference_page() -> str:
 
 
 def _section(group: type, path: str) -> list[str]:
-    rows, sections = [], []
+    rows, sections, meanings = [], [], _meanings_of(group)
     for field in dataclasses.fields(group):
         if field.name == "extensions":
             continue
@@ -31,8 +34,8 @@ def _section(group: type, path: str) -> list[str]:
         if dataclasses.is_dataclass(annotation):
             sections += _section(annotation, f"{name}.")  # pyrefly: ignore[bad-argument-type]
             continue
-        default = "required" if field.default is dataclasses.MISSING else f"`{_literal(field.default)}`"
-        meaning = " ".join(meanings_of(group)[field.name].split())
+        default = "required" if field.default is dataclasses.MISSING else f"`{plain(field.default)!r}`"
+        meaning = " ".join(meanings[field.name].split())
         cells = (f"`{field.name}`", describe_type(annotation), default, meaning)
         rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |\n")
         if entry := entry_type(annotation):
@@ -44,11 +47,16 @@ def _section(group: type, path: str) -> list[str]:
     return [head, *rows, *sections]
 
 
-def _literal(default: object) -> str:
-    if isinstance(default, tuple):
-        entries = [values_of(entry) if dataclasses.is_dataclass(entry) else entry for entry in default]
-        return repr(tuple(entries))  # pyrefly: ignore[no-matching-overload]
-    return repr(default)
+def _meanings_of(group: type) -> dict[str, str]:
+    """Return field name → meaning for a dataclass, from the string below each field in the source code."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            found[field.target.id] = inspect.cleandoc(str(below.value.value))  # pyrefly: ignore[missing-attribute]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Exact counts of token bigrams within documents, for stores of any size, in bounded memory.
 
-Each chunk of tokens is counted into a sorted run on disk. The runs are then merged by ranges of bigrams. A file of
-counts consists of a line of JSON, all bigrams in ascending order, and all counts. Both arrays are little-endian uint64,
-so that the file can be memory-mapped.
+`write_bigrams` is an external merge sort: it writes sorted runs, each with the bigrams of a chunk of tokens, and merges
+them. Its result is a line of JSON (the header), all bigrams in ascending order, and all counts. Both arrays are
+little-endian uint64, so that they can be memory-mapped.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ SHAPE = {
     "stores": [dict],
     "tokenizer": {"name": str, "vocabulary_sha256": str},
 }
-ALIGNMENT = 64  # Bytes. The header line is padded with spaces to align the arrays that follow.
-BYTES_PER_ITEM = 64  # Memory per counted token or merged entry, with all temporary copies.
+ALIGNMENT = 64  # Bytes. The header is padded with spaces to align the arrays that follow.
+BYTES_PER_ITEM = 64  # Memory for each token that is counted or entry that is merged, with all temporary copies.
 
 
 @dataclasses.dataclass(frozen=True)
 class BigramCounts:
-    """The number of occurrences of each bigram. An absent bigram occurs less often than `min_count`, or never."""
+    """The number of occurrences of each bigram, without the bigrams that occur less than `min_count` times."""
 
     bigrams: np.ndarray  # uint64, ascending, as encoded by `as_bigrams`.
     counts: np.ndarray  # uint64
@@ -42,7 +42,7 @@ class BigramCounts:
     description: dict[str, Any]  # Origin of the counts, as JSON.
 
     def of(self, bigrams: np.ndarray) -> np.ndarray:
-        """Return the count of each given bigram, 0 for an absent one."""
+        """Return the count of each given bigram, or 0 for a bigram that is left out."""
         if not len(self.bigrams):
             return np.zeros(len(bigrams), np.uint64)
         indices = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
@@ -58,7 +58,7 @@ def count_bigrams(stores: Sequence[TokenStore]) -> BigramCounts:
     """Count the bigrams of stores in memory."""
     found = np.concatenate([_bigrams_of(store, 0, len(store)) for store in stores])
     bigrams, counts = np.unique(found, return_counts=True)
-    description = {"counted": "the training text, in memory", "tokens": sum(len(store) for store in stores)}
+    description = {"counted": "the training text, in memory", "tokens": sum(map(len, stores))}
     return BigramCounts(bigrams, counts.astype(np.uint64), 1, description)
 
 
@@ -71,24 +71,19 @@ def write_bigrams(
     description: dict[str, Any],
     work: Work,
 ) -> dict[str, Any]:
-    """Add up the counts of several stores, write a file of counts atomically, and return its header.
+    """Write the total counts of the bigrams in several stores to a file, atomically, and return the file's header.
 
-    Args:
-        path: File to write. Temporary files next to it take up to 2 × 16 bytes per distinct bigram of each chunk.
-        min_count: Bigrams that occur less often are left out.
-        memory_bytes: Memory for counting and merging, not including the document offsets of the stores.
-        description: Header fields that describe the stores.
+    Bigrams that occur less than `min_count` times are left out. `memory_bytes` does not include the document offsets of
+    the stores. Temporary files next to `path` take up to 32 bytes per distinct bigram of each chunk.
     """
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        runs = [Path(scratch) / name for name in ("run bigrams", "run counts")]
-        merged = [Path(scratch) / name for name in ("bigrams", "counts")]
-        bounds = _write_runs(stores, runs[0], runs[1], items, work)
-        run_bigrams, run_counts = (_mapped(name) for name in runs)
+        runs, *merged = (Path(scratch) / name for name in ("runs", "bigrams", "counts"))
+        bounds = _write_runs(stores, runs, items, work)
         distinct = occurrences = 0
         merging = work.task("merging", int(bounds[-1]))
         with merged[0].open("wb") as bigrams_file, merged[1].open("wb") as counts_file, merging as advance:
-            for read, bigrams, counts in _merge(run_bigrams, run_counts, bounds, items):
+            for read, bigrams, counts in _merge(_mapped(runs).reshape(-1, 2), bounds, items):
                 kept = counts >= min_count
                 bigrams[kept].tofile(bigrams_file)
                 counts[kept].tofile(counts_file)
@@ -98,7 +93,7 @@ def write_bigrams(
         header = {
             "format": FORMAT,
             **description,
-            "tokens": sum(len(store) for store in stores),
+            "tokens": sum(map(len, stores)),
             "occurrences": occurrences,
             "min_count": min_count,
             "bigrams": distinct,
@@ -113,11 +108,7 @@ def write_bigrams(
 
 
 def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCounts:
-    """Map a file of `write_bigrams`, which the config field or flag `field` names, into memory.
-
-    Raises:
-        UserError: If the file does not hold bigrams, is incomplete, or was counted with another vocabulary.
-    """
+    """Map a file that `write_bigrams` wrote into memory. Errors name it as the value of the config field `field`."""
     where = f"{field}={str(path)!r}"
     try:
         with path.open("rb") as file:
@@ -126,7 +117,7 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
     try:
         header = json.loads(line)
-    except (ValueError, RecursionError):  # The header is not JSON, or not UTF-8.
+    except (ValueError, RecursionError):  # Not JSON, or not UTF-8.
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UserError(f"{where}: not a file of bigrams; count them with `python -m difftx data bigrams`")
@@ -135,71 +126,61 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
     size, expected = path.stat().st_size, len(line) + 16 * header["bigrams"]
     if size != expected:
         raise UserError(f"{where}: {size} bytes, its header says {expected}; count the bigrams again")
-    if header["tokenizer"]["vocabulary_sha256"] != vocabulary_sha256:
+    if (counted_with := header["tokenizer"]["vocabulary_sha256"]) != vocabulary_sha256:
         raise UserError(
-            f"{where}: counted with tokenizer {header['tokenizer']['name']!r} (vocabulary "
-            f"{header['tokenizer']['vocabulary_sha256'][:12]}), not this run's (vocabulary {vocabulary_sha256[:12]}); "
-            "count the bigrams of the run's own store"
+            f"{where}: counted with tokenizer {header['tokenizer']['name']!r} (vocabulary {counted_with[:12]}), "
+            f"not this run's (vocabulary {vocabulary_sha256[:12]}); count the bigrams of the run's own store"
         )
-    both = _mapped(path, offset=len(line))
-    description = {key: header[key] for key in ("stores", "tokens")}
-    return BigramCounts(
-        both[: header["bigrams"]], both[header["bigrams"] :], header["min_count"], {"counted": str(path), **description}
-    )
+    bigrams, counts = np.split(_mapped(path, offset=len(line)), 2)
+    description = {"counted": str(path), "stores": header["stores"], "tokens": header["tokens"]}
+    return BigramCounts(bigrams, counts, header["min_count"], description)
 
 
 def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
-    """Return the bigrams whose first token is one of start … stop - 1 and whose second is in the same document."""
+    """Return the bigrams within documents whose first token is one of tokens start … stop - 1 of the store."""
     tokens = store.slice(start, min(stop + 1, len(store)))
     bigrams = as_bigrams(tokens[:-1], tokens[1:])
     offsets = store.offsets.view(np.int64)
     first, last = np.searchsorted(offsets, [start + 1, start + len(tokens)])
     inside = np.ones(len(bigrams), bool)
-    inside[offsets[first:last] - start - 1] = False  # The second tokens of these begin a document.
+    inside[offsets[first:last] - start - 1] = False  # The second token of these bigrams begins another document.
     return bigrams[inside]
 
 
-def _write_runs(
-    stores: Sequence[TokenStore], bigrams_path: Path, counts_path: Path, items: int, work: Work
-) -> np.ndarray:
-    """Count chunks of `items` tokens into sorted runs; return the start of each run in both files, and the end."""
+def _write_runs(stores: Sequence[TokenStore], path: Path, items: int, work: Work) -> np.ndarray:
+    """Write a run, `[entries, 2]`, for each chunk of `items` tokens; return the start of each run, and the end."""
     lengths = [0]
-    counting = work.task("counting", sum(len(store) for store in stores))
-    with bigrams_path.open("wb") as bigrams_file, counts_path.open("wb") as counts_file, counting as advance:
+    with path.open("wb") as file, work.task("counting", sum(map(len, stores))) as advance:
         for store in stores:
             for start in range(0, len(store), items):
                 stop = min(start + items, len(store))
                 bigrams, counts = np.unique(_bigrams_of(store, start, stop), return_counts=True)
-                bigrams.tofile(bigrams_file)
-                counts.astype(np.uint64).tofile(counts_file)
+                np.stack([bigrams, counts.astype(np.uint64)], axis=1).tofile(file)
                 lengths.append(len(bigrams))
                 advance(stop - start)
     return np.cumsum(lengths)
 
 
-def _merge(
-    bigrams: np.ndarray, counts: np.ndarray, bounds: np.ndarray, items: int
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Merge sorted runs; yield the number of entries read, bigrams, and the sums of their counts.
+def _merge(runs: np.ndarray, bounds: np.ndarray, items: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Merge sorted runs: yield the number of entries read, their distinct bigrams, and the sums of their counts.
 
-    Bigrams ascend over all yields. In each step, every run has an equal share of `items`. The step reads each run up to
-    the smallest bigram that ends a share, so that no run still holds a bigram that has been yielded.
+    A step looks at the next entries of each run, `items` in total. It merges the entries up to the smallest bigram that
+    ends such a part, because all entries that the step does not read have larger bigrams.
     """
     starts, ends = bounds[:-1].copy(), bounds[1:]
     share = max(1, items // max(1, len(ends)))
     while len(unfinished := np.flatnonzero(starts < ends)):
         stops = np.minimum(starts[unfinished] + share, ends[unfinished])
-        last = bigrams[stops - 1].min()
+        last = runs[stops - 1, 0].min()
         parts = [
-            slice(start, start + int(np.searchsorted(bigrams[start:stop], last, side="right")))
-            for start, stop in zip(starts[unfinished].tolist(), stops.tolist(), strict=True)
+            runs[start : start + np.searchsorted(runs[start:stop, 0], last, side="right")]
+            for start, stop in zip(starts[unfinished], stops, strict=True)
         ]
-        starts[unfinished] = [part.stop for part in parts]
-        found = np.concatenate([bigrams[part] for part in parts])
-        order = np.argsort(found, kind="stable")
-        found = found[order]
-        firsts = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]]))
-        yield len(found), found[firsts], np.add.reduceat(np.concatenate([counts[p] for p in parts])[order], firsts)
+        starts[unfinished] += [len(part) for part in parts]
+        entries = np.concatenate(parts)
+        entries = entries[np.argsort(entries[:, 0], kind="stable")]
+        firsts = np.flatnonzero(np.concatenate([[True], entries[1:, 0] != entries[:-1, 0]]))
+        yield len(entries), entries[firsts, 0], np.add.reduceat(entries[:, 1], firsts)
 
 
 def _mapped(path: Path, offset: int = 0) -> np.ndarray:

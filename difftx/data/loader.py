@@ -1,7 +1,7 @@
 """Global batches from an endless sequence of examples, resumable from one integer.
 
-With batches of B rows, update n reads examples nB … nB + B - 1. Each process reads only the rows that its devices hold.
-The order of the examples depends neither on the number of processes nor on the mesh.
+With batches of B rows, batch n consists of examples nB … nB + B - 1, with any mesh and any number of processes. Each
+process reads only the rows that its devices hold.
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from difftx.errors import UserError, shown
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows to train on or to score, as `[B, T]` arrays: numpy on a host, or sharded jax arrays."""
+    """Rows to train on or to score, as `[B, T]` arrays of numpy or as sharded jax arrays."""
 
     tokens_BT: Any  # int32
-    targets_BT: Any  # int32; the next tokens, or the answers of a synthetic task.
-    loss_mask_BT: Any  # float32; 1 where the target counts, else 0.
-    segment_ids_BT: Any = None  # int32; number of the document in the row, 0 for padding. None: one segment.
+    targets_BT: Any  # int32; the next token, or the answer of a synthetic task.
+    loss_mask_BT: Any  # float32; 1 where the target counts in the loss, else 0.
+    segment_ids_BT: Any = None  # int32; 1, 2, … for the documents of a row, 0 for padding. None: one segment per row.
     positions_BT: Any = None  # int32; position in the segment. None: position in the row.
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSlice:
-    """The examples that one process loads: the rows `rows_here` of every batch."""
+    """The examples that one process loads, as a data source for grain."""
 
     examples: Any  # Random access: a grain.MapDataset or a Mixture.
     rows: int  # Rows per batch.
     rows_here: np.ndarray  # Indices of this process's rows in a batch, ascending.
 
     def __len__(self) -> int:
-        # An endless dataset has the length sys.maxsize. grain adds to the length, so return at most half of that.
+        # Endless examples have the length sys.maxsize. grain adds to a length, so return at most half of that.
         return min(len(self.examples) // self.rows * len(self.rows_here), sys.maxsize // 2)
 
     def __getitem__(self, index: int) -> Row:
@@ -62,14 +62,9 @@ class Loader(Iterator[Batch]):
         vocab_size: int,
         where: Callable[[int], str],
     ):
-        """Start at the first example.
+        """Start at the first example. A global batch has `rows` rows; `sharding` is that of a `[rows, T]` array.
 
-        Args:
-            examples: Endless random-access rows, from `Sources.examples`.
-            rows: Rows per batch, over all processes.
-            sharding: Sharding of a `[rows, T]` array.
-            signature: Settings that determine the order and content of examples, as JSON; `restore` compares them.
-            where: Function that describes the origin of an example, for messages: `Sources.where`.
+        `examples`, `signature` and `where` are the attributes and the method of `Sources` with these names.
         """
         self._rows_here = rows_here(sharding, rows)
         self._iterator = host_batches(HostSlice(examples, rows, self._rows_here), prefetch_batches)
@@ -85,16 +80,11 @@ class Loader(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the state to pass to `restore`, as JSON."""
+        """Return the state to pass to `restore`, as a JSON value."""
         return {"examples": self._examples, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the examples of `state`.
-
-        Raises:
-            UserError: If the state comes from other data or another order of examples (the message names each
-                difference), or if its number of examples is not a multiple of the batch size.
-        """
+        """Continue after the examples that had been consumed when `state` was saved with the same data."""
         if changes := signature_changes(state["signature"], self._signature):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
@@ -112,11 +102,8 @@ class Loader(Iterator[Batch]):
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return "name old → new" for each part of a loader's signature that differs."""
-    return [
-        f"{name} {shown(old.get(name))} → {shown(new.get(name))}"
-        for name in old | new
-        if old.get(name) != new.get(name)
-    ]
+    pairs = {name: (old.get(name), new.get(name)) for name in old | new}
+    return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 
 def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
@@ -126,25 +113,20 @@ def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Ro
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
-    """Return the indices of a batch's `rows` that the devices of this process hold, ascending.
-
-    The indices may have gaps, and other processes may hold the same rows: a mesh follows the interconnect of a pod, not
-    the boundaries of its hosts.
-    """
+    """Return the indices, ascending, of the batch's rows that the devices of this process hold."""
+    # The indices may have gaps, and other processes may hold the same rows, because the mesh follows the interconnect
+    # of a pod and not the boundaries of its hosts.
     indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
     return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
 
 
 def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Raise `UserError` for a token or target of `[rows, T]` arrays that is not in 0 … vocab_size - 1.
-
-    The model itself would not fail: lookups on a device clamp an invalid index, or return zeros. `where` describes the
-    origin of a row, given its index.
-    """
+    """Raise `UserError` with the origin of the row, `where(row)`, if a token or target is not in the vocabulary."""
+    # The model would not fail, because lookups on a device clamp an invalid index or return zeros.
     for name in ("tokens", "targets"):
         ids = rows[name]
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            row, position = (int(index[0]) for index in np.nonzero((ids < 0) | (ids >= vocab_size)))
+        if len(invalid := np.argwhere((ids < 0) | (ids >= vocab_size))):
+            row, position = invalid[0].tolist()
             value = int(ids[row, position])
             unsigned = f" ({value % 2**32} as uint32)" if value < 0 else ""
             raise UserError(
@@ -153,13 +135,8 @@ def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
             )
 
 
-def make_batch(
-    rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding, counted: np.ndarray | None = None
-) -> Batch:
-    """Turn the `[rows_here, T]` arrays of this process into a global batch of `rows` rows.
-
-    `counted[i]` = 0 marks row i of this process as padding and clears its loss mask.
-    """
+def make_batch(rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
+    """Turn the `[rows_here, T]` arrays of this process into a global batch of `rows` rows."""
     here = rows_here(sharding, rows)
 
     def global_array(x_here: np.ndarray) -> jax.Array:
@@ -168,30 +145,24 @@ def make_batch(
 
         return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, shard)
 
-    if counted is not None:
-        rows_of_process = rows_of_process | {"loss_mask": rows_of_process["loss_mask"] * counted[:, None]}
     return Batch(**{f"{name}_BT": global_array(x_here) for name, x_here in rows_of_process.items()})
 
 
 def ordered_batches(
     source: RowSource, *, rows: int, limit_tokens: int, sharding: jax.sharding.NamedSharding, vocab_size: int
 ) -> Iterator[Batch]:
-    """Yield the first rows of a source once, in order; the last batch is padded with masked rows.
-
-    Raises:
-        UserError: If a row has an id outside of the model's vocabulary.
-    """
+    """Yield batches of the first `limit_tokens` tokens of a source, in order; masked rows pad the last batch."""
     total = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
     for start in range(0, total, rows):
-        is_row = start + here < total
-        indices = np.minimum(start + here, total - 1)  # The last row also serves as padding.
+        indices = np.minimum(start + here, total - 1)  # Copies of the last row serve as padding.
         examples = [source[int(index)] for index in indices]
         stacked = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
         check_ids(stacked, vocab_size, lambda row, indices=indices: f"{source.name}: row {indices[row]}")
-        yield make_batch(stacked, rows, sharding, is_row.astype(np.float32))
+        stacked["loss_mask"][start + here >= total] = 0
+        yield make_batch(stacked, rows, sharding)
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:
-    """Return the number of rows that `ordered_batches` yields, not counting masked rows."""
+    """Return the number of rows that `ordered_batches` yields, without the padding rows; at least 1."""
     return min(len(source), max(1, limit_tokens // source.sequence_length))

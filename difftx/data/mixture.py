@@ -1,10 +1,10 @@
-"""Mixtures of sources in fixed proportions, where arithmetic alone maps an example number to a source's example.
+"""Mixtures of sources in fixed proportions, with random access to any example.
 
-Examples come in blocks, with B examples per block and M blocks per period. A period is a lattice of B·M points. Each
-source owns a contiguous range of points, in proportion to its weight. Position p of block b is point p·M+r(b), where r
-reverses the bits of b, which spreads the offsets of the blocks evenly. So every block has each source's share of B to
-within one example, rounding errors of blocks cancel, and a period has the exact share. The positions within a block are
-read in a shuffled order.
+Arithmetic alone maps the number of an example to a source and an example of that source. Examples form blocks of B
+examples, and blocks form periods of M blocks. A period has B·M points, and each source owns a contiguous range of them,
+in proportion to its weight. Position p of block b is point p·M + r(b), where r reverses the bits of b. This spreads the
+offsets r(b) evenly. Therefore the number of examples of a source in a block differs from the source's share of B by at
+most one, and over a period the share is exact. The positions of a block are read in a shuffled order.
 """
 
 import bisect
@@ -33,7 +33,7 @@ class Mixture:
     """An endless random-access mixture of several sources, each a shuffled and repeated grain dataset."""
 
     def __init__(self, sources: Sequence[Any], stages: Sequence[Stage], seed: int):
-        """Compute the table of each stage. `seed` determines the order of positions within a block."""
+        """Mix the sources by the weights of each stage. `seed` determines the order of positions within a block."""
         self._sources = sources
         self._order = functools.lru_cache(maxsize=4)(functools.partial(shuffled_positions, seed))
         self._tables = [StageTable(stage.weights) for stage in stages]
@@ -50,7 +50,7 @@ class Mixture:
         return self._sources[source][example]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of example `index`, and the example's number within that source."""
+        """Return the source of an example of the mixture, and the example's number within that source."""
         block, row = divmod(index, BLOCK_ROWS)
         position = self._order(block)[row]
         stage = self._stage(block)
@@ -69,7 +69,7 @@ class Mixture:
 
 
 class StageTable:
-    """The positions of each source in the blocks of a stage."""
+    """The positions of each source in the blocks of a stage. Its blocks are numbered from 0."""
 
     def __init__(self, weights: Sequence[float]):
         points = np.concatenate([[0], np.cumsum(_whole_points(np.array(weights, float)))])
@@ -86,19 +86,16 @@ class StageTable:
 
 
 def shuffled_positions(seed: int, block: int) -> np.ndarray:
-    """Return the positions of a block in reading order. Raw Philox bits are used, because numpy never changes them."""
+    """Return the positions of a block in reading order, the same with every version of numpy: raw bits never change."""
     return np.argsort(np.random.Philox(key=np.array([seed, block], np.uint64)).random_raw(BLOCK_ROWS), kind="stable")
 
 
 def _whole_points(weights: np.ndarray) -> np.ndarray:
-    """Return the number of lattice points of each source, in proportion to the weights.
-
-    The largest remainders are rounded up. Every source with a positive weight gets at least one point.
-    """
+    """Divide the points of a period among the sources; a source with a positive weight gets at least one point."""
     exact = weights / weights.sum() * BLOCK_ROWS * PERIOD_BLOCKS
     points = np.maximum(np.floor(exact), weights > 0).astype(np.int64)
     missing = BLOCK_ROWS * PERIOD_BLOCKS - points.sum()
-    if missing >= 0:
+    if missing >= 0:  # Round up the largest remainders.
         points[np.argsort(points - exact, kind="stable")[:missing]] += 1
     else:
         points[np.argmax(points)] += missing

@@ -1,7 +1,4 @@
-"""Rows made from a store's documents, either split every T tokens or packed so that documents stay whole.
-
-The index of a row determines its content, so shuffling, mixing and resuming never read the rows that they skip.
-"""
+"""Rows made from a store's documents, either split every T tokens or packed so that documents stay whole."""
 #   T = tokens per row
 
 import dataclasses
@@ -21,10 +18,10 @@ BEST_FIT_VERSION = 1  # Increase this when the result of `best_fit` changes.
 CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a pack index file.
 GROUP_DOCUMENTS = 2**17  # Documents packed together; bounds memory and the distance between documents of a row.
 
-# A segment is a document in a row, or the part of a longer document that the row holds. Arrays have T elements. Every
-# row has "tokens" and "targets" (int32; a target is the next token) and "loss_mask" (float32; 1 where a target counts,
-# else 0). With data.document_mask, a row also has "segment_ids" (int32; 1, 2, … for segments, 0 for padding) and
-# "positions" (int32; from 0 in each segment).
+# Arrays of T elements. Every row has "tokens" and "targets" (int32; a target is the next token) and "loss_mask"
+# (float32; 1 where a target counts in the loss, else 0). With data.document_mask, a row also has "segment_ids" (int32;
+# 1, 2, … for the segments, 0 for padding) and "positions" (int32; position of the token in its segment). A segment is
+# the part of a document that lies in the row.
 Row = dict[str, np.ndarray]
 
 
@@ -43,7 +40,7 @@ class RowSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """The segments of each row. Row i has segments `first[i]` … `first[i + 1] - 1`, in that order."""
+    """The segments of each row: row i consists of segments `first[i]` … `first[i + 1] - 1`."""
 
     first: np.ndarray  # int64 [rows + 1].
     starts: np.ndarray  # int64 [segments]; position of each segment's first token in the store.
@@ -54,21 +51,21 @@ class PackIndex:
 
 
 class PackedRows:
-    """Rows of a token store, for grain.
+    """Rows of a token store, with random access.
 
-    "concat" splits the concatenated documents every T tokens. With `document_mask`, which marks padding, the last,
-    incomplete row is padded; otherwise it is left out. "best_fit" keeps documents of at most T tokens whole.
+    The packing "concat" splits the concatenated documents every T tokens. With `document_mask`, the last row is padded
+    if it is incomplete; without, it is left out. The packing "best_fit" keeps documents of at most T tokens whole.
 
-    A target counts if it belongs to the same document as the token before it. Under "concat" without `document_mask`,
-    attention crosses documents, and the first token of a document counts too. Prompt tokens never count as targets.
+    A target counts in the loss if it belongs to the same document as the token before it. Under "concat" without
+    `document_mask`, the first token of a document counts too. Prompt tokens never count.
     """
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
-        """Read the pack index of "best_fit" from the folder `cache_path`, or build it there."""
+        """Prepare the rows. With the packing "best_fit", the folder `cache_path` caches the assignment to rows."""
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
-        self._offsets = store.offsets.view(np.int64)  # Signed: numpy turns a mix of uint64 and int64 into floats.
-        # Position in the store at which each document's prompt ends.
+        self._offsets = store.offsets.view(np.int64)  # Sums of uint64 and int64 would be floats.
+        # Position in the store of the first token after each document's prompt.
         self._responses = None if store.prompts is None else self._offsets[:-1] + store.prompts.view(np.int64)
         self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
 
@@ -88,7 +85,7 @@ class PackedRows:
         starts, lengths = self._index.starts[segments], self._index.lengths[segments]
         stops = starts + lengths
         continues = self._offsets[self._offsets.searchsorted(stops)] != stops
-        row = self._empty_row(lengths)
+        row = empty_row(self.sequence_length, lengths if self._document_mask else None)
         filled = 0
         for start, stop, document_continues in zip(starts.tolist(), stops.tolist(), continues.tolist(), strict=True):
             self._fill(row, filled, start, stop, document_continues)
@@ -101,24 +98,15 @@ class PackedRows:
             tokens = self.store.slice(start, stop + 1).astype(np.int32)
             return {"tokens": tokens[:-1], "targets": tokens[1:], "loss_mask": self._counted(start + 1, stop + 1)}
         first, last = np.searchsorted(self._offsets, [start + 1, stop])
-        row = self._empty_row(np.diff(np.concatenate([[start], self._offsets[first:last], [stop]])))
+        lengths = np.diff(np.concatenate([[start], self._offsets[first:last], [stop]]))
+        row = empty_row(self.sequence_length, lengths)
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
-        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets begin another document.
-        return row
-
-    def _empty_row(self, lengths: np.ndarray) -> Row:
-        """Return a row of padding, with segment ids and positions for segments of the given lengths."""
-        row = {
-            "tokens": np.zeros(self.sequence_length, np.int32),
-            "targets": np.zeros(self.sequence_length, np.int32),
-            "loss_mask": np.zeros(self.sequence_length, np.float32),
-        }
-        if self._document_mask:
-            row["segment_ids"], row["positions"] = segment_arrays(lengths, self.sequence_length)
+        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # The targets there begin another document.
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:
-        """Copy tokens start … stop - 1 to position `at` of a row. The last has a target if its document continues."""
+        """Copy tokens start … stop - 1 of the store, and their targets, to position `at` of a row."""
+        # The last of these tokens has a target only if its document continues.
         tokens = self.store.slice(start, stop + document_continues)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
@@ -133,49 +121,48 @@ class PackedRows:
         return (positions >= self._responses[documents]).astype(np.float32)
 
 
-def segment_arrays(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return segment ids and positions, int32 [T] each, for segments of the given lengths followed by padding."""
-    ids, positions = np.zeros(row_tokens, np.int32), np.zeros(row_tokens, np.int32)
-    filled = int(np.sum(lengths))
-    ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    positions[:filled] = np.arange(filled) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return ids, positions
+def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
+    """Return a row of zeros. With `segment_lengths`, it has segment ids and positions for segments of these lengths."""
+    row = {
+        "tokens": np.zeros(row_tokens, np.int32),
+        "targets": np.zeros(row_tokens, np.int32),
+        "loss_mask": np.zeros(row_tokens, np.float32),
+    }
+    if segment_lengths is not None:
+        ids, positions = np.zeros((2, row_tokens), np.int32)
+        filled, starts = int(segment_lengths.sum()), np.cumsum(segment_lengths) - segment_lengths
+        ids[:filled] = np.repeat(np.arange(1, len(segment_lengths) + 1), segment_lengths)
+        positions[:filled] = np.arange(filled) - np.repeat(starts, segment_lengths)
+        row |= {"segment_ids": ids, "positions": positions}
+    return row
 
 
 def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackIndex:
-    """Return the result of `best_fit`, cached as a file in `folder`. A file with a wrong checksum is built again.
-
-    Several processes may build the file at the same time, because each writes its own file and renames it.
-
-    Raises:
-        UserError: If the file cannot be written or read.
-        RunError: If a newly written file fails its checksum.
-    """
+    """Return the result of `best_fit`, cached as a file in `folder`. A file with a wrong checksum is built again."""
     content = hashlib.sha256(json.dumps(["best_fit", BEST_FIT_VERSION, GROUP_DOCUMENTS, row_tokens]).encode())
     content.update(np.ascontiguousarray(offsets))
     path = folder.expanduser() / f"{content.hexdigest()}.index"
     try:
-        index = _read(path) if path.exists() else None
-        if index is None:
-            if path.exists():
-                print(f"{path}: corrupt: its content does not match its checksum; packing again", flush=True)
-            _write(path, best_fit(offsets, row_tokens))
-            index = _read(path)
+        if path.exists():
+            if (index := _read(path)) is not None:
+                return index
+            print(f"{path}: corrupt: its content does not match its checksum; packing again", flush=True)
+        _write(path, best_fit(offsets, row_tokens))  # Atomic, so several processes may build the file at the same time.
+        if (index := _read(path)) is not None:
+            return index
     except OSError as error:
         raise UserError(
             f"data.cache_path: {path} cannot be written or read ({error.strerror}); name another folder"
         ) from error
-    if index is None:
-        raise RunError(f"{path}: corrupt immediately after it was written; check the disk, or set data.cache_path")
-    return index
+    raise RunError(f"{path}: corrupt immediately after it was written; check the disk, or set data.cache_path")
 
 
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     """Pack documents into rows by best-fit decreasing, in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
 
-    A document longer than a row is first split into full rows and a remainder. Rows, and the segments in a row, follow
-    the order of the documents, not of their lengths, so that the first rows are not biased towards long documents.
-    `offsets`, int64 [documents + 1], are the start of each document, and the end.
+    `offsets`, int64 [documents + 1], are the start of each document, and the end. A document longer than a row is first
+    split into full rows and a remainder. Rows, and the segments of each row, are in the order of the documents, so that
+    the first rows are not biased towards long documents.
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
     for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
@@ -191,7 +178,7 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
 
 
 def _segments(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split the documents between the bounds into segments of at most T tokens; return starts and lengths."""
+    """Split documents into segments of at most `row_tokens` tokens; return the starts and lengths of the segments."""
     count = -(-np.diff(bounds) // row_tokens)
     nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(bounds[:-1], count) + nth * row_tokens
@@ -201,13 +188,12 @@ def _segments(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarr
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
     """Assign items to bins of capacity `room` by best-fit decreasing; return the bin of each item.
 
-    Items are packed longest first, each into the fullest bin that still has space for it. All items of one length are
-    packed together: the fullest bin takes as many as fit, then the next bin follows. Apart from the sort, the work
-    grows with the number of distinct lengths, not of items.
+    Items are packed longest first, each into the fullest bin that still has space for it. A step packs all items of one
+    length that go into bins of one remaining capacity, so the work grows with the number of distinct lengths.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
     open_bins: dict[int, list[np.ndarray]] = {}  # Keyed by remaining capacity.
-    rooms = 0  # Bit r is set if a bin with remaining capacity r is open. The lowest set bit ≥ `length` is the best fit.
+    rooms = 0  # Bit r is set if a bin with remaining capacity r is open. The lowest bit ≥ `length` is the best fit.
     by_length = np.argsort(-lengths, kind="stable")
     edges = np.flatnonzero(np.diff(lengths[by_length])) + 1
     for items in np.split(by_length, edges) if len(lengths) else []:
@@ -234,7 +220,7 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _write(path: Path, index: PackIndex) -> None:
-    """Write the XXH3-128 of an int64 array, then the array: the number of rows, followed by the pack index."""
+    """Write an int64 array, the number of rows followed by the arrays of the index, after its XXH3-128 checksum."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = np.concatenate([[len(index)], index.first, index.starts, index.lengths]).astype("<i8", copy=False)
     with new_file(path) as file:
@@ -248,6 +234,5 @@ def _read(path: Path) -> PackIndex | None:
     if xxhash.xxh3_128_digest(raw[CHECKSUM_BYTES:]) != raw[:CHECKSUM_BYTES].tobytes():
         return None
     array = raw[CHECKSUM_BYTES:].view("<i8")
-    rows = int(array[0])
-    starts, lengths = np.split(array[rows + 2 :], 2)
-    return PackIndex(array[1 : rows + 2], starts, lengths)
+    first, segments = np.split(array[1:], [array[0] + 1])
+    return PackIndex(first, *np.split(segments, 2))

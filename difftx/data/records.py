@@ -1,19 +1,44 @@
-"""JSON lines from a plain or compressed file, checked line by line."""
+"""Input files that may be compressed, and the JSON lines in them."""
 
 import dataclasses
-import itertools
+import gzip
 import json
+import lzma
+import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from difftx.data.streams import LONGEST_DOCUMENT, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
 from difftx.errors import UserError, did_you_mean
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
+READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+LONGEST_DOCUMENT = 2**30  # Bytes of a line or text file, decompressed. Each document is tokenised in one call.
+TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
+
+
+def open_stream(file: Path) -> BinaryIO:
+    """Open a file for reading, and decompress it if its suffix is .gz, .zst or .xz."""
+    return cast(BinaryIO, OPENERS.get(file.suffix, open)(file, "rb"))
+
+
+def why_unreadable(file: Path, error: BaseException) -> str:
+    """Return a message with the name of a file and the cause of `error`, one of `READ_ERRORS`."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{file}: cannot be read ({error.strerror})"
+    how = "truncated" if isinstance(error, EOFError) else "corrupt"
+    return f"{file}: the compressed file is {how} ({error})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The JSON object of one line."""
+    """A JSON object read from one line of a file."""
 
     name: str  # File and line number, for messages.
     values: dict[str, Any]
@@ -33,23 +58,15 @@ class Record:
 
 
 def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
-    """Yield the JSON object of each line that is not blank.
+    """Yield the JSON object of each line that is not blank; raise `UserError` if the file or a line is invalid.
 
-    Args:
-        path: File to read, decompressed if its name ends in .gz, .zst or .xz.
-        field: Flag or config field that names the file, for messages.
-        what: Plural noun for the objects, such as "prompts", for messages.
-
-    Raises:
-        UserError: If the file cannot be read or has no objects, or if a line is too long or not a JSON object.
+    Messages name the flag or config field that holds the path (`field`) and call the objects `what`, such as "prompts".
     """
     empty = True
     try:
         with open_stream(path) as stream:
-            for number in itertools.count(1):
-                line = stream.readline(LONGEST_DOCUMENT + 1)
-                if not line:
-                    break
+            lines = iter(lambda: stream.readline(LONGEST_DOCUMENT + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if len(line) > LONGEST_DOCUMENT and not line.endswith(b"\n"):
                     raise UserError(f"{path}: line {number} {TOO_LONG}")
                 if line.strip():

@@ -1,27 +1,44 @@
-"""Training rows, from one source or a mixture, and validation sets, as the config's group `data` defines them."""
+"""Training rows and validation rows from the config's sources: token stores, text to tokenise, or synthetic tasks."""
 
 import dataclasses
 import functools
+import glob
+import hashlib
+import math
+import shlex
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grain
+import numpy as np
 import tiktoken
 
 from difftx.config.data import SYNTHETIC, DataConfig
-from difftx.data.corpora import load_corpus
 from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
 from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
+from difftx.data.records import OPENERS
+from difftx.data.store import SPLITS, TokenStore, UpsampledStore, open_store, read_meta
 from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import fingerprint
-from difftx.data.upsampling import UpsampledStore
+from difftx.errors import UserError
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. Spreads the seeds of sources, because grain adds the epoch to a seed.
 ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the source and the validation set from data.path.
+STDLIB = "stdlib"
+# Folders of the standard library that the corpus excludes: tests, installed packages, character tables, generated text.
+STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+# Suffixes that only `difftx prepare` reads. `.json` is not among them, because such a file may be plain text.
+NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet")
+# Longer texts are split at line ends, so that even a single file yields training and validation documents. A longer
+# line stays whole.
+DOCUMENT_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Training rows by source, and validation rows by set. With several sources, each has its own validation set."""
+    """Training rows and validation rows of each source, by the name of the source."""
 
     config: DataConfig
     train: dict[str, RowSource]
@@ -31,12 +48,12 @@ class Sources:
 
     @functools.cached_property
     def examples(self) -> Any:
-        """Endless random-access training rows: each source is reshuffled in every epoch, then mixed."""
+        """Endless random-access training rows: a mixture of the sources, each reshuffled in every epoch."""
         shuffled = [self._shuffled(grain.MapDataset.source(rows), i) for i, rows in enumerate(self.train.values())]
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
 
     def where(self, example: int) -> str:
-        """Return the source and the row of a training example, for messages."""
+        """Return the source and row number of a training example as text for messages."""
         source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)
         rows = list(self.train.values())[source]
         return f"{rows.name}: row {self._shuffled(grain.MapDataset.range(len(rows)), source)[number]}"
@@ -45,10 +62,7 @@ class Sources:
         return rows.shuffle(seed=(self.config.seed + source * GOLDEN) % 2**32).repeat()
 
     def epochs(self, examples: int) -> dict[str, float]:
-        """Return the number of passes over each source after `examples` examples.
-
-        In a mixture, examples count in whole blocks, rounded up.
-        """
+        """Return the number of passes over each source after `examples` examples; a mixture counts whole blocks."""
         if len(self.train) == 1:
             return {name: examples / len(rows) for name, rows in self.train.items()}
         used = self.examples.used(-(-examples // BLOCK_ROWS))
@@ -61,11 +75,7 @@ class Sources:
 
 
 def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
-    """Read, tokenise or open every source, then up-sample and pack it.
-
-    Raises:
-        UserError: If a source cannot be read, or is too short for a row.
-    """
+    """Open or tokenise every source, then up-sample and pack it; raise `UserError` if a source is invalid."""
     train, valid, notes = {}, {}, []
     if not config.sources:
         train[ONLY_SOURCE], valid[ONLY_SET], notes = _load(config.path, config, encoding)
@@ -87,10 +97,10 @@ def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
 
 
 def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[RowSource, RowSource, list[str]]:
-    """Return the training rows, the validation rows and the notes for a path."""
+    """Return the training rows and the validation rows of a path, and notes for the user."""
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
-    train_store, valid_store = load_corpus(dataclasses.replace(config, path=path, sources=(), stages=()), encoding)
+    train_store, valid_store = load_corpus(path, config, encoding)
     notes = []
     if (longer_than := config.upsampling.longer_than_tokens) is not None:
         train_store = UpsampledStore(train_store, longer_than_tokens=longer_than, share=config.upsampling.share)
@@ -109,3 +119,102 @@ def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> 
         padding = 1 - train.tokens / (len(train) * train.sequence_length)
         notes.append(f"packed into {len(train):,} rows, {padding:.2%} of them padding")
     return train, valid, notes
+
+
+def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+    """Return the training documents and the validation documents of a path: a store, or text to tokenise."""
+    if path is not None and Path(path).is_dir():
+        train, valid = (open_split(config, path, split, encoding) for split in SPLITS)
+    else:
+        train, valid = _tokenise_text(path, config, encoding)
+    for name, store in {"training": train, "validation": valid}.items():
+        if len(store) <= config.sequence_length:
+            raise UserError(
+                f"data.path={path!r}: only {len(store)} {name} tokens, less than a row of "
+                f"data.sequence_length={config.sequence_length} and its last target; give more text or shorter rows"
+            )
+    return train, valid
+
+
+def open_split(
+    config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
+) -> TokenStore:
+    """Open a split of the store at `path`, the value of the config field `field`, and check its tokenizer."""
+    tokenizer = read_meta(path)["tokenizer"]
+    if (vocabulary := tokenizer["vocabulary_sha256"]) != fingerprint(encoding):
+        raise UserError(
+            f"data.tokenizer={config.tokenizer!r} (vocabulary {fingerprint(encoding)[:12]}) is not that of the store "
+            f"{field}={path!r}: {tokenizer['name']!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare "
+            "again"
+        )
+    return open_store(path, split, verify=config.verify)
+
+
+def _tokenise_text(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+    # The keys, hashes of the texts, remove exact duplicates and make the split independent of the order of the files.
+    documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(path)}
+    held_out = math.ceil(config.valid_fraction * len(documents))
+    name = f"data.path={path!r}"
+    if len(documents) < 2:
+        raise UserError(
+            f"{name}: {len(documents)} document of at most {DOCUMENT_BYTES} bytes; at least 2 are needed, one to train "
+            "and one to validate on"
+        )
+    texts = [documents[digest] for digest in sorted(documents)]
+    return _tokenise(texts[held_out:], encoding, name), _tokenise(texts[:held_out], encoding, name)
+
+
+def text_files(path: str | None, field: str = "data.path") -> list[Path]:
+    """Return the file that a path names, the matches of a glob, or the modules of this Python's library ("stdlib")."""
+    if path is None:
+        raise UserError(f"{field} is not set; give a store, a text file or a glob, --config.{field}='corpus/*.txt'")
+    if path == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
+        # `_sysconfigdata` files hold the build settings of one machine.
+        return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
+    files = [file for name in sorted(glob.glob(path, recursive=True)) if (file := Path(name)).is_file()]
+    if not files:
+        raise UserError(f"{field}={path!r}: no such file, and no file matches it as a glob")
+    return files
+
+
+def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
+    """Yield the texts of the files of a path, split at line ends into documents of about `DOCUMENT_BYTES`."""
+    for file in text_files(path, field):
+        if file.suffix in NOT_PLAIN_TEXT:
+            raise UserError(
+                f"{field}={path!r}: {file.name} is not plain text; make a store of it, `python -m difftx prepare "
+                f"--input={shlex.quote(str(path))} --tokenizer=TOKENIZER --out=FOLDER`, and set {field}=FOLDER"
+            )
+        try:
+            text = file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+        yield from _split_at_line_ends(text)
+
+
+def _split_at_line_ends(text: str) -> Iterator[str]:
+    document, size = [], 0
+    for line in text.splitlines(keepends=True):
+        length = len(line.encode())
+        if document and size + length > DOCUMENT_BYTES:
+            yield "".join(document)
+            document, size = [], 0
+        document.append(line)
+        size += length
+    if document:
+        yield "".join(document)
+
+
+def _tokenise(texts: list[str], encoding: tiktoken.Encoding, name: str) -> TokenStore:
+    dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
+    end = np.array([encoding.eot_token], dtype)
+    parts = []
+    for text in texts:
+        # Encode text that looks like a special token as ordinary text.
+        parts += [encoding.encode_to_numpy(text, disallowed_special=()).astype(dtype), end]
+    lengths = [len(tokens) + 1 for tokens in parts[::2]]
+    return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64), name=name)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from difftx.errors import UserError
-from difftx.files import json_sha256, read_json, schema_error, write_atomically
+from difftx.files import read_json, schema_error, with_sha256, without_sha256, write_atomically
 
 META = "meta.json"
 FORMAT = 1
@@ -63,13 +63,12 @@ class TokenStore:
 class ShardedStore(TokenStore):
     """One split of a store on disk, which can be pickled because it holds file names instead of open files.
 
-    Offsets and prompts are read and checked at the first access. Tokens are read, not memory-mapped. If a file is
-    truncated or a disk fails, a read raises an error that names the file, whereas access to mapped memory would end the
-    process by SIGBUS.
+    Offsets and prompts are read and checked at the first access. Tokens are read, not memory-mapped: if a disk fails,
+    a read raises an error that names the file, whereas access to mapped memory would end the process by SIGBUS.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any], split: str):
-        """Hold the shards that `meta` lists, without reading them."""
+        """Open the shards that `meta`, the content of `meta.json`, lists. No file is read yet."""
         shards = meta["splits"][split]["shards"]
         self.name, self.dtype = str(folder / split), np.dtype(meta["dtype"])
         kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
@@ -105,13 +104,11 @@ class ShardedStore(TokenStore):
     def slice(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} … {stop} of {len(self)}")
-        parts = []
         first = min(bisect.bisect_right(self._starts, start), len(self._files)) - 1
-        for shard in range(first, len(self._files)):
+        parts = []
+        for shard in range(first, max(first + 1, bisect.bisect_left(self._starts, stop))):
             begin, end = self._starts[shard], self._starts[shard + 1]
             parts.append(self._read(shard, max(start, begin) - begin, min(stop, end) - begin))
-            if stop <= end:
-                break
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
@@ -132,16 +129,60 @@ class ShardedStore(TokenStore):
         return {name: value for name, value in self.__dict__.items() if name not in ("offsets", "prompts")}
 
 
+class UpsampledStore(TokenStore):
+    """A store of nearly the same size in which long documents have a given share of the tokens.
+
+    This is length up-sampling (Fu et al. 2024, arXiv 2402.10171): long documents become more frequent within each
+    source, and the weights of the sources stay the same. Long documents are repeated at one rate and short documents at
+    another. Systematic sampling uses each document ⌊rate⌋ or ⌈rate⌉ times, in separate passes over the store.
+    """
+
+    def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
+        """Choose the documents. A store without long documents, or with at least the given share, stays unchanged."""
+        offsets = store.offsets.view(np.int64)
+        lengths = np.diff(offsets)
+        is_long = lengths > longer_than_tokens
+        total, long_total = len(store), int(lengths[is_long].sum())
+        rates = {True: 1.0, False: 1.0}
+        if 0 < long_total < share * total:
+            rates = {True: share * total / long_total, False: (1 - share) * total / (total - long_total)}
+        uses = np.empty(len(lengths), np.int64)
+        for kind, rate in rates.items():
+            chosen = is_long == kind
+            uses[chosen] = np.diff(np.floor(rate * np.arange(chosen.sum() + 1) + 0.5))
+        documents = np.concatenate([np.flatnonzero(uses > times) for times in range(int(uses.max(initial=1)))])
+        self.name, self.dtype, self._store, self._sources = store.name, store.dtype, store, offsets[documents]
+        self.prompts = None if store.prompts is None else store.prompts[documents]
+        self._ends = np.concatenate([[0], np.cumsum(lengths[documents])])
+        self.offsets = self._ends.view(np.uint64)
+        content = json.dumps([store.fingerprint, longer_than_tokens, share])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        after = int((lengths * uses)[is_long].sum())
+        self.report = (
+            f"documents of more than {longer_than_tokens:,} tokens: {is_long.sum():,} of {len(lengths):,}, "
+            f"{long_total / total:.1%} → {after / len(self):.1%} of the tokens; "
+            f"used {rates[True]:.2f} times an epoch, the others {rates[False]:.2f} times"
+        )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        first = min(int(self._ends.searchsorted(start, side="right")), len(self._sources)) - 1
+        if stop <= self._ends[first + 1]:
+            at = int(self._sources[first] + start - self._ends[first])
+            return self._store.slice(at, at + stop - start)
+        last = int(self._ends.searchsorted(stop)) - 1
+        edges = np.clip(self._ends[first : last + 2], start, stop)
+        begin = self._sources[first : last + 1] + edges[:-1] - self._ends[first : last + 1]
+        parts = [self._store.slice(a, a + n) for a, n in zip(begin.tolist(), np.diff(edges).tolist(), strict=True)]
+        return np.concatenate(parts)
+
+
 def open_store(folder: str | Path, split: str, *, verify: bool = False) -> TokenStore:
-    """Open the split "train" or "valid" of a store that `difftx prepare` has written.
+    """Open the split "train" or "valid" of a store, or raise `UserError` if a file is missing or has a wrong size.
 
-    Args:
-        folder: Folder of the store.
-        split: Name of the split.
-        verify: Whether to read every file and compare its SHA-256. File sizes are always compared.
-
-    Raises:
-        UserError: If the folder is not a finished store, the split is empty, or a shard is missing or corrupt.
+    With `verify`, every file is also read, and its SHA-256 is compared.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -153,23 +194,13 @@ def open_store(folder: str | Path, split: str, *, verify: bool = False) -> Token
     return ShardedStore(folder, meta, split)
 
 
-def store_tokenizer(folder: str | Path) -> tuple[str, str]:
-    """Return the name of a store's tokenizer and the SHA-256 of its vocabulary."""
-    tokenizer = read_meta(folder)["tokenizer"]
-    return tokenizer["name"], tokenizer["vocabulary_sha256"]
-
-
 def is_store(path: str | Path) -> bool:
     """Return whether a folder is a finished store."""
     return (Path(path) / META).is_file()
 
 
 def read_meta(folder: str | Path) -> dict[str, Any]:
-    """Return the content of `meta.json`, without its SHA-256.
-
-    Raises:
-        UserError: If the file is missing, corrupt or of another format version.
-    """
+    """Return the content of a store's `meta.json`; raise `UserError` if it is missing, corrupt or of another format."""
     path = Path(folder) / META
     if not path.exists():
         raise UserError(
@@ -179,7 +210,8 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     meta = read_json(path)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise UserError(f"{path}: not a store of format {FORMAT}; prepare it again with this version")
-    if meta.pop("sha256", None) != json_sha256(meta):
+    meta = without_sha256(meta)
+    if meta is None:
         raise UserError(f"{path}: corrupt, its SHA-256 is not that of its text; {RESTORE}")
     if why := schema_error(meta, SHAPE) or _invalid_value(meta):
         raise UserError(f"{path}: invalid: {why}; prepare the store again")
@@ -200,18 +232,17 @@ def _invalid_value(meta: dict[str, Any]) -> str | None:
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write `meta.json`, which makes the folder a store. The last field is the SHA-256 of all other fields."""
-    text = json.dumps(meta | {"sha256": json_sha256(meta)}, indent=1, ensure_ascii=False)
-    write_atomically(folder / META, text + "\n")
+    """Write `meta.json`, which makes the folder a store."""
+    write_atomically(folder / META, json.dumps(with_sha256(meta), indent=1, ensure_ascii=False) + "\n")
 
 
 def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
     """Return the path of one of a shard's files; `kind` is "tokens", "offsets", "ids" or "prompts"."""
-    return Path(folder) / split / f"{index:05d}.{kind}"
+    return folder / split / f"{index:05d}.{kind}"
 
 
 def file_problems(folder: Path, meta: dict[str, Any], split: str, *, content: bool) -> Iterator[str]:
-    """Check the sizes of a split's files and, with `content`, their SHA-256; yield a message for each problem."""
+    """Yield a message for each file of a split with a wrong size or, if `content` is true, a wrong SHA-256."""
     itemsize = np.dtype(meta["dtype"]).itemsize
     for index, shard in enumerate(meta["splits"][split]["shards"]):
         documents = shard["documents"]
@@ -241,5 +272,5 @@ def sha256_of(file: Path) -> str:
 # Processes are often limited to 1,024 file descriptors, so only the most recently used shards stay open.
 @functools.lru_cache(maxsize=256)
 def _open(file: Path, sha256: str) -> BinaryIO:
-    """Open a shard. The hash is part of the cache key, so that a store prepared again does not use old files."""
+    """Open a file of tokens. `sha256` is part of the cache key, so that a rewritten file is opened again."""
     return file.open("rb", buffering=0)

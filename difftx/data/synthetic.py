@@ -1,7 +1,7 @@
-"""Synthetic recall tasks, generated on demand: example i depends on the seed, the split and i alone.
+"""Synthetic recall tasks, generated on demand: example i depends only on the task, the seed, the split and i.
 
 `data.path` selects a task as "synthetic:TASK", and the group `data.synthetic` holds its parameters. Only answers count
-in the loss. Token 0 is filler and separator. Of the other tokens, the lower half are keys and the upper half values.
+in the loss. Token 0 is filler and separator. The lower half of the other tokens are keys, the upper half values.
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 
 from difftx.config.data import SYNTHETIC, DataConfig, SyntheticConfig
-from difftx.data.packing import Row, segment_arrays
+from difftx.data.packing import Row, empty_row
 from difftx.errors import UserError
 from difftx.registry import Registry
 
-FILLER = 0  # Pads an example that is shorter than its row, and separates a prefix from its copy.
+FILLER = 0  # Pads an example that is shorter than its row, as in `empty_row`, and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
 type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions whose targets are answers, and answers.
@@ -25,8 +25,8 @@ def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> 
     """Return an example of multi-query associative recall: key-value pairs, then each key again as a query.
 
     The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), a query's distance from the pairs is an
-    even number of tokens, drawn from a power law over the rest of the row. All other tokens after the pairs are random.
-    This includes the token after a query, where its value would be.
+    even number of tokens, drawn from a power law. All other tokens after the pairs are random; the answers are targets
+    only, so they do not follow their queries in the row.
     """
     keys, values = _keys_and_values(config, rng)
     context = 2 * config.pairs
@@ -40,10 +40,7 @@ def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> 
 
 
 def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
-    """Return an example of noisy key-value retrieval: shuffled pairs and distractors, then one of the keys as a query.
-
-    A distractor may be any token except the example's keys.
-    """
+    """Return an example of noisy key-value retrieval: shuffled pairs and distractors, then one key as a query."""
     tokens, positions, queried = retrieval_with_positions(config, row_tokens, rng)
     return tokens, np.array([len(tokens) - 1]), tokens[positions[[queried]] + 1]
 
@@ -51,9 +48,9 @@ def retrieval(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 def retrieval_with_positions(
     config: SyntheticConfig, row_tokens: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the tokens of `retrieval`, the position of each pair (its key), and the index of the queried pair."""
+    """Return the tokens of a `retrieval` example, the position of each key, and the index of the queried key."""
     keys, values = _keys_and_values(config, rng)
-    others = np.setdiff1d(np.arange(1, config.vocab_size), keys)
+    others = np.setdiff1d(np.arange(1, config.vocab_size), keys)  # Distractors may be values.
     is_pair = rng.permutation(np.arange(config.pairs + config.distractors) < config.pairs)
     starts = np.cumsum(1 + is_pair) - 1 - is_pair
     tokens = np.empty(_retrieval_tokens(config, row_tokens), np.int64)
@@ -78,10 +75,10 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task. Both functions get the config and the number of tokens of a row."""
+    """A task, defined by two functions. Both get the config and the number of tokens of a row."""
 
-    make: Callable[[SyntheticConfig, int, np.random.Generator], Example]
-    tokens: Callable[[SyntheticConfig, int], int]  # Number of tokens that an example needs.
+    make: Callable[[SyntheticConfig, int, np.random.Generator], Example]  # Returns a random example.
+    tokens: Callable[[SyntheticConfig, int], int]  # Returns the number of tokens of an example.
 
 
 MQAR = Task(mqar, lambda config, _: 4 * config.pairs)
@@ -99,11 +96,7 @@ TASKS: Registry[Task] = Registry(
 
 
 class SyntheticRows:
-    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers.
-
-    Raises:
-        UserError: If there is no such task, or an example does not fit into a row.
-    """
+    """Rows of a synthetic task, one example per row. The splits use different streams of random numbers."""
 
     def __init__(self, path: str, config: DataConfig, split: str):
         name = path.removeprefix(SYNTHETIC)
@@ -134,21 +127,16 @@ class SyntheticRows:
 
     def __getitem__(self, index: int) -> Row:
         tokens, positions, answers = self._task.make(self._config, self.sequence_length, self.random(index))
-        row = {
-            "tokens": np.full(self.sequence_length, FILLER, np.int32),
-            "targets": np.full(self.sequence_length, FILLER, np.int32),
-            "loss_mask": np.zeros(self.sequence_length, np.float32),
-        }
+        row = empty_row(self.sequence_length, np.array([len(tokens)]) if self._document_mask else None)
         row["tokens"][: len(tokens)] = tokens
         row["targets"][: len(tokens) - 1] = tokens[1:]
         row["targets"][positions] = answers
         row["loss_mask"][positions] = 1
-        if self._document_mask:
-            row["segment_ids"], row["positions"] = segment_arrays(np.array([len(tokens)]), self.sequence_length)
         return row
 
 
 def _keys_and_values(config: SyntheticConfig, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw different keys from the lower half of the tokens, and different values from the upper half."""
     middle = config.vocab_size // 2
     keys = 1 + rng.choice(middle - 1, config.pairs, replace=False)
     values = middle + rng.choice(config.vocab_size - middle, config.pairs, replace=False)

@@ -13,7 +13,7 @@ BYTES = "bytes"
 LARGEST_ID = 2**24 - 1  # Limit for .tiktoken files, because an embedding has a row for each id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 
-# cl100k_base splits text by this pattern before it merges bytes (tiktoken's openai_public.py).
+# The pattern by which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -24,8 +24,8 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
     """Return a tiktoken encoding by name or from a .tiktoken file.
 
     tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file holds a
-    token in base64 and its id. The file has neither a pattern nor special tokens: text is split by cl100k_base's
-    pattern, and <|endoftext|> gets the id after the largest.
+    token in base64 and its id. The file defines neither a pattern nor special tokens, so text is split by the pattern
+    of cl100k_base, and <|endoftext|> gets the id after the largest.
 
     Args:
         name: "bytes" (needs no download), one of tiktoken's encodings, such as "cl100k_base", or a path that ends in
@@ -33,8 +33,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
         field: Flag or config field that names the encoding, for messages.
 
     Raises:
-        UserError: If there is no such encoding, if its file is invalid, or if its vocabulary is not in the cache and
-            cannot be downloaded.
+        UserError: If the encoding does not exist, is invalid, or is not cached and cannot be downloaded.
     """
     if name == BYTES:
         return _byte_encoding()
@@ -42,9 +41,8 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
         return _encoding_from_file(Path(name), field)
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise UserError(
-            f"{field}={name!r}: no such encoding, and no .tiktoken file.{did_you_mean(name, [BYTES, *known])}"
-        )
+        hint = did_you_mean(name, [BYTES, *known])
+        raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken file.{hint}")
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # From the cache, or from requests, whose exceptions are OSErrors.
@@ -73,29 +71,28 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
-    # tiktoken's other encodings use other patterns, which only loading by name provides.
+    # A file of another encoding of tiktoken would need that encoding's pattern, which only loading by name provides.
     if path.stem in tiktoken.list_encoding_names() and path.stem != "cl100k_base":
         raise UserError(f"{field}={str(path)!r}: this vocabulary has a pattern of its own; use {field}={path.stem!r}")
+    where = f"{field}={str(path)!r}"
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"{field}={str(path)!r}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
     ranks: dict[bytes, int] = {}
-    # tiktoken's own loader caches a copy by path, and would miss later changes of the file.
+    # tiktoken's own loader caches files by path, so it would not notice that a file has changed.
     for number, line in enumerate(lines, start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise UserError(
-                f"{field}={str(path)!r}: line {number} is not a token in base64 and its id ({error})"
-            ) from error
+            raise UserError(f"{where}: line {number} is not a token in base64 and its id ({error})") from error
     if (largest := max(ranks.values(), default=0)) > LARGEST_ID:
-        raise UserError(f"{field}={str(path)!r}: id {largest} is more than {LARGEST_ID}, the largest that is read")
+        raise UserError(f"{where}: id {largest} is more than {LARGEST_ID}, the largest that is read")
     if len(set(ranks.values())) != len(ranks) or min(ranks.values(), default=0) < 0:
-        raise UserError(f"{field}={str(path)!r}: two tokens have one id, or an id is negative")
+        raise UserError(f"{where}: two tokens have one id, or an id is negative")
     if missing := [value for value in range(256) if bytes([value]) not in ranks]:
-        raise UserError(f"{field}={str(path)!r}: no token for byte {missing[0]}, so not every text can be encoded")
+        raise UserError(f"{where}: no token for byte {missing[0]}, so not every text can be encoded")
     special_tokens = {END_OF_TEXT: max(ranks.values()) + 1}
     return tiktoken.Encoding(path.stem, pat_str=CL100K_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
 

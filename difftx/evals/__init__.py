@@ -1,27 +1,131 @@
-"""Evaluation suites. The training loop and eval.py run them by `evaluate`."""
+"""Evaluation suites: run them on a model, write their results, and find results that need not be computed again."""
 
-from difftx.evals.driver import (
-    check_run,
-    check_suites,
-    evaluate,
-    fields_of,
-    result_path,
-    settings,
-    stored_result,
-    with_inner,
-)
-from difftx.evals.evaluation import Evaluation
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from difftx.config import Config
+from difftx.config.fields import values_of
+from difftx.data.store import sha256_of
+from difftx.evals.evaluation import Evaluation, ItemJournal
+from difftx.evals.result import Result
 from difftx.evals.suite import SUITES
+from difftx.files import json_sha256, read_json, write_atomically
+from difftx.parallel.multihost import is_primary
+from difftx.progress import Work
+from difftx.training.checkpoint.reading import Checkpoint
+from difftx.training.run import Run
 
-__all__ = [
-    "SUITES",
-    "Evaluation",
-    "check_run",
-    "check_suites",
-    "evaluate",
-    "fields_of",
-    "result_path",
-    "settings",
-    "stored_result",
-    "with_inner",
-]
+
+def check_suites(names: Sequence[str]) -> None:
+    """Raise `UserError` for a name that is not a suite."""
+    for name in names:
+        SUITES[name]
+
+
+def check_run(run: Run, suites: Sequence[str]) -> None:
+    """Raise `UserError` if one of the suites cannot evaluate the run; nothing is computed."""
+    for suite in suites:
+        for name in with_inner(run.config, suite):
+            SUITES[name].check(run)
+
+
+def evaluate(
+    run: Run,
+    params: Any,
+    step: int,
+    suites: Sequence[str],
+    work: Work | None = None,
+    weights: str | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, Result]:
+    """Run suites on the parameters of a step, and write `<workdir>/evals/<suite>/<step>.json` for each.
+
+    Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or replaced meanwhile.
+
+    Args:
+        run: run with the validation data and the mesh.
+        params: parameters of the model at `step`.
+        step: step of the parameters.
+        suites: names of the suites.
+        work: progress display; None: no progress is shown.
+        weights: identity of `params`, as in a checkpoint's manifest; None: `params` do not belong to a run.
+        checkpoint: checkpoint of `params`; None: there is none yet, since training evaluates before it saves.
+    """
+    check_suites(suites)
+    evaluation = Evaluation(run, params, work or Work(enabled=False))
+    source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
+    results = {}
+    with jax.set_mesh(run.mesh):
+        for name in suites:
+            path, digest = result_path(run.workdir, name, step), settings(run, name)
+            evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
+            results[name] = result = SUITES[name].evaluate(evaluation)
+            if checkpoint is not None:
+                checkpoint.require_unchanged()
+            if not is_primary():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"suite": name, "step": step, "settings": digest} | source | dataclasses.asdict(result)
+            write_atomically(path, json.dumps(content, indent=2) + "\n")
+            evaluation.journal.remove()
+    return results
+
+
+def result_path(workdir: Path, suite: str, step: int) -> Path:
+    """Return the path of a suite's result."""
+    return workdir / "evals" / suite / f"{step}.json"
+
+
+def stored_result(run: Run, suite: str, step: int) -> dict[str, Any] | None:
+    """Return the JSON of a stored result with the same `settings` as the run; None if there is none."""
+    path = result_path(run.workdir, suite, step)
+    if not path.exists():
+        return None
+    content = read_json(path)
+    return content if isinstance(content, dict) and content.get("settings") == settings(run, suite) else None
+
+
+def settings(run: Run, suite: str) -> str:
+    """Return a SHA-256 of everything that a suite's result depends on, except the parameters."""
+    config = run.config
+    depends: dict[str, Any] = {
+        "suite": suite,
+        "eval": {field: values_of(config.eval)[field] for field in fields_of(config, suite)},
+        "model": values_of(config.model),
+        "data": run.data.signature,
+        "valid": {name: rows.fingerprint for name, rows in run.data.valid.items()},
+        "seed": config.train.seed,
+    }
+    suites = with_inner(config, suite)
+    files = [path for name in suites for path in SUITES[name].files(config)]
+    if files:
+        depends["files"] = [_sha256(path) for path in files]
+    if extensions := [extension.sha256 for name in suites if (extension := SUITES.extension_of(name))]:
+        depends["extensions"] = extensions
+    if SUITES[suite].measures_device:
+        device = run.mesh.devices.flat[0].device_kind
+        depends["devices"] = [device, dict(run.mesh.shape), run.microbatch_rows]
+    return json_sha256(depends)
+
+
+def fields_of(config: Config, suite: str) -> tuple[str, ...]:
+    """Return the fields of `eval` that a suite and its inner suites read."""
+    return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
+
+
+def with_inner(config: Config, suite: str) -> tuple[str, ...]:
+    """Return a suite and the suites that it runs itself."""
+    return (suite, *SUITES[suite].inner(config))
+
+
+def _sha256(path: Path) -> str | None:
+    """Return the SHA-256 of a file, or None if the file cannot be read. The suite's `check` reports that error."""
+    try:
+        return sha256_of(path)
+    except OSError:
+        return None

@@ -1,4 +1,4 @@
-"""Suite `exact_match`: accuracy of a synthetic task on its validation examples."""
+"""Suite `exact_match`: accuracy of a synthetic task on its validation examples (docs/suites.md)."""
 #   B = batch, T = tokens, D = model width
 
 import functools
@@ -15,28 +15,20 @@ from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
-from difftx.training.loss import is_most_likely
+from difftx.training.loss import token_scores
 from difftx.training.run import Run
 from difftx.training.state import graph
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Compare the most likely token with each answer; the numbers are unweighted means over sets.
-
-    `accuracy` is the share of right answers, as in Zoology. `exact_match` is the share of examples whose answers are
-    all right.
-    """
+    """Compare the most likely token with each answer; the numbers are unweighted means over sets."""
     sets = {name: _score_set(evaluation, name, rows) for name, rows in synthetic_sets(evaluation.run).items()}
     numbers = {name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")}
     return Result(numbers=numbers, details={"sets": sets})
 
 
 def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:
-    """Return the validation sets that are synthetic tasks, by name.
-
-    Raises:
-        UserError: no validation set is a synthetic task.
-    """
+    """Return the validation sets that are synthetic tasks, by name; raise `UserError` if there are none."""
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
         raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")
@@ -62,7 +54,8 @@ def _count(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     counts_BT = batch.loss_mask_BT > 0
-    right_BT = is_most_likely(x_BTD, model.unembedding(), batch.targets_BT) & counts_BT
+    _, is_most_likely_BT = token_scores(x_BTD, model.unembedding(), batch.targets_BT)
+    right_BT = is_most_likely_BT & counts_BT
     right_B, answers_B = jnp.sum(right_BT, axis=1), jnp.sum(counts_BT, axis=1)
     return jnp.sum(right_B), jnp.sum(answers_B), jnp.sum((right_B == answers_B) & (answers_B > 0))
 

@@ -1,4 +1,4 @@
-"""Suite `gradients`: norms of the loss gradient by matrix and layer (arXiv 2410.05258, Appendix F)."""
+"""Suite `gradients`: norms of the loss gradient by matrix and layer (Appendix F; docs/suites.md)."""
 #   L = layers, for arrays with one value per layer
 
 import dataclasses
@@ -33,60 +33,38 @@ TITLES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """Measurements of one gradient."""
-
-    loss: float  # Nats per token.
-    norms: dict[str, np.ndarray]  # Matrix → Frobenius norm by layer, `[L]`.
-    cosines: dict[str, np.ndarray]  # Entry of PAIRS → cosine by layer, `[L]`; 0 where either gradient is zero.
-
-
 def evaluate(evaluation: Evaluation) -> Result:
     """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
-    Each norm in the numbers is the Frobenius norm of a matrix over all layers together. Each cosine compares the
-    gradients with respect to W_Q1 and W_Q2, or W_K1 and W_K2, and is a mean over layers. A cosine of the gradients with
-    respect to A1 and A2 would not be informative: it is always -1, since dL/dA2 = -λ dL/dA1.
+    A norm in the numbers is that of one matrix in all layers together. A cosine is the mean over layers.
     """
-    gradients = {CHECKPOINT: _gradient(evaluation, CHECKPOINT, evaluation.run.config, evaluation.params)}
-    for name, config in initial_configs(evaluation.run.config).items():
-        params = jax.jit(lambda config=config: init_state(config).params)()
-        gradients[name] = _gradient(evaluation, name, config, params)
-    numbers, details = {}, {}
-    for name, found in gradients.items():
-        prefix = name if name == CHECKPOINT else f"initial_{name}"
-        numbers[f"{prefix}_loss"] = found.loss
-        numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in found.norms.items()}
-        numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in found.cosines.items()}
+    configs = {CHECKPOINT: evaluation.run.config, **initial_configs(evaluation.run.config)}
+    numbers, details, cosine_lines = {}, {}, {}
+    charts: list[LineChart | Heatmap] = []
+    for name, config in configs.items():
+        is_checkpoint = name == CHECKPOINT
+        params = evaluation.params if is_checkpoint else jax.jit(lambda config=config: init_state(config).params)()
+        loss, norms, cosines = _gradient(evaluation, name, config, params)
+        prefix = name if is_checkpoint else f"initial_{name}"
+        numbers[f"{prefix}_loss"] = loss
+        numbers |= {f"{prefix}_{matrix}_norm": float(np.linalg.norm(norm_L)) for matrix, norm_L in norms.items()}
+        numbers |= {f"{prefix}_{pair}_cosine": float(np.mean(cosine_L)) for pair, cosine_L in cosines.items()}
         details[name] = {
-            "norms": {matrix: norm_L.tolist() for matrix, norm_L in found.norms.items()},
-            "cosines": {pair: cosine_L.tolist() for pair, cosine_L in found.cosines.items()},
+            "norms": {matrix: norm_L.tolist() for matrix, norm_L in norms.items()},
+            "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
         }
-    charts: list[LineChart | Heatmap] = [
-        _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", found.norms, log_y=True)
-        for name, found in gradients.items()
-    ]
-    cosines = {
-        f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L
-        for name, found in gradients.items()
-        if name in (CHECKPOINT, "as_configured")
-        for pair, cosine_L in found.cosines.items()
-    }
-    if cosines:
+        title = f"Gradient norms {TITLES[name]}"
+        charts.append(_chart(f"gradients_{name}", title, "norm, nats a token", norms, log_y=True))
+        if name in (CHECKPOINT, "as_configured"):
+            cosine_lines |= {f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L for pair, cosine_L in cosines.items()}
+    if cosine_lines:
         title = "Cosine of the gradients by both groups' matrices"
-        charts.append(_chart("gradients_cosine", title, "cosine", cosines, log_y=False))
+        charts.append(_chart("gradients_cosine", title, "cosine", cosine_lines, log_y=False))
     return Result(numbers=numbers, details={"by_layer": details}, charts=charts)
 
 
 def initial_configs(config: Config) -> dict[str, Config]:
-    """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model.
-
-    All configs have `model.zero_init_output=False`: if W_O were zero, gradients that flow through it would be zero.
-
-    Raises:
-        UserError: the counterpart is requested, and the model is a Transformer with an odd number of heads.
-    """
+    """Return a config for each entry of `eval.gradients.at_initialization` that applies to the model."""
     model = dataclasses.replace(config.model, zero_init_output=False)
     changes: dict[str, dict[str, Any]] = {"as_configured": {}}
     if model.groups == 2:
@@ -106,7 +84,7 @@ def initial_configs(config: Config) -> dict[str, Config]:
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices in a tree of the blocks' parameters, `[L, …]` each; a weight of two groups gives two."""
+    """Return the matrices of the blocks' parameters by name, `[L, …]` each; a weight of two groups gives two."""
     found = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
@@ -120,7 +98,13 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
     return found
 
 
-def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) -> Gradient:
+def _gradient(
+    evaluation: Evaluation, name: str, config: Config, params: Any
+) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the loss in nats per token, the norm of each matrix's gradient `[L]`, and the cosine of each pair `[L]`.
+
+    A cosine is 0 where one of the two gradients is zero.
+    """
     graphdef, limit, total = graph(config), config.eval.gradients.tokens, None
     for valid, source in evaluation.run.data.valid.items():
         for batch in evaluation.batches(source, limit, f"gradient {TITLES[name]}, rows of {valid}"):
@@ -132,12 +116,12 @@ def _gradient(evaluation: Evaluation, name: str, config: Config, params: Any) ->
     for pair, dot_L in dots.items():
         product_L = norms[f"{pair}_1"] * norms[f"{pair}_2"] * tokens**2
         cosines[pair] = np.divide(dot_L, product_L, out=np.zeros_like(product_L), where=product_L > 0)
-    return Gradient(float(nll / tokens), norms, cosines)
+    return float(nll / tokens), norms, cosines
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return a batch's summed nll, its number of tokens in the loss mask, and the sum's gradient by `blocks`."""
+    """Return the loss summed over a batch, its number of tokens, and the gradient with respect to `blocks`."""
 
     def nll(blocks: Any) -> jax.Array:
         return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -153,7 +137,7 @@ def _add(total: Any, new: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
-    """Return summed nll, number of tokens, squared norm of the gradient by matrix `[L]`, dot product by pair `[L]`."""
+    """Return the loss, the tokens, each matrix's squared norm `[L]`, and each pair's dot product `[L]`."""
     nll, tokens, gradient = total
     found = matrices(model, gradient)
 

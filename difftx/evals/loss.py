@@ -1,4 +1,4 @@
-"""Suite `loss`: validation loss in nats per token, perplexity, and bits per byte."""
+"""Suite `loss`: validation loss in nats per token, perplexity, and bits per byte (docs/suites.md)."""
 
 import math
 
@@ -12,11 +12,7 @@ from difftx.evals.suite import Suite
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Score each validation set; the numbers are unweighted means over sets.
-
-    Bits per byte are nll / (ln 2 × bytes of the targets), for sets of text only. The end-of-document token contributes
-    to the nll but has no bytes.
-    """
+    """Score each validation set; the numbers are unweighted means over sets."""
     sets = {name: _score_set(evaluation, name) for name in evaluation.run.data.valid}
     loss = float(np.mean([s["loss"] for s in sets.values()]))
     numbers = {"loss": loss, "perplexity": math.exp(loss)}
@@ -27,6 +23,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def _score_set(evaluation: Evaluation, name: str) -> dict[str, float]:
+    """Return a set's scores. The end-of-document token contributes to the loss, but has no bytes."""
     run = evaluation.run
     byte_counts = np.array([len(value or b"") for value in token_bytes(run.tokenizer)])
     is_text = not isinstance(run.data.valid[name], SyntheticRows)

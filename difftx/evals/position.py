@@ -1,4 +1,4 @@
-"""Suite `position`: cumulative average loss by position in long documents (arXiv 2410.05258, Figure 4)."""
+"""Suite `position`: cumulative average loss by position in long documents (Figure 4; docs/suites.md)."""
 #   N = documents, T = tokens of a row
 
 import dataclasses
@@ -19,10 +19,9 @@ ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Half-width of a 95 % interval
 
 
 class DocumentStarts:
-    """A `RowSource` with one row per long document: the first T tokens of each document of more than T tokens."""
+    """A `RowSource` of the first T tokens of documents with more: at most `limit` documents, evenly spaced."""
 
     def __init__(self, store: TokenStore, sequence_length: int, limit: int):
-        """Take at most `limit` long documents, evenly spaced in the store."""
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
         found = offsets[:-1][lengths > sequence_length]  # T inputs need T + 1 tokens: the last input has a target too.
@@ -44,7 +43,7 @@ class DocumentStarts:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the nll of the first 1, 2, … T targets of long documents; `loss` is the average of all T."""
+    """Average the loss of the first 1, 2, … T targets of long documents; `loss` is the average of all T."""
     sources, length = long_documents(evaluation.run), evaluation.run.config.data.sequence_length
     positions = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
     sets, series = {}, []
@@ -70,11 +69,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def long_documents(run: Run) -> dict[str, DocumentStarts]:
-    """Return the rows of long documents for each validation set of text.
-
-    Raises:
-        UserError: no validation set is text, or no document is longer than a row.
-    """
+    """Return the long documents of each validation set of text; raise `UserError` if there are none."""
     length, limit = run.config.data.sequence_length, run.config.eval.position_documents
     sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text_sets(run, "position").items()}
     if not any(len(source) for source in sources.values()):
@@ -87,7 +82,7 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
 
 
 def _curve(name: str, nll_NT: np.ndarray, positions: np.ndarray) -> Series:
-    """Return the cumulative average at `positions` (from 1), as the mean over documents, with a 95 % band if N > 1."""
+    """Return the cumulative average loss at `positions`, which count from 1, with a 95 % band if N > 1."""
     averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, positions - 1] / positions
     mean = averages.mean(axis=0)
     curve = Series(name=name, x=positions.astype(float).tolist(), y=mean.tolist())

@@ -1,4 +1,4 @@
-"""Suite `quantize`: other suites with attention logits rounded to few bits (arXiv 2410.05258, Figure 8)."""
+"""Suite `quantize`: other suites with attention logits rounded to few bits (Figure 8; docs/suites.md)."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
-from difftx.evals.resume import resumable
 from difftx.evals.suite import SUITES, Suite
 
 UNQUANTIZED = 16
@@ -28,13 +27,7 @@ class Item:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run each of `eval.quantize.suites` with attention logits of each of `eval.quantize.bits`; 16 is not quantised.
-
-    The numbers are named `<suite>_<name>_<bits>_bits`.
-
-    Raises:
-        UserError: a suite cannot be quantised, or cannot evaluate the run.
-    """
+    """Run each of `eval.quantize.suites` with attention logits of each of `eval.quantize.bits`; 16 is not quantised."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     # Items with the same bits are adjacent, so that suites share a forward pass over the validation data.
     items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config)]
@@ -48,7 +41,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         return [SUITES[item.suite].evaluate(with_bits(item.bits)).numbers for item in items]
 
     found: dict[str, dict[int, dict[str, float]]] = {}
-    for item, numbers in resumable(evaluation, items, answer, what="suites by bits", batch_items=1):
+    for item, numbers in evaluation.answers(items, answer, what="suites by bits", batch_items=1):
         found.setdefault(item.suite, {})[item.bits] = numbers
     numbers = {
         f"{suite}_{name}_{bits}_bits": value
@@ -66,11 +59,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def inner_suites(config: Config) -> tuple[str, ...]:
-    """Return `eval.quantize.suites`.
-
-    Raises:
-        UserError: a suite is unknown or cannot be quantised.
-    """
+    """Return `eval.quantize.suites`; raise `UserError` if one of them is unknown or cannot be quantised."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in config.eval.quantize.suites:
         if name not in quantizable:

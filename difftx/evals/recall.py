@@ -1,4 +1,4 @@
-"""Suite `recall`: the validation loss of the slices AR-Hit and Others of Zoology (arXiv 2312.04927, §3)."""
+"""Suite `recall`: the validation loss of Zoology's slices AR-Hit and Others (arXiv 2312.04927, §3; docs/suites.md)."""
 #   T = tokens of a row
 
 import functools
@@ -11,7 +11,7 @@ from difftx.config import DataConfig
 from difftx.data.bigrams import BigramCounts, as_bigrams, count_bigrams, read_bigrams
 from difftx.data.packing import PackedRows, Row
 from difftx.data.sources import ONLY_SOURCE
-from difftx.data.store import TokenStore, is_store
+from difftx.data.store import is_store
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, text_sets
@@ -20,16 +20,12 @@ from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
 SLICES = ("ar_hit", "others")
+# Training evaluates a run many times, and counting the bigrams of its text takes long.
+_count_once = functools.lru_cache(maxsize=1)(count_bigrams)
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the nll of each slice; losses are unweighted means over sets.
-
-    A target is an AR-Hit if its bigram (the previous token and the target) occurs earlier in the row, and occurs at
-    most `eval.recall_max_bigram_count` times in the training data. With `data.document_mask`, the earlier occurrence
-    must be in the same document. The slice Others has all remaining targets. They include the first token of each
-    document, since the training data's bigrams do not span documents.
-    """
+    """Average the loss of each slice; the numbers are unweighted means over sets."""
     run = evaluation.run
     counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
     sets = {name: _score_set(evaluation, name, counts, limit) for name in text_sets(run, "recall")}
@@ -45,8 +41,8 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
-    """Return whether each target of a row is an AR-Hit, bool `[T]`."""
-    # Outside the loss mask, a target may not be the next token, so the two are not a bigram.
+    """Return whether each target's bigram occurs earlier in its row, at most `limit` times in `counts`, bool `[T]`."""
+    # Targets outside the loss mask need not be the next token. The token after `end_of_text` begins another document.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])
     documents = row.get("segment_ids", np.zeros(len(row["tokens"]), np.int32))[counted]
@@ -72,12 +68,7 @@ def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: i
 
 
 def training_counts(run: Run) -> BigramCounts:
-    """Return the counts of bigrams in the training data.
-
-    Raises:
-        UserError: no validation set is text, the training data is a store and `eval.bigrams_path` is not set, or the
-            file omits bigrams that `eval.recall_max_bigram_count` needs.
-    """
+    """Return the counts of bigrams in the training data, or raise `UserError` if the config does not provide them."""
     text_sets(run, "recall")
     settings, names = run.config.eval, _trained_on(run.config.data)
     if settings.bigrams_path is None:
@@ -88,7 +79,7 @@ def training_counts(run: Run) -> BigramCounts:
                 f"`python -m difftx data bigrams {' '.join(on_disk)} --out=FILE` and set it to FILE"
             )
         rows = [run.data.train[name] for name in names]
-        return _counted(tuple(r.store for r in rows if isinstance(r, PackedRows)))
+        return _count_once(tuple(r.store for r in rows if isinstance(r, PackedRows)))
     counts = read_bigrams(Path(settings.bigrams_path), fingerprint(run.tokenizer), field="eval.bigrams_path")
     if settings.recall_max_bigram_count < counts.min_count - 1:
         raise UserError(
@@ -100,7 +91,7 @@ def training_counts(run: Run) -> BigramCounts:
 
 
 def _trained_on(config: DataConfig) -> dict[str, str | None]:
-    """Return the name and path of each source that has a weight at the start or in any stage."""
+    """Return the path, by name, of each source that has a weight at the start or in any stage of the training."""
     if not config.sources:
         return {ONLY_SOURCE: config.path}
     return {
@@ -108,11 +99,6 @@ def _trained_on(config: DataConfig) -> dict[str, str | None]:
         for i, source in enumerate(config.sources)
         if source.weight or any(stage.weights[i] for stage in config.stages)
     }
-
-
-@functools.lru_cache(maxsize=1)  # Evaluations of the same run count only once.
-def _counted(stores: tuple[TokenStore, ...]) -> BigramCounts:
-    return count_bigrams(stores)
 
 
 SUITE = Suite(

@@ -1,4 +1,4 @@
-"""Suite `sample`: the model's continuations of the first tokens of validation documents."""
+"""Suite `sample`: the model's continuations of the first tokens of validation documents (docs/suites.md)."""
 
 from difftx.evals.evaluation import Evaluation, text_sets
 from difftx.evals.result import Result

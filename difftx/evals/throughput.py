@@ -1,4 +1,4 @@
-"""Suite `throughput`: tokens/s of the run's model and its counterpart on these devices (arXiv 2410.05258, Table 7)."""
+"""Suite `throughput`: tokens/s of the run's model and its counterpart on these devices (Table 7; docs/suites.md)."""
 
 import dataclasses
 import statistics
@@ -30,27 +30,19 @@ ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Time both models in turn on a microbatch of random tokens.
-
-    Each of `eval.throughput_rounds` rounds makes `eval.throughput_steps` calls per model. `forward` is the loss of
-    every token. `forward_backward` adds the gradient with respect to the parameters, without an update. Let r be the
-    median over rounds of tokens/s of diff / tokens/s of the Transformer. Throughput drops by 1 - r, and time rises by
-    1/r - 1, the number that Table 7 prints.
-    """
+    """Time both models in turn on a microbatch of random tokens."""
     run, settings = evaluation.run, evaluation.run.config.eval
     random = random_rows(run.config, run.microbatch_rows)
     (batch,) = evaluation.batches(random, random.tokens, "random tokens")
-    calls = {}
-    for name, config in pair(run.config).items():
+    configs, params = pair(run.config), {}
+    for name, config in configs.items():
         check_divisible(config, run.mesh)
-        params = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
-        for kind in PASSES:
-            calls[kind, name] = _compiled(config, kind, params, batch)
+        params[name] = evaluation.params if config == run.config else jax.jit(lambda c=config: init_state(c).params)()
     numbers, details = {}, {}
     for kind in PASSES:
         rounds = evaluation.work.track(range(settings.throughput_rounds), kind, settings.throughput_rounds)
-        of_kind = {name: calls[kind, name] for name in COMPARED}
-        rates = rates_in_turn(of_kind, rounds, settings.throughput_steps, random.tokens)
+        calls = {name: _compiled(config, kind, params[name], batch) for name, config in configs.items()}
+        rates = rates_in_turn(calls, rounds, settings.throughput_steps, random.tokens)
         ratio = median_ratio(rates["diff"], rates["transformer"])
         numbers |= {f"{kind}_{name}_tokens_per_second": statistics.median(rates[name]) for name in COMPARED}
         numbers[f"{kind}_throughput_drop_percent"] = 100 * (1 - ratio)
@@ -66,11 +58,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart by architecture, in the order of `COMPARED`.
-
-    Raises:
-        UserError: the config's architecture is not in `COMPARED`, or the config has no counterpart.
-    """
+    """Return the config and its counterpart, in the order of `COMPARED`; raise `UserError` if it has none."""
     if config.model.architecture not in COMPARED:
         raise UserError(
             f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
@@ -83,8 +71,7 @@ def pair(config: Config) -> dict[str, Config]:
 def counterpart(config: Config) -> Config:
     """Return the config of the other architecture with the same size (§3.1): one diff head replaces two softmax heads.
 
-    Raises:
-        UserError: the model is a Transformer with an odd number of heads.
+    Raises `UserError` for a Transformer with an odd number of heads.
     """
     model = config.model
     other = "transformer" if model.architecture == "diff" else "diff"
@@ -95,16 +82,12 @@ def counterpart(config: Config) -> Config:
                 "number must be even; remove 'throughput' from the suites, and 'counterpart' from "
                 "eval.gradients.at_initialization"
             )
-
-    def heads(count: int) -> int:
-        return 2 * count if other == "transformer" else count // 2
-
-    implementation = model.attention_implementation
+    factor, implementation = 2 if other == "transformer" else 0.5, model.attention_implementation
     changed = dataclasses.replace(
         model,
         architecture=other,
-        num_heads=heads(model.num_heads),
-        num_kv_heads=None if model.num_kv_heads is None else heads(model.num_kv_heads),
+        num_heads=int(model.num_heads * factor),
+        num_kv_heads=model.num_kv_heads and int(model.num_kv_heads * factor),
         head_norm="rms_affine" if other == "diff" else "none",
         attention_implementation=implementation if implementation in ATTENTION_OF_BOTH else "auto",
         **default_specific_fields(),
@@ -113,7 +96,7 @@ def counterpart(config: Config) -> Config:
 
 
 def random_rows(config: Config, rows: int) -> PackedRows:
-    """Return rows of random tokens; they depend only on their number and length and on the vocabulary size."""
+    """Return `rows` rows of random tokens, the same in every call for a config."""
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
@@ -123,18 +106,10 @@ def random_rows(config: Config, rows: int) -> PackedRows:
 def rates_in_turn(
     calls: Mapping[str, Callable[[], Any]], rounds: Iterable[Any], steps: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Time functions in turn, `steps` calls of each per round, so that a temporary slowdown affects all of them.
+    """Return the tokens/s of each function in each round, where a call processes `tokens` tokens.
 
+    A round calls each function `steps` times in turn, so that a temporary slowdown affects all functions.
     As in the training loop, a call is dispatched before the previous call's result is awaited.
-
-    Args:
-        calls: functions to time, by name; each returns arrays to wait for.
-        rounds: one element per round.
-        steps: calls per function and round.
-        tokens: number of tokens that a call processes.
-
-    Returns:
-        Tokens/s of each function in each round.
     """
     rates = {name: [] for name in calls}
     for _ in rounds:

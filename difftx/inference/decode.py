@@ -1,8 +1,8 @@
 """Compiled programs for generation: prefill of a chunk of the prompts, and decoding of a block of new tokens.
 
-The prompts of a batch may differ in length. Token i of a row is in slot i of the row's cache. A short prompt is padded
-with tokens of segment EMPTY, which no token sees, and each new token overwrites the first padding token. Numbers of
-chunk tokens, rows and slots are powers of two, so that few programs are compiled.
+The prompts of a batch may differ in length. Token i of a row has position i and is in slot i of the row's cache. A
+short prompt is padded with tokens that no other token sees, and each new token overwrites the first padding token.
+Numbers of chunk tokens, rows and slots are powers of two, so that few programs are compiled.
 
 Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation: weights that
 are sharded over `fsdp` are gathered for every token.
@@ -11,6 +11,7 @@ are sharded over `fsdp` are gathered for every token.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,9 +24,9 @@ from jax.sharding import reshard
 
 from difftx.config import Config
 from difftx.data.tokenizer import token_bytes
-from difftx.inference.cache import ROWS, Cache, capacity_for, empty_cache, extend, grow, write_chunk, write_token
+from difftx.inference.cache import ROWS, capacity_for, empty_cache, extend, extend_chunk, grow, write_chunk, write_token
 from difftx.inference.sampling import Sampling, choose
-from difftx.kernels.cached import EMPTY
+from difftx.kernels.cached import KVCache
 from difftx.model.abstract import vector_mask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
@@ -55,10 +56,7 @@ class LanguageModel:
 
     @functools.cached_property
     def weights(self) -> Any:
-        """Parameters in the compute dtype, except for vectors, which the model uses in float32.
-
-        If the model cast the parameters at each use, each token would read twice as many bytes.
-        """
+        """Parameters cast to the compute dtype once, to read fewer bytes per token. Vectors stay float32."""
         dtype = self.config.model.compute_dtype
         mask = vector_mask(self.config.model)
         return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
@@ -70,30 +68,10 @@ class LanguageModel:
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
-        """Mask of the token ids that may be generated, those that the tokenizer has, bool `[V]`."""
+        """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
         allowed_V = np.zeros(self.config.model.vocab_size, bool)
         allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
         return allowed_V
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Rows of tokens on the host, right-padded to whole chunks. Each array is int32 `[B, T]`."""
-
-    tokens_BT: np.ndarray
-    positions_BT: np.ndarray
-    segment_BT: np.ndarray  # EMPTY for padding.
-
-    @classmethod
-    def of(cls, rows: list[list[int]], count: int, chunk: int) -> "Tokens":
-        """Pad `rows`, of one segment each, to a whole number of chunks, at least one, and to `count` rows."""
-        length = -(-max(1, *map(len, rows)) // chunk) * chunk
-        tokens_BT = np.zeros((count, length), np.int32)
-        segment_BT = np.full((count, length), EMPTY, np.int32)
-        for row, tokens in enumerate(rows):
-            tokens_BT[row, : len(tokens)] = tokens
-            segment_BT[row, : len(tokens)] = 0
-        return cls(tokens_BT, np.broadcast_to(np.arange(length, dtype=np.int32), (count, length)), segment_BT)
 
 
 @jax.tree_util.register_dataclass
@@ -101,11 +79,9 @@ class Tokens:
 class Rows:
     """The state that decoding passes from one new token to the next."""
 
-    cache: Cache
+    cache: KVCache
     x_BD: jax.Array  # Output of the last layer for each row's last token; gives the next token's logits.
-    length_B: jax.Array  # int32: number of slots in use.
-    position_B: jax.Array  # int32: position of the next token.
-    segment_B: jax.Array  # int32: segment of the next token.
+    length_B: jax.Array  # int32: number of slots in use, and position of the next token.
     seen_BV: jax.Array  # bool: tokens that occur in the row.
     seed_B: jax.Array  # uint32: seed of the row's samples.
     count_B: jax.Array  # int32: number of new tokens so far.
@@ -114,7 +90,7 @@ class Rows:
 
 
 def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the number of rows of a batch: a power of two per shard."""
+    """Return the number of rows of a batch, a power of two per shard, with room for `requests` rows."""
     per_shard = -(-requests // batch_shards(mesh))
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
@@ -126,35 +102,43 @@ def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
     return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
 
 
+def padded(rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return tokens padded to whole chunks, int32 `[B, T]`, the rows' lengths, int32 `[B]`, and the size of a chunk."""
+    longest, count = max(1, *map(len, rows)), rows_for(len(rows), mesh)
+    chunk = chunk_for(longest, count, mesh)
+    tokens_BT, length_B = np.zeros((count, -(-longest // chunk) * chunk), np.int32), np.zeros(count, np.int32)
+    for row, tokens in enumerate(rows):
+        tokens_BT[row, : len(tokens)], length_B[row] = tokens, len(tokens)
+    return tokens_BT, length_B, chunk
+
+
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
     """Return a host array `[B, …]` as a device array with its rows sharded over the mesh."""
     return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, P(BATCH)))
 
 
-def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarray, limit_B: np.ndarray) -> Rows:
-    """Return rows with their prompts in the cache. A row with a limit of 0 has already ended."""
-    rows, length = prompts.tokens_BT.shape
-    real_BT = prompts.segment_BT != EMPTY
-    length_B = np.sum(real_BT, axis=1, dtype=np.int32)
-    last_B = np.maximum(length_B - 1, 0)
-    at = np.arange(rows), last_B
+def prefill(
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int]
+) -> Rows:
+    """Return rows with the prompts in the cache. Rows with a limit of 0, and rows without a prompt, have ended."""
+    tokens_BT, length_B, chunk = padded(prompts, lm.mesh)
+    rows = len(length_B)
+    unused = [0] * (rows - len(prompts))
     seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
-    seen_BV[np.nonzero(real_BT)[0], prompts.tokens_BT[real_BT]] = True
-    cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length))
+    for row, prompt in enumerate(prompts):
+        seen_BV[row, list(prompt)] = True
+    cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(tokens_BT.shape[1]))
     x_BD = put(lm.mesh, np.zeros((rows, lm.config.model.d_model), lm.config.model.compute_dtype))
-    for start in range(0, length, chunk):
-        arrays = (x[:, start : start + chunk] for x in (prompts.tokens_BT, prompts.positions_BT, prompts.segment_BT))
-        host = (put(lm.mesh, x) for x in (*arrays, last_B - start))
+    for start in range(0, tokens_BT.shape[1], chunk):
+        host = (put(lm.mesh, x) for x in (tokens_BT[:, start : start + chunk], length_B))
         cache, x_BD = _prefill_chunk(lm.weights, cache, x_BD, np.int32(start), *host, config=lm.config)
     host = {
         "length_B": length_B,
-        "position_B": prompts.positions_BT[at] + np.int32(1),
-        "segment_B": prompts.segment_BT[at],
         "seen_BV": seen_BV,
-        "seed_B": seed_B.astype(np.uint32),
+        "seed_B": np.array([*seeds, *unused], np.uint32),
         "count_B": np.zeros(rows, np.int32),
-        "limit_B": limit_B.astype(np.int32),
-        "done_B": limit_B <= 0,
+        "limit_B": np.array([*limits, *unused], np.int32),
+        "done_B": np.array([*limits, *unused]) == 0,
     }
     return Rows(cache, x_BD, **{name: put(lm.mesh, x) for name, x in host.items()})
 
@@ -162,8 +146,8 @@ def prefill(lm: LanguageModel, prompts: Tokens, *, chunk: int, seed_B: np.ndarra
 def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
     """Return the rows after a block of new tokens, and the new tokens, int32 `[B, N]`.
 
-    A row ends with the end-of-text token or at its limit. Later entries of the row are NO_TOKEN. The cache must have
-    room for the block, or for the tokens up to the row's limit: see `with_room`.
+    A row ends with the end-of-text token or at its limit, and its later entries are NO_TOKEN. `with_room` must have
+    made room for the tokens of each row in the block.
     """
     end = np.int32(lm.tokenizer.eot_token)
     rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, config=lm.config, sampling=sampling)
@@ -173,7 +157,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
 def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
     """Return the rows with a cache of at least `tokens` slots per row."""
     capacity = capacity_for(tokens)
-    if capacity <= rows.cache.segment_BS.shape[1]:
+    if capacity <= rows.cache[0].shape[-2]:
         return rows
     return dataclasses.replace(rows, cache=_grow(rows.cache, capacity))
 
@@ -190,18 +174,19 @@ def model_of(config: Config, params: Any) -> Decoder:
 
 # Each jitted function uses the mesh that is current when it is called, and compiles once per config and shape.
 @functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
-def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> Cache:
+def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> KVCache:
     """Return a cache without tokens."""
     return empty_cache(model_of(config, params), rows, capacity)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
-def _prefill_chunk(params, cache, x_BD, start, tokens_BT, positions_BT, segment_BT, last_B, *, config):
-    """Add a chunk to the cache, and store the output of each row whose last token, `last_B`, is in the chunk."""
-    new_BTD, entries = extend(model_of(config, params), cache, tokens_BT, positions_BT, segment_BT)
+def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
+    """Add a chunk to the cache, and store the output of each row whose last token is in the chunk."""
+    new_BTD, entries = extend_chunk(model_of(config, params), cache, start, tokens_BT, length_B)
+    last_B = length_B - 1 - start
     new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
     is_here_B1 = ((last_B >= 0) & (last_B < tokens_BT.shape[1]))[:, None]
-    return write_chunk(cache, entries, segment_BT, start), jnp.where(is_here_B1, new_BD, x_BD)
+    return write_chunk(cache, entries, start), jnp.where(is_here_B1, new_BD, x_BD)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="rows")
@@ -240,20 +225,19 @@ def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sa
 
 
 def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:
-    """Append a token to each row. A row that has ended keeps its length, so that the token has no effect."""
+    """Append a token to each row. In a row that has ended, the token has no effect, because the length stays."""
     count_B = rows.count_B + ~rows.done_B
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
-    segment_B1 = rows.segment_B[:, None]
-    x_B1D, entries = extend(model, rows.cache, token_B[:, None], rows.position_B[:, None], segment_B1)
+    token_B1, position_B1 = token_B[:, None], rows.length_B[:, None]
+    x_B1D, entries = extend(model, rows.cache, rows.length_B, token_B1, position_B1, jnp.zeros_like(token_B1))
     seen_BV = rows.seen_BV
     if sampling.repetition_penalty is not None:
-        seen_BV |= jnp.arange(seen_BV.shape[1])[None] == token_B[:, None]
+        seen_BV |= jnp.arange(seen_BV.shape[1])[None] == token_B1
     return dataclasses.replace(
         rows,
-        cache=write_token(rows.cache, entries, segment_B1, rows.length_B),
+        cache=write_token(rows.cache, entries, rows.length_B),
         x_BD=x_B1D[:, 0],
         length_B=rows.length_B + ~done_B,
-        position_B=rows.position_B + ~done_B,
         seen_BV=seen_BV,
         count_B=count_B,
         done_B=done_B,

@@ -1,5 +1,6 @@
 """Generation of text: completions for a batch of prompts, streamed on request."""
 
+import codecs
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -9,9 +10,8 @@ import numpy as np
 
 from difftx.errors import UserError
 from difftx.inference import decode
-from difftx.inference.decode import LanguageModel, Tokens
+from difftx.inference.decode import LanguageModel
 from difftx.inference.sampling import Sampling
-from difftx.inference.text import TextStream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,7 @@ class Request:
 class Completion:
     """The text generated after a prompt."""
 
-    # Generated tokens without the end-of-text token. They may include a stop string and text after it.
-    tokens: list[int]
+    tokens: list[int]  # Without the end-of-text token. The last one may complete a stop string.
     text: str  # Text before the stop string.
     ended_by: Literal["end of text", "stop string", "limit"]
 
@@ -43,23 +42,19 @@ def generate(
 ) -> list[Completion]:
     """Complete all requests in one batch.
 
-    A text ends before the first of the strings `stop` that occurs. After each block of tokens, `on_text` is called with
-    the index of each request that has new text, and this text.
+    A text ends before the first of the strings `stop` that occurs. After each block of tokens, `on_text` is called for
+    each request that has new text, with the index of the request and the new text.
 
     Raises:
         UserError: a prompt is empty, or the prompt and its new tokens do not fit the model's context.
     """
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
-    count = decode.rows_for(len(requests), lm.mesh)
-    chunk = decode.chunk_for(max(len(request.prompt) for request in requests), count, lm.mesh)
-    seed_B, limit_B = np.zeros(count, np.uint32), np.zeros(count, np.int32)
-    seed_B[: len(requests)] = [request.seed for request in requests]
-    limit_B[: len(requests)] = [request.new_tokens for request in requests]
-    prompts = Tokens.of([list(request.prompt) for request in requests], count, chunk)
+    prompts = [request.prompt for request in requests]
+    seeds, limits = [request.seed for request in requests], [request.new_tokens for request in requests]
     texts = [_RowText(lm, request, stop) for request in requests]
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, prompts, chunk=chunk, seed_B=seed_B, limit_B=limit_B)
+        rows = decode.prefill(lm, prompts, seeds=seeds, limits=limits)
         while not all(text.ended_by for text in texts):
             rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
             rows, token_BN = decode.next_tokens(lm, rows, sampling)
@@ -68,13 +63,14 @@ def generate(
                     on_text(index, new)
             if any(text.ended_by == "stop string" for text in texts):
                 # The device detects the end-of-text token and the limit, but not stop strings.
-                done_B = np.array([*(bool(text.ended_by) for text in texts), *[True] * (count - len(texts))])
+                done_B = np.ones(len(token_BN), bool)
+                done_B[: len(texts)] = [bool(text.ended_by) for text in texts]
                 rows = dataclasses.replace(rows, done_B=decode.put(lm.mesh, done_B))
     return [text.completion() for text in texts]
 
 
 def check(lm: LanguageModel, request: Request, name: str) -> None:
-    """Raise `UserError` if a request cannot be served; `name` identifies the request in the message."""
+    """Raise a `UserError` that begins with `name` if a request is empty or does not fit the model's context."""
     prompt, new, window = len(request.prompt), request.new_tokens, lm.window
     if not prompt:
         raise UserError(f"{name} is empty; give it at least one token")
@@ -87,6 +83,49 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
             f"{name} has {prompt} tokens, so that new_tokens={new} does not fit the model's context "
             f"data.sequence_length={window}; use 1 to {window - prompt}"
         )
+
+
+class TextStream:
+    """A converter of one row's tokens to text, as the tokens arrive.
+
+    The stream holds back an incomplete character, and text that may be the beginning of a stop string, until later
+    tokens decide.
+    """
+
+    def __init__(self, bytes_of: Sequence[bytes | None], stop: Sequence[str]):
+        self.text = ""  # All released text.
+        self.stopped = False  # True after a stop string; the text ends before the stop string.
+        self._bytes_of, self._stop = bytes_of, tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the text that is no longer held back."""
+        return self._release(self._decoder.decode(self._bytes_of[token] or b""), final=False)
+
+    def finish(self) -> str:
+        """Return the text that is still held back after the last token."""
+        return self._release(self._decoder.decode(b"", final=True), final=True)
+
+    def _release(self, new: str, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        text, self._held = self._held + new, ""
+        # Of all stop strings in the text, the one that ends first counts, wherever tokens begin. Ties: the longest.
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, text = True, text[: min(found)[1]]
+        elif not final:
+            held = max((_overlap(text, stop) for stop in self._stop), default=0)
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
+        self.text += text
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 class _RowText:
@@ -104,7 +143,7 @@ class _RowText:
         return len(self._request.prompt) + len(self._tokens) + min(left, decode.BLOCK_TOKENS)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Take a block of tokens, and return the text that can be printed now."""
+        """Add a block of tokens, and return the text that is no longer held back."""
         text = ""
         for token in tokens:
             if token == self._end:

@@ -13,24 +13,17 @@ from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
-from difftx.training.agreement import agree_on_command
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
-from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer, read_newest
-from difftx.training.run import read_config
+from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
+from difftx.training.run import agree_on_command, read_config
 from difftx.training.state import init_state
 
 
 def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processes: argparse.Namespace) -> LanguageModel:
-    """Return the model of a run's checkpoint; `step` = None selects the newest checkpoint that verifies.
+    """Join the other processes, and return the model of a run's checkpoint, selected as in `read_checkpoint`.
 
-    Args:
-        workdir: Directory of the run.
-        step: Step of the checkpoint.
-        overrides: Changes to the run's config, such as `{"mesh.tensor": "4"}`.
-        processes: All flags of the command, including those of `multihost`.
-
-    Raises:
-        UserError: the checkpoint does not exist, or does not fit the devices or the tokenizer.
+    `overrides` are changes to the run's config, such as `{"mesh.tensor": "4"}`, and `processes` all flags of the
+    command, including those of `multihost`.
     """
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)
@@ -55,19 +48,10 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
 
 
 def read_checkpoint[T](workdir: Path, step: int | None, now: Config, read: Callable[[Checkpoint], T], flag: str) -> T:
-    """Return the result of `read` on a run's checkpoint; `step` = None selects the newest checkpoint that verifies.
+    """Return `read(checkpoint)` for the checkpoint of `step`; None selects the newest checkpoint that verifies.
 
     If training deletes the newest checkpoint meanwhile, `read` is called again with the one that is then the newest.
-
-    Args:
-        workdir: Directory of the run.
-        step: Step of the checkpoint.
-        now: Config of the run directory, with the command's overrides.
-        read: Function that reads the checkpoint.
-        flag: Flag that names `workdir`, for messages.
-
-    Raises:
-        UserError: the checkpoint does not exist.
+    `now` is the run's config with the command's overrides, and `flag` the flag that names `workdir`, for messages.
     """
     checkpointer = Checkpointer(workdir)
 
@@ -76,7 +60,6 @@ def read_checkpoint[T](workdir: Path, step: int | None, now: Config, read: Calla
 
     if step is not None:
         return read_step(checkpointer.verified(step))
-    result = read_newest(checkpointer, read_step)
-    if result is None:
+    if (result := checkpointer.read_newest(read_step)) is None:
         raise UserError(f"{flag}={workdir}: no checkpoint there yet")
     return result

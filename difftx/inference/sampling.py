@@ -11,9 +11,10 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of one call. They apply in the order of the fields, as in Hugging Face's `generate`."""
+    """Settings of generation. They apply in the order of the fields, as in Hugging Face's `generate`."""
 
-    # Divides the positive and multiplies the other logits of tokens that occur in the row. None: no penalty.
+    # Lowers the logits of tokens that occur in the row (arXiv 1909.05858, §4.1): divides positive ones and, unlike the
+    # paper, multiplies negative ones, which division would increase. None: no penalty.
     repetition_penalty: float | None
     temperature: float  # 0: the most likely token; top_k and top_p have no effect.
     top_k: int | None  # Largest number of candidates. None: all tokens.
@@ -38,15 +39,13 @@ def choose(
 ) -> jax.Array:
     """Return the next token of each row, int32 `[B]`.
 
-    Args:
-        logits_BV: float32; -inf for tokens that must not be chosen.
-        sampling: Settings of the choice.
-        seen_BV: bool; tokens that occur in the row. Used only with a repetition penalty.
-        seed_B: uint32; a row's samples depend only on its seed and on `count_B`, not on the other rows.
-        count_B: int32; number of tokens that the row has drawn before.
+    Tokens with a logit of -inf are never chosen. `seen_BV` marks the tokens that occur in a row. A row's sample depends
+    on its logits, its seed and `count_B`, the number of tokens drawn before, but not on other rows.
     """
     if sampling.repetition_penalty is not None:
-        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+        penalty = sampling.repetition_penalty
+        lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+        logits_BV = jnp.where(seen_BV, lower_BV, logits_BV)
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BN, token_BN = candidates(logits_BV, sampling)
@@ -58,19 +57,11 @@ def choose(
     return jnp.take_along_axis(token_BN, drawn_B1, axis=1)[:, 0].astype(jnp.int32)
 
 
-def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:
-    """Return logits that make seen tokens less likely (arXiv 1909.05858, §4.1).
-
-    Unlike in the paper, negative logits are multiplied by the penalty, because division would increase them.
-    """
-    lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-    return jnp.where(seen_BV, lower_BV, logits_BV)
-
-
 def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates' logits after temperature, -inf for excluded ones, and their token ids, both `[B, N]`."""
+    """Return the candidates' logits over temperature, -inf for excluded tokens, and their token ids, both `[B, N]`."""
     logits_BV = logits_BV / sampling.temperature
-    top_p = None if sampling.top_p == 1 else sampling.top_p  # A float32 sum can exceed 1 before the last candidate.
+    # A top_p of 1 keeps all tokens. Rounding can make the sum of probabilities exceed 1 before the last one.
+    top_p = None if sampling.top_p == 1 else sampling.top_p
     if sampling.top_k is None and top_p is None:
         return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
     # `top_k` sorts equally likely tokens by ascending id.

@@ -1,7 +1,7 @@
 """Log-likelihoods of given continuations of given contexts, in batches, for multiple choice and label sets.
 
-Several continuations of one context are branches of one row: the context is prefilled once, and each branch sees the
-context and itself.
+Continuations of the same context are branches of one row. The context is prefilled once, and each branch sees the
+context and itself, but no other branch.
 """
 #   B = rows, T = tokens of a chunk
 
@@ -18,13 +18,13 @@ from jax.sharding import reshard
 
 from difftx.errors import UserError
 from difftx.inference import decode
-from difftx.inference.cache import Entries, capacity_for, extend, write_chunk
-from difftx.inference.decode import LanguageModel, Tokens
+from difftx.inference.cache import capacity_for, extend, extend_chunk, write_chunk
+from difftx.inference.decode import LanguageModel
 from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
 
-BRANCH_TOKENS = 256  # Largest number of tokens, over all branches of a row, per pass; a longer branch gets its own row.
+BRANCH_TOKENS = 256  # Most tokens in the branches of a row per pass. An item with a longer branch gets its own row.
 
 
 class Item(NamedTuple):
@@ -40,7 +40,7 @@ class Item(NamedTuple):
         return self.between + self.continuation
 
 
-# An item by the index of its context, the tokens between and the continuation, without hashing a long context again.
+# The index of an item's context among the distinct contexts, and the rest of the item. Long contexts are hashed once.
 type _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 type _Entry = tuple[_Key, Item]
 
@@ -61,20 +61,22 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
         UserError: a context or continuation is empty, or both do not fit the model's context.
     """
     for number, item in enumerate(items):
-        _check(lm, item, number)
+        if not item.context or not item.continuation:
+            raise UserError(f"item {number}: context and continuation must have at least one token each")
+        tokens = len(item.context) + len(item.branch) - 1  # The last token is only a target.
+        if tokens > lm.window:
+            raise UserError(
+                f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.window}; "
+                "shorten it"
+            )
     keys = [(context, item.between, item.continuation) for context, item in zip(_contexts(items), items, strict=True)]
-    by_context: dict[int, dict[_Key, Item]] = collections.defaultdict(dict)
-    for key, item in zip(keys, items, strict=True):
-        by_context[key[0]][key] = item  # Equal items are scored once.
     alone: list[_Entry] = []
-    shared: list[list[_Entry]] = []
-    for group in by_context.values():
-        short = [(key, item) for key, item in group.items() if len(item.branch) <= BRANCH_TOKENS]
-        if len(short) > 1:
-            shared.append(short)
-            alone += [(key, item) for key, item in group.items() if len(item.branch) > BRANCH_TOKENS]
-        else:
-            alone += group.items()
+    short: dict[int, list[_Entry]] = collections.defaultdict(list)
+    for key, item in dict(zip(keys, items, strict=True)).items():  # Equal items are scored once.
+        group = short[key[0]] if len(item.branch) <= BRANCH_TOKENS else alone
+        group.append((key, item))
+    shared = [group for group in short.values() if len(group) > 1]
+    alone += [group[0] for group in short.values() if len(group) == 1]
     # Batch rows of similar lengths.
     alone.sort(key=lambda entry: len(entry[1].context) + len(entry[1].branch))
     shared.sort(key=lambda group: len(group[0][1].context))
@@ -88,7 +90,7 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
 
 
 class Prompt(NamedTuple):
-    """Token ids to choose a continuation for. Prompts that share a context share its computation."""
+    """Token ids after which a label is chosen. Prompts that share a context share its computation."""
 
     context: tuple[int, ...]  # At least one token.
     question: tuple[int, ...]
@@ -97,10 +99,9 @@ class Prompt(NamedTuple):
 def most_likely(
     lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
-    """Return, for each prompt, the index of the label that is its most likely continuation, the first of equals.
+    """Return the index of the most likely label after each prompt. Of equally likely labels, the first is returned.
 
-    This is exact decoding constrained to the labels, unlike a greedy walk down their trie. If one label is a prefix of
-    another, the labels need an end marker, such as a newline.
+    If one label is a prefix of another, the labels need an end marker, such as a newline.
     """
     items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
@@ -118,24 +119,12 @@ def _contexts(items: Sequence[Item]) -> list[int]:
     return [by_identity[id(item.context)] for item in items]
 
 
-def _check(lm: LanguageModel, item: Item, number: int) -> None:
-    if not item.context or not item.continuation:
-        raise UserError(f"item {number}: context and continuation must have at least one token each")
-    tokens = len(item.context) + len(item.branch) - 1  # The last token is only a target.
-    if tokens > lm.window:
-        raise UserError(
-            f"item {number} has {tokens} tokens, and the model's context data.sequence_length={lm.window}; shorten it"
-        )
-
-
 def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Score]:
     """Score items by prefill, with one row per item."""
     inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
-    rows = decode.rows_for(len(inputs), lm.mesh)
-    chunk = decode.chunk_for(max(map(len, inputs)), rows, lm.mesh)
-    host = Tokens.of(inputs, rows, chunk)
-    length = host.tokens_BT.shape[1]
-    targets_BT = np.roll(host.tokens_BT, -1, axis=1)
+    tokens_BT, length_B, chunk = decode.padded(inputs, lm.mesh)
+    rows, length = tokens_BT.shape
+    targets_BT = np.roll(tokens_BT, -1, axis=1)
     scored = {}
     for row, (key, item) in enumerate(entries):
         targets_BT[row, len(inputs[row]) - 1] = item.continuation[-1]
@@ -143,9 +132,9 @@ def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Scor
     cache = decode.new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(length))
     chunks = []
     for start in range(0, length, chunk):
-        arrays = (host.tokens_BT, host.positions_BT, host.segment_BT, targets_BT)
-        put = (decode.put(lm.mesh, x[:, start : start + chunk]) for x in arrays)
-        cache, of_chunk = _score_chunk(lm.weights, cache, np.int32(start), *put, config=lm.config)
+        columns = slice(start, start + chunk)
+        host = (decode.put(lm.mesh, x) for x in (tokens_BT[:, columns], length_B, targets_BT[:, columns]))
+        cache, of_chunk = _score_chunk(lm.weights, cache, np.int32(start), *host, config=lm.config)
         chunks.append(of_chunk)
     nll_BT, is_best_BT = (np.concatenate([np.asarray(x) for x in xs], axis=1) for xs in zip(*chunks, strict=True))
     return _scores(nll_BT, is_best_BT, scored)
@@ -154,17 +143,15 @@ def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Scor
 def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_Key, Score]:
     """Score groups of items, with one context and one row per group.
 
-    The cache holds the context without its last token, which begins each branch.
+    The cache holds the context without its last token, with which each branch begins.
     """
-    rows = decode.rows_for(len(groups), lm.mesh)
-    prefixes = [list(group[0][1].context[:-1]) for group in groups]
-    chunk = decode.chunk_for(max(1, *map(len, prefixes)), rows, lm.mesh)
-    none_B = np.zeros(rows, np.int32)
-    cache = decode.prefill(lm, Tokens.of(prefixes, rows, chunk), chunk=chunk, seed_B=none_B, limit_B=none_B).cache
+    prefixes = [group[0][1].context[:-1] for group in groups]
+    none = [0] * len(groups)
+    prefilled = decode.prefill(lm, prefixes, seeds=none, limits=none)
     scores = {}
     for branches_by_row in itertools.zip_longest(*map(_passes, groups), fillvalue=[]):
         width = max(sum(len(item.branch) for _, item in branches) for branches in branches_by_row)
-        shape = rows, max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
+        shape = len(prefilled.length_B), max(decode.SMALLEST_CHUNK, 2 ** (width - 1).bit_length())
         tokens_BT, positions_BT, targets_BT, branch_BT = (np.zeros(shape, np.int32) for _ in range(4))
         segment_BT = np.full(shape, EMPTY, np.int32)
         scored = {}
@@ -179,9 +166,9 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
                 positions_BT[span] = len(item.context) - 1 + np.arange(len(item.branch))
                 segment_BT[span], branch_BT[span] = 0, branch
                 start = end
-        host = (tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT)
-        arrays = (decode.put(lm.mesh, x) for x in host)
-        nll_BT, is_best_BT = map(np.asarray, _score_pass(lm.weights, cache, *arrays, config=lm.config))
+        host = (decode.put(lm.mesh, x) for x in (tokens_BT, positions_BT, segment_BT, branch_BT, targets_BT))
+        scores_BT = _score_pass(lm.weights, prefilled.cache, prefilled.length_B, *host, config=lm.config)
+        nll_BT, is_best_BT = map(np.asarray, scores_BT)
         scores |= _scores(nll_BT, is_best_BT, scored)
     return scores
 
@@ -206,22 +193,21 @@ def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tu
     }
 
 
-def _token_scores(
-    params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, branch_BT, *, config
-) -> tuple[Entries, tuple[jax.Array, jax.Array]]:
-    """Return the cache entries of new tokens, and the `token_scores` of their targets, replicated on all devices."""
+def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Array]:
+    """Return the `token_scores` of targets, replicated on all devices, given the output of `extend`."""
     model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
-    x_BTD, entries = extend(model, cache, tokens_BT, positions_BT, segment_BT, branch_BT)
     x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
-    return entries, reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
+    return reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def _score_chunk(params, cache, start, tokens_BT, positions_BT, segment_BT, targets_BT, *, config):
-    entries, scores = _token_scores(params, cache, tokens_BT, positions_BT, segment_BT, targets_BT, None, config=config)
-    return write_chunk(cache, entries, segment_BT, start), scores
+def _score_chunk(params, cache, start, tokens_BT, length_B, targets_BT, *, config):
+    x_BTD, entries = extend_chunk(decode.model_of(config, params), cache, start, tokens_BT, length_B)
+    return write_chunk(cache, entries, start), _token_scores(params, x_BTD, targets_BT, config)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score_pass(params, cache, *arrays_BT, config):
-    return _token_scores(params, cache, *arrays_BT, config=config)[1]
+def _score_pass(params, cache, used_B, tokens_BT, positions_BT, segment_BT, branch_BT, targets_BT, *, config):
+    model = decode.model_of(config, params)
+    x_BTD, _ = extend(model, cache, used_B, tokens_BT, positions_BT, segment_BT, branch_BT)
+    return _token_scores(params, x_BTD, targets_BT, config)

@@ -1,4 +1,4 @@
-"""Access to the fields of another format's config.json, and the `model` fields that no other format can vary."""
+"""Fields of another format's config.json, and the fields of `model` that are the same for all other formats."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from difftx.errors import UserError
 from difftx.files import NAMES, read_json
 
-# Values of `model` fields for every model of another format.
+# Fields of `model` that have the same value for every model of another format.
 FIXED = {
     "signal_heads": None,
     "top_k": None,
@@ -28,11 +28,7 @@ class Fields:
             raise UserError(f"{path}: not an object")
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field, or `default` if the field is absent or null.
-
-        Raises:
-            UserError: there is no value and no default, or the value is not a `kind` or not a positive number.
-        """
+        """Return a field of type `kind`, or `default` if the field is absent or null; numbers must be positive."""
         value = self._raw.get(name)
         if value is None and default is not None:
             return default
@@ -49,7 +45,7 @@ class Fields:
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
-    """Return the fields of `model` for heads. As in a config file, a field that follows from others is None."""
+    """Return the fields of `model` that describe heads. None selects the default that other fields determine."""
     return {
         "num_heads": heads,
         "num_kv_heads": None if kv_heads == heads else kv_heads,

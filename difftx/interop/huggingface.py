@@ -19,11 +19,7 @@ REQUIRED = {
 
 
 def model_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json determines.
-
-    Raises:
-        UserError: the model is of another class, or has a feature that difftx lacks.
-    """
+    """Return the fields of `model` that a config.json determines, or raise `UserError` if difftx lacks a feature."""
     fields = Fields(path)
     (name, *_) = fields.get("architectures", list) or ["none"]
     if name not in CLASSES:
@@ -56,7 +52,7 @@ def model_fields(path: Path) -> dict[str, Any]:
 
 
 def _rope_theta(fields: Fields) -> float:
-    """Return the base of the rotary embedding; transformers 4 and 5 store it in different fields."""
+    """Return the base of the rotary embedding. Files of transformers 4 and 5 have it in different fields."""
     scaling: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
@@ -80,9 +76,8 @@ def check_model(model: ModelConfig) -> None:
             )
         return
     if model.head_norm_eps != model.norm_eps:
-        raise UserError(
-            f"model.head_norm_eps={model.head_norm_eps}, model.norm_eps={model.norm_eps}: DiffLlama has only one"
-        )
+        both = f"model.head_norm_eps={model.head_norm_eps}, model.norm_eps={model.norm_eps}"
+        raise UserError(f"{both}: DiffLlama has only one")
     if model.head_norm == "rms_affine" and model.kv_heads != model.num_heads:
         raise UserError(
             "model.head_norm='rms_affine': DiffLlama's head norm has no gain, and difftx can fold it into W_O only if "

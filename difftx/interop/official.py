@@ -1,7 +1,8 @@
 """Conversion of the config.json of microsoft/unilm's Diff-Transformer, in both directions.
 
-That repository publishes attention layers but no model. difftx defines this format as a decoder with the parameters of
-these layers under `self_attn` and Llama's names for all other tensors; its config.json has the layers' arguments.
+That repository publishes attention layers but no model. In the format that difftx defines for it, a decoder has the
+parameters of these layers under `self_attn` and Llama's names for all other tensors. Its config.json has the arguments
+of the layers' constructors.
 """
 
 from pathlib import Path
@@ -16,11 +17,7 @@ HEAD_NORM_EPS = 1e-5  # Hard-coded in the official code.
 
 
 def model_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json determines.
-
-    Raises:
-        UserError: the model is of another class, or a field is missing.
-    """
+    """Return the fields of `model` that a config.json determines."""
     fields = Fields(path)
     name = fields.get("attention", str)
     if name not in CLASSES:

@@ -1,44 +1,135 @@
-"""Conversion of parameters between difftx and other formats, one layer at a time.
+"""Parameters in the layouts of other formats, and their conversion from and to those of difftx, one layer at a time.
 
 Values stay bit-identical, except where the gain of a head norm is folded into W_O.
 """
-#   L = layers, E = 2 d = width of a head's output
+#   D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads, K = key/value heads,
+#   G = 2 groups (A1 and A2), d = width of a query/key (sub-)head, E = 2 d = width of a head's output,
+#   p = 2 channels that the rotary embedding rotates together, j = d / 2 such pairs
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from difftx.config import ModelConfig
 from difftx.errors import UserError, did_you_mean
-from difftx.interop.layouts import (
-    EMBEDDING,
-    GAIN,
-    OUTPUT,
-    UNEMBEDDING,
-    Format,
-    Weight,
-    rearrange,
-    shape_of,
-    sizes_of,
-    weights_of,
-)
 from difftx.interop.safetensors import Tensor
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
+Format = Literal["hf", "official"]
+
+OUTPUT = "blocks/attention/output_HED"
+GAIN = "blocks/attention/head_norm/scale"
+EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 2**26  # Size of a block of embedding rows.
-DERIVED = ".rotary_emb.inv_freq"  # Tensors of old Llama files that follow from the config.
+# Name ending of tensors in old Llama files that are ignored, because the rotary embedding's base determines them.
+IGNORED = ".rotary_emb.inv_freq"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter of difftx, and the tensors of another format with the same values.
+
+    `axes` has one word per axis. A word of several letters is one axis that combines these dimensions in row-major
+    order: "HGd D" is a matrix with H·G·d rows, in which the index over d changes fastest, and D columns.
+    """
+
+    names: tuple[str, ...]  # Tensors of the other format; difftx stacks several. {layer} stands for the layer's number.
+    axes: str  # Axes of each tensor.
+    path: str  # Path of the parameter. A parameter below "blocks/" has a leading axis of layers.
+    our_axes: str  # Axes of the parameter, without the axis of layers and the axis of stacked tensors.
+
+    @property
+    def has_layers(self) -> bool:
+        return self.path.startswith("blocks/")
+
+
+def _layer(name: str | tuple[str, ...], axes: str, path: str, our_axes: str) -> Weight:
+    names = (name,) if isinstance(name, str) else name
+    return Weight(tuple(f"model.layers.{{layer}}.{name}" for name in names), axes, f"blocks/{path}", our_axes)
+
+
+_LAMBDAS = [
+    _layer(("self_attn.lambda_q1", "self_attn.lambda_q2"), "d", "attention/lambda_query_Gd", "d"),
+    _layer(("self_attn.lambda_k1", "self_attn.lambda_k2"), "d", "attention/lambda_key_Gd", "d"),
+]
+# In Hugging Face's format, each group is one half of the heads. In the official code, each head contains both groups,
+# and the rotary embedding rotates neighbouring channels, which are d / 2 apart in difftx.
+_ATTENTION: dict[tuple[Format, str], list[Weight]] = {
+    ("hf", "diff"): [
+        _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
+        _layer("self_attn.k_proj.weight", "GKd D", "attention/key_DKGd", "D K G d"),
+        _layer("self_attn.v_proj.weight", "GKd D", "attention/value_DKE", "D K Gd"),
+        _layer("self_attn.o_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
+        *_LAMBDAS,
+    ],
+    ("official", "diff"): [
+        _layer("self_attn.q_proj.weight", "HGjp D", "attention/query_DHGd", "D H G pj"),
+        _layer("self_attn.k_proj.weight", "KGjp D", "attention/key_DKGd", "D K G pj"),
+        _layer("self_attn.v_proj.weight", "KGd D", "attention/value_DKE", "D K Gd"),
+        _layer("self_attn.out_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
+        _layer("self_attn.subln.weight", "Gd", "attention/head_norm/scale", "Gd"),
+        *_LAMBDAS,
+    ],
+    ("hf", "transformer"): [
+        _layer("self_attn.q_proj.weight", "Hd D", "attention/query_DHd", "D H d"),
+        _layer("self_attn.k_proj.weight", "Kd D", "attention/key_DKd", "D K d"),
+        _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
+        _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
+    ],
+    ("official", "transformer"): [
+        _layer("self_attn.q_proj.weight", "Hjp D", "attention/query_DHd", "D H pj"),
+        _layer("self_attn.k_proj.weight", "Kjp D", "attention/key_DKd", "D K pj"),
+        _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
+        _layer("self_attn.out_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
+    ],
+}
+
+
+def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
+    """Return the weights of a model. Outside of attention layers, both formats use Llama's names."""
+    weights = [
+        Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
+        *_ATTENTION[format_, model.architecture],
+        _layer("mlp.gate_proj.weight", "F D", "mlp/gate_DF", "D F"),
+        _layer("mlp.up_proj.weight", "F D", "mlp/up_DF", "D F"),
+        _layer("mlp.down_proj.weight", "D F", "mlp/down_FD", "F D"),
+        _layer("input_layernorm.weight", "D", "attention_norm/scale", "D"),
+        _layer("post_attention_layernorm.weight", "D", "mlp_norm/scale", "D"),
+        Weight(("model.norm.weight",), "D", "final_norm/scale", "D"),
+    ]
+    if not model.tie_embeddings:
+        weights.append(Weight((UNEMBEDDING,), "V D", "unembedding_VD", "V D"))
+    return weights
+
+
+def sizes_of(model: ModelConfig) -> dict[str, int]:
+    """Return the size of the dimension that each letter stands for."""
+    d = model.d_head
+    sizes = {"D": model.d_model, "V": model.vocab_size, "F": model.mlp_dim, "H": model.num_heads, "K": model.kv_heads}
+    return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2}
+
+
+def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of an array with the given axes."""
+    return tuple(math.prod(sizes[letter] for letter in axis) for axis in axes.split())
+
+
+def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, int]) -> np.ndarray:
+    """Transpose and reshape an array from `axes` to `new_axes`, which must consist of the same letters."""
+    letters, new_letters = axes.replace(" ", ""), new_axes.replace(" ", "")
+    split = array.reshape([sizes[letter] for letter in letters])
+    return split.transpose([letters.index(letter) for letter in new_letters]).reshape(shape_of(new_axes, sizes))
 
 
 def import_params(
     source: Path, tensors: Mapping[str, Tensor], format_: Format, model: ModelConfig
 ) -> dict[str, Streamed]:
-    """Return difftx's parameters by path. Their values are read from `tensors` while they are written.
-
-    Raises:
-        UserError: a tensor is missing, has another shape or does not belong to the model.
-    """
+    """Return difftx's parameters by path. Their values are read from `tensors` while they are written."""
     sizes, weights = sizes_of(model), weights_of(format_, model)
     expected = {name: shape_of(weight.axes, sizes) for weight in weights for name in _names(weight, model.num_layers)}
     for name, shape in expected.items():
@@ -49,9 +140,9 @@ def import_params(
                 f"{tensors[name].file}: {name} has shape {tensors[name].shape}, but config.json implies {shape}"
             )
     for name in tensors.keys() - expected.keys():
-        if name == UNEMBEDDING:
-            _check_tied(tensors[UNEMBEDDING], tensors[EMBEDDING])
-        elif not name.endswith(DERIVED):
+        if name == UNEMBEDDING:  # A tied model, which needs no output embedding.
+            _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
+        elif not name.endswith(IGNORED):
             raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
     return {weight.path: _import(weight, tensors, model.num_layers, sizes) for weight in weights}
 
@@ -59,18 +150,18 @@ def import_params(
 def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Streamed]:
     """Return the tensors of another format by name. Their values are read from a checkpoint while they are written.
 
-    All layers of a parameter are adjacent, because runs on few devices store all layers in one chunk.
+    The tensors are ordered by parameter, then by layer. A run on few devices stores all layers of a parameter in one
+    chunk, which the reader decodes only once in this order.
     """
     sizes, tensors = sizes_of(model), {}
-    # The gain, a few kilobytes, is read once, because the reader caches the chunks of one parameter only. Reading the
-    # gain between layers would evict the chunks of W_O.
+    # Read the gain, a few kilobytes, before W_O: the reader caches the chunks of one parameter only, so a read of the
+    # gain between two layers of W_O would evict the chunks of W_O.
     is_folded = format_ == "hf" and model.head_norm == "rms_affine"
     gain_LE = reader.read(GAIN, slice(None)) if is_folded else None
     for weight in weights_of(format_, model):
         shape = shape_of(weight.axes, sizes)
         if not weight.has_layers:
-            rows = partial(map, partial(reader.read, weight.path), _row_blocks(shape))
-            tensors[weight.names[0]] = Streamed(shape, _block_rows(shape), rows)
+            tensors[weight.names[0]] = _by_rows(shape, partial(reader.read, weight.path))
             continue
         for layer in range(model.num_layers):
             for index, name in enumerate(weight.names):
@@ -83,33 +174,31 @@ def _names(weight: Weight, layers: int) -> list[str]:
     return [name.format(layer=layer) for name in weight.names for layer in range(layers if weight.has_layers else 1)]
 
 
-def _check_tied(unembedding: Tensor, embedding: Tensor) -> None:
-    """Raise `UserError` unless an unexpected output embedding equals the input embedding."""
-    is_equal = unembedding.shape == embedding.shape and all(
+def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
+    if unembedding.shape != embedding.shape or not all(
         np.array_equal(unembedding.read(rows), embedding.read(rows)) for rows in _row_blocks(embedding.shape)
-    )
-    if not is_equal:
+    ):
         raise UserError(
             f"{unembedding.file}: {UNEMBEDDING} differs from {EMBEDDING}, though config.json has "
             "tie_word_embeddings=true; set it to false to keep both"
         )
 
 
+def _by_rows(shape: tuple[int, ...], read: Callable[[slice], np.ndarray]) -> Streamed:
+    """Return the array whose rows `read` returns."""
+    blocks = _row_blocks(shape)
+    return Streamed(shape, blocks[0].stop, lambda: map(read, blocks))
+
+
 def _row_blocks(shape: tuple[int, ...]) -> list[slice]:
-    rows = _block_rows(shape)
+    rows = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
     return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
-
-
-def _block_rows(shape: tuple[int, ...]) -> int:
-    row_bytes = 4 * int(np.prod(shape[1:]))
-    return min(shape[0], max(1, BLOCK_BYTES // row_bytes))
 
 
 def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: Mapping[str, int]) -> Streamed:
     shape = shape_of(weight.our_axes, sizes)
     if not weight.has_layers:
-        tensor = tensors[weight.names[0]]
-        return Streamed(shape, _block_rows(shape), lambda: map(tensor.read, _row_blocks(shape)))
+        return _by_rows(shape, tensors[weight.names[0]].read)
 
     def blocks() -> Iterator[np.ndarray]:
         for layer in range(layers):
@@ -126,7 +215,7 @@ def _import(weight: Weight, tensors: Mapping[str, Tensor], layers: int, sizes: M
 def _export_layer(
     reader: ParamsReader, model: ModelConfig, weight: Weight, gain_LE: np.ndarray | None, layer: int, index: int
 ) -> list[np.ndarray]:
-    """Return the tensor `weight.names[index]` of a layer, as a single block."""
+    """Return the tensor `weight.names[index]` of a layer, as a list of one block."""
     sizes = sizes_of(model)
     if weight.path == GAIN and model.head_norm != "rms_affine":  # The official code always has a gain.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]

@@ -1,4 +1,4 @@
-"""Conversion between run directories and model folders of other formats."""
+"""Conversion between run directories and model folders of other formats, and comparison of their logits."""
 
 import dataclasses
 import json
@@ -6,40 +6,39 @@ from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
+import jax
+import numpy as np
+from flax import nnx
+
 from difftx.config import Config, ModelConfig
 from difftx.data.tokenizer import fingerprint, load_tokenizer
-from difftx.errors import UserError
+from difftx.errors import RunError, UserError
 from difftx.files import new_folder, write_atomically
 from difftx.inference.load import read_checkpoint
 from difftx.interop import huggingface, official, tokenizers
 from difftx.interop.fields import FIXED
-from difftx.interop.layouts import Format
-from difftx.interop.parameters import export_params, import_params
+from difftx.interop.parameters import Format, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
-from difftx.interop.verify import compare_logits
+from difftx.parallel.mesh import batch_shards, make_mesh
+from difftx.training.checkpoint.checkpointer import restore_params
 from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config, write_description
+from difftx.training.state import graph, init_state
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
 CONFIG = "config.json"
+TOKENS = 64  # Largest number of tokens per row when logits are compared.
+TOLERANCE = 1e-4  # Relative to the largest logit; allows for float32 sums in another order.
 
 
 def import_run(
     source: Path, out: Path, format_: Format, config: Config, overridden: Collection[str], verify: bool
 ) -> list[str]:
-    """Create a run directory from a model in another format; return messages for the user.
+    """Create the run directory `out` from a model folder of another format; return messages for the user.
 
-    Args:
-        source: Folder with config.json and safetensors files.
-        out: Run directory to create.
-        format_: Format of `source`.
-        config: Config of the run. The model in `source` replaces some of its fields.
-        overridden: Fields of `model` that the user has set. They must not be among the replaced fields.
-        verify: Compare logits with transformers.
-
-    Raises:
-        UserError: the model has a feature that difftx lacks, or a file is corrupt.
+    The config.json in `source` replaces some fields of `config.model`, none of which the user may have `overridden`.
+    `verify` compares logits with transformers.
     """
     fields = FORMATS[format_].model_fields(source / CONFIG)
     if clash := sorted(fields.keys() & overridden):
@@ -60,18 +59,10 @@ def import_run(
 def export_run(
     workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool
 ) -> list[str]:
-    """Write a run's checkpoint in another format; return messages for the user.
+    """Write a run's checkpoint as a model folder of another format; return messages for the user.
 
-    Args:
-        workdir: Run directory.
-        out: Folder to create.
-        step: Step of the checkpoint. None selects the newest one that verifies.
-        format_: Format of `out`.
-        shard_bytes: Size of the largest safetensors file.
-        verify: Compare logits with transformers.
-
-    Raises:
-        UserError: the format cannot represent the model, or there is no such checkpoint.
+    `step` = None selects the newest checkpoint that verifies. A safetensors file has at most `shard_bytes`, unless a
+    single tensor is larger. `verify` compares logits with transformers.
     """
 
     def export(checkpoint: Checkpoint) -> list[str]:
@@ -101,10 +92,8 @@ def check_representable(model: ModelConfig, format_: Format) -> None:
             raise UserError(f"model.{name}={value}: other formats learn λ, with the λ_init and 1 - λ_init of the paper")
     if model.architecture == "diff" and model.head_norm not in ("rms", "rms_affine"):
         raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
-    if model.attention_logit_bits is not None:
-        raise UserError(
-            f"model.attention_logit_bits={model.attention_logit_bits}: other formats do not quantise logits"
-        )
+    if (bits := model.attention_logit_bits) is not None:
+        raise UserError(f"model.attention_logit_bits={bits}: other formats do not quantise logits")
     FORMATS[format_].check_model(model)
 
 
@@ -112,3 +101,46 @@ def _describe(model: ModelConfig) -> str:
     kv = "" if model.kv_heads == model.num_heads else f" ({model.kv_heads} key/value)"
     heads = f"{model.num_layers} layers, {model.num_heads} heads{kv} of d = {model.d_head}"
     return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
+
+
+def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
+    """Compare the logits of random tokens, both models in float32; return a message with the largest difference.
+
+    Raises:
+        RunError: The difference exceeds `TOLERANCE`.
+    """
+    mesh = make_mesh(config.mesh)
+    chunks = 2 * mesh.shape["context"]  # Zig-zag order splits a row into this many chunks.
+    length = min(TOKENS, config.data.sequence_length) // chunks * chunks
+    tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
+    theirs_BTV = transformers_logits(folder, tokens_BT)
+    ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT)
+    error, largest = float(np.abs(ours_BTV - theirs_BTV).max()), float(np.abs(theirs_BTV).max())
+    line = f"logits of {tokens_BT.size} random tokens differ from transformers' by at most {error:.1e} of {largest:.1f}"
+    if not error <= TOLERANCE * largest:
+        raise RunError(f"{line}: more than rounding; nothing was written")
+    return f"verified: {line}"
+
+
+def our_logits(checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray) -> np.ndarray:
+    """Return the logits that difftx computes from a verified checkpoint, in float32."""
+    model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")
+    config = dataclasses.replace(config, model=model)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh)
+        graphdef = graph(config)
+        logits = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0])
+        return np.asarray(logits(params, tokens_BT.astype(np.int32)))
+
+
+def transformers_logits(folder: Path, tokens_BT: np.ndarray) -> np.ndarray:
+    """Return the logits of the model that transformers loads from a folder, in float32 on the CPU."""
+    import torch  # pyrefly: ignore[missing-import]  # Installed by `make parity`.
+    import transformers  # pyrefly: ignore[missing-import]
+
+    transformers.utils.logging.disable_progress_bar()
+    # The folder is local and local_files_only is set, so nothing is downloaded.
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.float32, local_files_only=True)  # nosec B615
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens_BT)).logits.numpy()

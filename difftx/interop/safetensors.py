@@ -1,6 +1,6 @@
 """safetensors files, read by rows and written one tensor at a time (https://huggingface.co/docs/safetensors).
 
-The `safetensors` library can write only tensors in memory, and its error for a truncated file names no tensor.
+The `safetensors` library can write only tensors that are in memory, and its error for a truncated file names no tensor.
 """
 
 import dataclasses
@@ -40,11 +40,7 @@ class Tensor:
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: slice = slice(None)) -> np.ndarray:
-        """Return the tensor, or the given rows of its first axis, as float32.
-
-        Raises:
-            UserError: a value is not finite, or the file was truncated after its header was read.
-        """
+        """Return the tensor, or the given rows of its first axis, as float32; raise `UserError` for NaN or infinity."""
         start, stop, _ = rows.indices(self.shape[0])
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         raw = np.fromfile(self.file, np.uint8, (stop - start) * width, offset=self.offset + start * width)
@@ -57,14 +53,10 @@ class Tensor:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors`, or of the files that its index lists, by name.
-
-    Raises:
-        UserError: a file is missing or corrupt, or lacks a tensor that the index assigns to it.
-    """
+    """Return the tensors of `model.safetensors`, or of all files that the folder's index lists, by name."""
     if not (folder / INDEX).is_file():
         if (folder / FILE).is_file():
-            return read_header(folder / FILE)
+            return _read_header(folder / FILE)
         others = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".bin", ".pt", ".pth")]
         hint = f"; convert {others[0]} to safetensors first" if others else ""
         raise UserError(f"{folder} has neither {FILE} nor {INDEX}{hint}")
@@ -79,19 +71,14 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         if not (folder / file).is_file():
             raise UserError(f"{folder / file} is missing; {INDEX} says that it contains {name}")
     for file in sorted(set(files.values())):
-        tensors |= read_header(folder / file)
+        tensors |= _read_header(folder / file)
     for name, file in files.items():
         if name not in tensors or tensors[name].file.name != file:
             raise UserError(f"{folder / file} does not contain {name}, though {INDEX} says that it does")
     return tensors
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
-    """Return a file's tensors by name.
-
-    Raises:
-        UserError: the file is corrupt, or its tensors do not fill it without gaps and overlaps.
-    """
+def _read_header(file: Path) -> dict[str, Tensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -133,25 +120,25 @@ def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
-    """Write tensors to one file, or to several with an index; return the names of the files.
+    """Write tensors as float32 to one file, or to several with an index; return the names of the files.
 
     A file has at most `shard_bytes` of tensors, or a single larger tensor.
     """
-    shards: list[list[str]] = [[]]
+    shards: list[dict[str, Streamed]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():
         if shards[-1] and 4 * tensor.size > room:
-            shards.append([])
+            shards.append({})
             room = shard_bytes
-        shards[-1].append(name)
+        shards[-1][name] = tensor
         room -= 4 * tensor.size
     count = len(shards)
     files = [FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: tensors[name] for name in names})
+    for file, shard in zip(files, shards, strict=True):
+        _write_file(folder / file, shard)
     if count > 1:
         total = sum(4 * tensor.size for tensor in tensors.values())
-        file_of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
         write_atomically(folder / INDEX, text + "\n")
     return files

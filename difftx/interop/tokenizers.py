@@ -1,8 +1,8 @@
 """Conversion between tiktoken encodings and Hugging Face's tokenizer.json, for tokenizers that both can represent.
 
 Both merge bytes by rank. tiktoken merges any two neighbours that form a token. A tokenizer.json lists the pairs to
-merge, so it must list every split of each token into two tokens. Before the merges, cl100k_base's pattern splits the
-text, or nothing does.
+merge, so it must list every split of each token into two tokens. A tokenizer converts if it splits the text by
+cl100k_base's pattern before the merges, or not at all.
 """
 
 import base64
@@ -52,13 +52,10 @@ def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) 
 
 
 def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[str, str]:
-    """Return the value of `data.tokenizer` for the tokenizer of a model's folder, and a message for the user.
+    """Return the value of `data.tokenizer` for the tokenizer of the model in `source`, and a message for the user.
 
-    Args:
-        source: Folder of the model.
-        folder: Temporary folder of the new run, for a .tiktoken file.
-        out: Final path of `folder`.
-        name: Configured value of `data.tokenizer`, which is returned if the model's tokenizer is not converted.
+    The vocabulary is written to a .tiktoken file in `folder`, which is later renamed to `out`, unless `data.tokenizer`
+    can be "bytes" or the configured `name`. A tokenizer that does not convert leaves `name` unchanged.
     """
     path = source / FILE
     if not path.is_file():
@@ -70,7 +67,7 @@ def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[
                 return known, f"tokenizer: that of the model, data.tokenizer={known!r}"
         file = folder / "tokenizer.tiktoken"
         with contextlib.suppress(KeyError):  # A character that does not represent a byte.
-            _write_ranks(file, theirs["model"]["vocab"])
+            write_atomically(file, _ranks(theirs["model"]["vocab"]))
         if file.is_file() and _is_same(str(file), theirs):
             kept = str(out.absolute() / file.name)
             return kept, f"tokenizer: converted, data.tokenizer={kept!r}"
@@ -153,10 +150,10 @@ def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
     return model["type"], vocabulary, merges, added, raw.get("pre_tokenizer")
 
 
-def _write_ranks(path: Path, vocabulary: dict[str, int]) -> None:
-    lines = [
+def _ranks(vocabulary: dict[str, int]) -> str:
+    """Return the content of a .tiktoken file."""
+    return "".join(
         f"{base64.b64encode(bytes(BYTES_OF[character] for character in token)).decode()} {rank}\n"
         for token, rank in sorted(vocabulary.items(), key=lambda item: item[1])
         if token != END_OF_TEXT
-    ]
-    write_atomically(path, "".join(lines))
+    )

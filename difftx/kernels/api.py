@@ -1,11 +1,10 @@
 """The attention functions, and how a call finds its backend.
 
-A backend that the caller names serves the call or raises an error with the reason. "auto" selects the first backend in
-`BACKENDS` that runs on the platform and supports the call, and logs the choice once.
+If the caller names a backend, it serves the call or raises an error with the reason. "auto" selects the first backend
+in `BACKENDS` that runs on the platform and supports the call, and logs the choice once.
 
 Under a mesh with explicit axes, a backend runs inside `jax.shard_map` over batch and heads. The shardings come from the
-arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows
-(`context.py`).
+arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows.
 
 A Pallas backend runs in the Pallas interpreter if the caller names it on another platform. A training step would then
 take minutes, so `why_unavailable` rejects such a backend for training.
@@ -16,6 +15,7 @@ take minutes, so `why_unavailable` rejects such a backend for training.
 
 import functools
 import logging
+import types
 from typing import Literal
 
 import jax
@@ -29,7 +29,8 @@ from difftx.kernels.maps import Map
 try:
     from difftx.kernels import pallas_gpu
 except ImportError:  # This jaxlib lacks the Mosaic GPU bindings, as on some laptops.
-    pallas_gpu = None
+    _NO_GPU = "this jaxlib has no Mosaic GPU"
+    pallas_gpu = types.SimpleNamespace(forward=None, backward=None, unsupported=lambda call: _NO_GPU)
 
 # All names of backends. A test compares them with `BACKENDS`.
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
@@ -39,49 +40,23 @@ def _by_name(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
 
 
-def _no_mosaic_gpu(*_: object, **__: object) -> str:
-    return "this jaxlib has no Mosaic GPU"
-
+_for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
+_for_tpu = functools.partial(Backend, platform="tpu")
 
 # Function → name → backend. "auto" tries the backends in this order. "reference" is only an oracle for checks.
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
-        Backend(
-            "pallas_tpu",
-            pallas_tpu.forward,
-            pallas_tpu.backward,
-            unsupported=pallas_tpu.unsupported,
-            platform="tpu",
-        ),
-        Backend(
-            "pallas_gpu",
-            pallas_gpu.forward if pallas_gpu else _no_mosaic_gpu,
-            pallas_gpu.backward if pallas_gpu else None,
-            unsupported=pallas_gpu.unsupported if pallas_gpu else _no_mosaic_gpu,
-            platform="gpu",
-            whole_rows=True,
-        ),
-        Backend(
-            "cudnn_wide",
-            cudnn.diff_attention_wide_values,
-            unsupported=cudnn.wide_values_unsupported,
-            platform="gpu",
-            whole_rows=True,
-        ),
-        Backend("cudnn", cudnn.diff_attention, unsupported=cudnn.unsupported, platform="gpu", whole_rows=True),
+        _for_tpu("pallas_tpu", pallas_tpu.forward, pallas_tpu.backward, pallas_tpu.unsupported),
+        _for_gpu("pallas_gpu", pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.unsupported),
+        _for_gpu("cudnn_wide", cudnn.diff_attention_wide_values, unsupported=cudnn.wide_values_unsupported),
+        _for_gpu("cudnn", cudnn.diff_attention, unsupported=cudnn.unsupported),
         Backend("xla", xla.forward, xla.backward),
     ),
     "attention": _by_name(
         Backend("reference", reference.attention, auto=False),
-        Backend("splash", baseline.splash_attention, unsupported=baseline.splash_unsupported, platform="tpu"),
-        Backend(
-            "cudnn",
-            baseline.cudnn_attention,
-            unsupported=baseline.cudnn_unsupported,
-            platform="gpu",
-            whole_rows=True,
-        ),
+        _for_tpu("splash", baseline.splash_attention, unsupported=baseline.splash_unsupported),
+        _for_gpu("cudnn", baseline.cudnn_attention, unsupported=baseline.cudnn_unsupported),
         Backend("xla", baseline.xla_attention),
     ),
     "mapped_attention": _by_name(
@@ -134,8 +109,8 @@ def diff_attention(
     sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
     call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
     backend = _choose("diff_attention", implementation, call)
-    operands = (q_BTHGD, k_BSKGD, v_BSKE, lam_per_token(lam, q_BTHGD), segment_ids_BT)
-    return backend.run(*operands, window=window, sharding=sharding)
+    lam_BTH = lam_per_token(lam, q_BTHGD)
+    return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=sharding)
 
 
 def attention(
@@ -252,13 +227,11 @@ def check_gradients(head_dim: int) -> dict[str, str]:
 
     expected = gradients("reference", jnp.dtype("float32"))
     for name in names:
-        actual = gradients(name, q.dtype)
-        errors = [
-            float(jnp.linalg.norm(a.astype(jnp.float32) - e) / jnp.linalg.norm(e))
-            for a, e in zip(actual, expected, strict=True)
-        ]
-        if not max(errors) < GRADIENT_TOLERANCE:
-            distrusted[name] = f"its gradients were off by {max(errors):.1%} when the program started"
+        pairs = zip(gradients(name, q.dtype), expected, strict=True)
+        errors = [jnp.linalg.norm(a.astype(jnp.float32) - e) / jnp.linalg.norm(e) for a, e in pairs]
+        error = float(jnp.stack(errors).max())
+        if not error < GRADIENT_TOLERANCE:  # NaN, too.
+            distrusted[name] = f"its gradients were off by {error:.1%} when the program started"
             log.warning("%s on %s: %s", name, target.device_kind(), distrusted[name])
     return distrusted
 
@@ -270,11 +243,7 @@ def _candidates(function: str) -> list[Backend]:
 
 
 def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
-    """Return the backend for a call.
-
-    Raises:
-        ValueError: The call is invalid, or no backend can serve it.
-    """
+    """Return the backend for a call, or raise `ValueError` if the call is invalid or no backend can serve it."""
     _check_common(*call[:5])
     if implementation != "auto":
         backend = BACKENDS[function].get(implementation)

@@ -1,8 +1,7 @@
-"""The record of a backend, and how a backend runs under a mesh and gets its gradient.
+"""The record of a backend, its gradient by `jax.custom_vjp`, and its execution under a mesh by `jax.shard_map`.
 
-A backend with a backward pass of its own is wrapped in `jax.custom_vjp`. The custom gradient wraps `jax.shard_map`
-rather than the other way round. Inside `shard_map`, JAX would sum gradients over devices although each device owns its
-own shard (jax issue 21855).
+The custom gradient wraps `jax.shard_map` rather than the other way round. Inside `shard_map`, JAX would sum gradients
+over devices although each device owns its own shard (jax issue 21855).
 """
 #   B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
@@ -48,12 +47,13 @@ class Saved(NamedTuple):
 class Backend:
     """One implementation of an attention function, for the rows and heads that one device holds.
 
-    A frozen record, because `jax.custom_vjp` compares backends to find compiled programs again.
+    Backends are hashable, because `jax.custom_vjp` compares them to find compiled programs again.
     """
 
     name: str
-    # `forward(*operands, window=…)` returns the output, and also a `Saved` if there is a `backward`. If rows are
-    # sharded along their tokens, both functions receive `sharding=…` and the keys and values of whole rows.
+    # `forward(q, k, v, …, segment_ids, window=…)` returns the output, and also a `Saved` if there is a `backward`. If
+    # rows are sharded along their tokens, both functions receive `sharding=…` and the keys and values of whole rows.
+    # The arguments have the shapes, dtypes and meanings of those of the functions in `api.py`.
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None  # Receives the operands, output, `Saved` and cotangent. None: autodiff.
     unsupported: Callable[[AttentionCall], str | None] = lambda call: None  # Reason why it cannot serve a call.
@@ -88,21 +88,19 @@ def _forward(backend, window, sharding, *inputs):
 def _backward(backend, window, sharding, residuals, dout_BTHE):
     segment_ids_BT = residuals[4]
     call = functools.partial(backend.backward, window=window)
-    if sharding is not None:
-        call = functools.partial(_with_summed_keys, call)
-    grads = per_shard(call, *residuals, dout_BTHE, sharding=sharding)
+
+    def with_summed_keys(*operands, sharding):
+        """Sum the gradients of keys and values over the devices whose queries attended to them."""
+        dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands, sharding=sharding)
+        return dq_BTHGD, sharding.scatter(dk_BSKGD), sharding.scatter(dv_BSKE), dlam_BTH
+
+    grads = per_shard(with_summed_keys if sharding else call, *residuals, dout_BTHE, sharding=sharding)
     # JAX requires gradients of integer inputs to have the dtype float0.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
     return *grads, no_grad
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _with_summed_keys(call, *operands, sharding):
-    """Sum the gradients of keys and values over the devices whose queries attended to them."""
-    dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands, sharding=sharding)
-    return dq_BTHGD, sharding.scatter(dk_BSKGD), sharding.scatter(dv_BSKE), dlam_BTH
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
@@ -118,30 +116,19 @@ def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
     return jnp.broadcast_to(lam, q_BTHGD.shape[:3], out_sharding=spec)
 
 
-def deltas(
-    out_BTHE: jax.Array, out2_BTHE: jax.Array, lam_BTH: jax.Array, dout_BTHE: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Array]:
     """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, from O = O1 - λ O2 and O2."""
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
     delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
     return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
 
 
-def per_shard(
-    call: Callable[..., Any], *operands: Any, saves: bool = False, sharding: SequenceSharding | None = None
-) -> Any:
+def per_shard(call: Callable[..., Any], *operands, saves=False, sharding: SequenceSharding | None = None) -> Any:
     """Run `call` on each device with its shard of batch rows, heads and, if `sharding` is given, tokens.
 
-    Attention needs no communication between rows or between heads. `context.py` communicates between tokens.
-
-    Args:
-        call: Function of the operands. It returns an output and a `Saved` if `saves`, else arrays like the operands.
-        operands: Arrays `[B, T or S, H or K, …]` or `[B, T]`, `Saved` tuples, or None. The first operand is q.
-        saves: Whether `call` returns a `Saved`.
-        sharding: Sharding of the tokens. None: `call` requires whole rows.
-
-    Raises:
-        ValueError: Rows are sharded along their tokens and `sharding` is None.
+    Operands are arrays `[B, T or S, H or K, …]`, of which the first is q, arrays `[B, T]`, `Saved` tuples, or None.
+    `call` returns an output and a `Saved` if `saves`, else arrays like the operands. If `sharding` is None, `call`
+    requires whole rows, and sharded rows raise a `ValueError`.
     """
     if not is_explicit_mesh():
         return call(*operands)
@@ -163,11 +150,6 @@ def per_shard(
 
     # Segment ids and λ are small, so they are resharded like the queries. Larger operands must match already.
     operands = tuple(jax.sharding.reshard(x, spec(x)) if getattr(x, "ndim", 9) <= 3 else x for x in operands)
+    in_specs, out_specs = tuple(map(spec, operands)), (by_token, saved) if saves else by_token
     # check_vma=True would require each zero-initialised accumulator of a backend to be marked as device-varying.
-    sharded = jax.shard_map(
-        call,
-        in_specs=tuple(map(spec, operands)),
-        out_specs=(by_token, saved) if saves else by_token,
-        check_vma=False,
-    )
-    return sharded(*operands)
+    return jax.shard_map(call, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)

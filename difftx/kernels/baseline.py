@@ -1,7 +1,6 @@
 """Softmax attention of the baseline Transformer by library kernels: `jax.nn` (XLA, cuDNN), and splash on TPUs.
 
-Splash attention is JAX's flash attention for TPUs with sparse masks: it skips tiles that the mask hides. The masks are
-those of differential attention.
+Splash attention is JAX's flash attention for TPUs with sparse masks. It skips tiles that the mask hides.
 """
 #   B = batch, T = query tokens, S = key tokens (= T; of the whole row where rows are sharded along their tokens),
 #   X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads, K = key/value heads,
@@ -38,14 +37,9 @@ def _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, implem
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q_BTHD,
-        k_BSKD,
-        v_BSKD,
-        mask=mask_B1TS,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
+        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation=implementation
     )
 
 
@@ -67,11 +61,8 @@ def cudnn_unsupported(call: AttentionCall) -> str | None:
 
 
 def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
-    """Compute softmax attention by splash attention, in the Pallas interpreter on other platforms than TPU.
-
-    Splash attends one key/value head to its R query heads (multi-query attention), without a batch axis and without
-    the factor 1/√D. The function therefore scales the queries, and maps the kernel over key/value heads and rows.
-    """
+    """Compute softmax attention by splash attention, in the Pallas interpreter on other platforms than TPU."""
+    # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√D.
     B, T, H, D = q_BTHD.shape
     S, K = k_BSKD.shape[1:3]
     tile = _splash_tile(S, sharding)
@@ -95,9 +86,7 @@ def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding
     return jnp.moveaxis(jnp.asarray(out_BKRYD), 3, 1).reshape(B, Y, H, D)[:, :T]
 
 
-def _splash_kernel(
-    X: int, T: int, R: int, tile: int, *, window: int | None, is_fused: bool, sharding: SequenceSharding | None
-) -> splash.SplashAttentionKernel:
+def _splash_kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
     """Return splash's kernel for one key/value head, with one backward kernel if `is_fused`, else one for dQ."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
@@ -106,21 +95,14 @@ def _splash_kernel(
         chunk = T // sharding.chunks
         starts = [start for device in range(sharding.devices) for start in sharding.starts(device, chunk)]
         mask.q_sequence = np.concatenate([start + np.arange(chunk, dtype=np.int32) for start in starts])
+    sides = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
+    if not is_fused:
+        sides += ["block_q_dq", "block_kv_dq"]
     kernel = splash.make_splash_mqa(
         splash_mask.MultiHeadMask([mask] * R),
         head_shards=1,
         q_seq_shards=1 if sharding is None else sharding.devices,
-        block_sizes=splash.BlockSizes(
-            block_q=tile,
-            block_kv=tile,
-            block_kv_compute=tile,
-            block_q_dkv=tile,
-            block_kv_dkv=tile,
-            block_kv_dkv_compute=tile,
-            block_q_dq=None if is_fused else tile,
-            block_kv_dq=None if is_fused else tile,
-            use_fused_bwd_kernel=is_fused,
-        ),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(sides, tile), use_fused_bwd_kernel=is_fused),
         interpret=target.platform() != "tpu",
     )
     if sharding is None:
@@ -137,10 +119,7 @@ def _splash_kernel(
 
 
 def _splash_tile(tokens: int, sharding: SequenceSharding | None) -> int:
-    """Return the side of a tile in tokens, a multiple of 128.
-
-    If rows are sharded, the side divides a chunk. It is 0 if no supported side does.
-    """
+    """Return the side of a tile in tokens, a multiple of 128 that divides a chunk of sharded rows; 0 if none does."""
     if sharding is None:
         return min(SPLASH_TILE, -(-tokens // 128) * 128)
     chunk = tokens // sharding.row_chunks

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from difftx.kernels import target
 from difftx.kernels.backend import Saved, lam_per_token, per_shard
 from difftx.kernels.maps import Map
+from difftx.kernels.xla import split_heads
 
 EMPTY = -1  # Segment id of empty cache slots and padding tokens, to which real tokens never attend.
 
@@ -48,8 +49,7 @@ def mapped_attention(
 ) -> jax.Array:
     """Attend to cached and new tokens with a weight function of `difftx.kernels.maps`.
 
-    Shared arguments are those of `difftx.kernels.mapped_attention`. The groups are combined in float32, for example to
-    P1 - λ P2, before a single product with V.
+    Shared arguments are those of `difftx.kernels.mapped_attention`. `past` holds the cached keys and values.
     """
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
@@ -58,29 +58,22 @@ def mapped_attention(
 
 
 def _attend(map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: Saved):
-    """Attend on one device, for its shard of rows and heads."""
     keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape
     K, E = v_BUKE.shape[2:]
     S = cached_segment_BS.shape[1]
     q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
-    seen_BTX = jnp.concatenate(
-        [segment_BT[:, :, None] == cached_segment_BS[:, None], same_BTU & jnp.tri(T, dtype=bool)[None]], axis=2
-    )
+    cached_BTS = segment_BT[:, :, None] == cached_segment_BS[:, None]
+    seen_BTX = jnp.concatenate([cached_BTS, same_BTU & jnp.tri(T, dtype=bool)[None]], axis=2)
     keys_BKGSD = keys.reshape(B, K, G, S, D)
-    logits_BKGRTX = jnp.concatenate(
-        [
-            einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD),
-            einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD),
-        ],
-        axis=-1,
-    )
+    cached_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)
+    logits_BKGRTX = jnp.concatenate([cached_BKGRTS, einsum("BTKRGD,BUKGD->BKGRTU", q_BTKRGD, k_BUKGD)], axis=-1)
     # Every token attends to itself, so no row is masked completely.
     logits_BKGRTX = jnp.where(seen_BTX[:, None, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
     map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
     if per_query_BTH is not None:
-        map_inputs.append(jnp.moveaxis(per_query_BTH.reshape(B, T, K, H // K), 1, 3)[..., None])
+        map_inputs.append(split_heads(per_query_BTH, K))
     map_BKRTX = map_of(*map_inputs).astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)
     out_BKRTE += einsum("BKRTU,BUKE->BKRTE", map_BKRTX[..., S:], v_BUKE)

@@ -23,10 +23,7 @@ def is_explicit_mesh() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """Sharding of rows along their tokens.
-
-    Call `of` outside `jax.shard_map`. Call the methods that take or return arrays inside it.
-    """
+    """Sharding of rows along their tokens. The methods that take or return arrays must run inside `jax.shard_map`."""
 
     axis: str  # Mesh axis that shards the tokens.
     devices: int  # Size of that axis.
@@ -34,7 +31,10 @@ class SequenceSharding:
 
     @classmethod
     def of(cls, x_BT: jax.Array, *, zigzag: bool) -> "SequenceSharding | None":
-        """Return the token sharding of an array `[B, T, …]` from its type. None: rows are whole on each device."""
+        """Return the token sharding of an array `[B, T, …]`, or None if each device holds whole rows.
+
+        Call this method outside `jax.shard_map`, where the type of the array has its sharding.
+        """
         if not is_explicit_mesh():
             return None
         axis, shape = jax.typeof(x_BT).sharding.spec[1], jax.sharding.get_abstract_mesh().shape
@@ -66,10 +66,7 @@ class SequenceSharding:
         return (starts[:, None] + jnp.arange(chunk_tokens)[None]).reshape(tokens)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
-        """Return `[B, S, …]`, gathered in text order from the `[B, T, …]` of all devices.
-
-        JAX's transpose of this function is a reduce-scatter, see `scatter`.
-        """
+        """Return `[B, S, …]`, gathered in text order from the `[B, T, …]` of all devices."""
         chunks_NBC = jax.lax.all_gather(x_BT, self.axis)
         if self.zigzag:
             half = x_BT.shape[1] // 2
@@ -77,32 +74,32 @@ class SequenceSharding:
         return jnp.moveaxis(chunks_NBC, 0, 1).reshape(x_BT.shape[0], -1, *x_BT.shape[2:])
 
     def scatter(self, x_BS: jax.Array) -> jax.Array:
-        """Sum `[B, S, …]` over all devices and return this device's shard `[B, T, …]`: the transpose of `gather`."""
+        """Sum `[B, S, …]` over all devices by a reduce-scatter and return this device's shard `[B, T, …]`."""
         B, S, *rest = x_BS.shape
         local = jax.ShapeDtypeStruct((B, S // self.devices, *rest), x_BS.dtype)
         return jax.linear_transpose(self.gather, local)(x_BS)[0]
 
     def to_zigzag(self, x_BT: jax.Array) -> jax.Array:
         """Exchange tokens between devices, from text order to zig-zag order, and return this device's `[B, T, …]`."""
-        even_BC, odd_BC = (
+        even_and_odd = [
             jax.lax.ppermute(chunk_BC, self.axis, self._moves(parity))
             for parity, chunk_BC in enumerate(jnp.split(x_BT, 2, axis=1))
-        )
-        # Exactly one of this device's chunks, i and 2n - 1 - i, has an even number.
-        is_even = self.device() % 2 == 0
-        first_BC, second_BC = jnp.where(is_even, even_BC, odd_BC), jnp.where(is_even, odd_BC, even_BC)
-        return jnp.concatenate([first_BC, second_BC], axis=1)
+        ]
+        return jnp.concatenate(self._swapped_on_odd_devices(*even_and_odd), axis=1)
 
     def from_zigzag(self, x_BT: jax.Array) -> jax.Array:
         """Exchange tokens between devices, from zig-zag order back to text order: the inverse of `to_zigzag`."""
-        first_BC, second_BC = jnp.split(x_BT, 2, axis=1)
-        is_even = self.device() % 2 == 0
-        even_and_odd = jnp.where(is_even, first_BC, second_BC), jnp.where(is_even, second_BC, first_BC)
+        even_and_odd = self._swapped_on_odd_devices(*jnp.split(x_BT, 2, axis=1))
         back = [
             jax.lax.ppermute(chunk_BC, self.axis, [(there, here) for here, there in self._moves(parity)])
             for parity, chunk_BC in enumerate(even_and_odd)
         ]
         return jnp.concatenate(back, axis=1)
+
+    def _swapped_on_odd_devices(self, a_BC: jax.Array, b_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Bring chunks i and 2n - 1 - i of device i, of which one number is even, to even before odd, or back."""
+        is_even = self.device() % 2 == 0
+        return jnp.where(is_even, a_BC, b_BC), jnp.where(is_even, b_BC, a_BC)
 
     def _moves(self, parity: int) -> list[tuple[int, int]]:
         """Return (source, destination) device pairs that move chunks 2i + `parity` from text to zig-zag order."""
@@ -111,10 +108,7 @@ class SequenceSharding:
 
 
 def to_zigzag(x_BT: jax.Array) -> jax.Array:
-    """Return an array `[B, T, …]` with its tokens in zig-zag order if they are sharded, else the array itself.
-
-    Call this function outside `jax.shard_map`.
-    """
+    """Return an array `[B, T, …]` with its tokens in zig-zag order if they are sharded, else the array itself."""
     return _reordered(x_BT, SequenceSharding.to_zigzag)
 
 
@@ -132,11 +126,7 @@ def _reordered(x_BT: jax.Array, order: Callable[[SequenceSharding, jax.Array], j
 
 
 def with_whole_keys(call: Callable[..., Any], sharding: SequenceSharding) -> Callable[..., Any]:
-    """Wrap `call` to receive the keys and values of whole rows, for use inside `jax.shard_map`.
-
-    The returned function takes this device's shards of queries, keys, values and further arguments. It gathers keys,
-    values and two-dimensional arguments (segment ids), and passes `sharding` as a keyword.
-    """
+    """Wrap `call` to gather keys, values and segment ids (two-dimensional arguments) of whole rows, in `shard_map`."""
 
     def local(q_BT: jax.Array, k_BT: jax.Array, v_BT: jax.Array, *others: Any) -> Any:
         whole = (sharding.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others)

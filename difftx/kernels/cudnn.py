@@ -1,17 +1,11 @@
 """Differential attention on NVIDIA GPUs, as the difference of two softmax attentions by cuDNN.
 
-Both functions take the arguments of the fused kernels, except segment ids, and are differentiable in
-q, k, v and λ.
-
-JAX's public API requires equal widths of keys and values, but differential attention has widths D and
-2D. `diff_attention` therefore pads Q and K with zeros, which changes no logit.
-`diff_attention_wide_values` calls JAX's private binding, which accepts both widths (cuDNN >= 9.10.2
-on Hopper). This saves a quarter of the matrix multiplications: 12·T²·D instead of 16·T²·D.
+JAX's public API requires equal widths of keys and values, but differential attention has widths D and 2D.
+`diff_attention` therefore pads Q and K with zeros, which changes no logit. `diff_attention_wide_values` calls JAX's
+private binding, which accepts both widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the matrix
+multiplications: 12·T²·D instead of 16·T²·D.
 """
-
-#   B = batch, T = query tokens, S = key tokens (= T), H = query heads,
-#   K = key/value heads (query head h uses key/value head h // (H // K)),
-#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = query/key width, E = 2·D = value width, N = G·H = query heads of the cuDNN call
 
 import jax
@@ -21,13 +15,12 @@ from difftx.kernels.backend import AttentionCall
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as private
-except ImportError:  # this JAX has moved the module, so only `diff_attention` works
+except ImportError:  # This JAX has moved the module, so only `diff_attention` works.
     private = None  # pyrefly: ignore[bad-assignment]
 
 GROUPS = 2
 # Odd lengths and lengths of 64 modulo 128 have given NaN gradients (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
-HEAD_WIDTH_MULTIPLE = 8
 # Minimal major compute capability → largest head width of cuDNN's flash attention.
 HEAD_WIDTH_LIMITS = {9: 256, 8: 128}
 WIDE_VALUES_VERSION = 91002  # 9.10.0 and 9.10.1 accept wide values but return wrong gradients
@@ -36,8 +29,8 @@ WIDE_VALUES_VERSION = 91002  # 9.10.0 and 9.10.1 accept wide values but return w
 def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why `diff_attention` cannot serve a call, or None."""
     width, dtype, device = call.q.shape[-1], call.q.dtype, jax.devices()[0]
-    if width % HEAD_WIDTH_MULTIPLE != 0:
-        return f"head width {width} is not a multiple of {HEAD_WIDTH_MULTIPLE}"
+    if width % 8:
+        return f"head width {width} is not a multiple of 8"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's attention supports bfloat16 and float16, not {dtype}"
     if call.segment_ids_BT is not None:
@@ -65,11 +58,7 @@ def wide_values_unsupported(call: AttentionCall) -> str | None:
 
 
 def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Return causal (A1 - λ·A2)·V, [B, T, H, E] in the dtype of q, by one public call with 2H heads of width 2D.
-
-    lam_BTH is float32. A query attends to itself and to the window - 1 keys before it; window=None means all keys
-    before it. segment_ids_BT must be None.
-    """
+    """Return causal (A1 - λ·A2)·V, [B, T, H, E] in the dtype of q, by one public call with 2H heads of width 2D."""
     assert segment_ids_BT is None
     length, heads, _, width = q_BTHGD.shape[1:]
     wide = v_BSKE.shape[-1] - width
@@ -86,7 +75,7 @@ def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, wi
 
 
 def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Compute `diff_attention` by two private calls with H heads, of width D for Q and K and 2D for V."""
+    """Compute the result of `diff_attention` by two private calls with H heads, of width D for Q and K and 2D for V."""
     assert segment_ids_BT is None
     assert private is not None  # See `wide_values_unsupported`.
     length, width = q_BTHGD.shape[1], q_BTHGD.shape[-1]
@@ -105,20 +94,14 @@ def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
 
 
 def _groups_first(x_BTHGD):
-    """Reshape [B, T, H, G, D] to [B, T, G·H, D], groups before heads.
-
-    This order pairs query head h of group g with key/value head h // (H // K) of the same group, because
-    (g·H + h) // (H // K) = g·K + h // (H // K).
-    """
+    """Reshape [B, T, H, G, D] to [B, T, G·H, D], so that query heads of a group use key/value heads of that group."""
     batch, length, heads, groups, width = x_BTHGD.shape
     return x_BTHGD.swapaxes(2, 3).reshape(batch, length, groups * heads, width)
 
 
 def _pad(x_BTND, *, widen=0):
-    """Pad the length with zeros to a multiple of LENGTH_MULTIPLE, and the width with `widen` columns of zeros.
-
-    The causal mask hides the padded keys from all real queries.
-    """
+    """Pad the length with zeros to a multiple of LENGTH_MULTIPLE, and the width with `widen` columns of zeros."""
+    # The causal mask hides the padded keys from all real queries.
     missing = -x_BTND.shape[1] % LENGTH_MULTIPLE
     return jnp.pad(x_BTND, ((0, 0), (0, missing), (0, 0), (0, widen)))
 
@@ -129,5 +112,5 @@ def _subtract(out1_BTHE, out2_BTHE, lam_BTH):
 
 
 def _compute_capability() -> int:
-    """Return the major compute capability of the first device, 0 if it is unknown."""
+    """Return the major compute capability of the first device, or 0 if it is unknown."""
     return int(str(getattr(jax.devices()[0], "compute_capability", "0")).split(".")[0])

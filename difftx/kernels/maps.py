@@ -70,9 +70,9 @@ def quantized(
     query. It therefore does not depend on later tokens, on chunks, on the batch or on the use of a cache.
 
     Args:
-        map_inputs: Arguments of `map_of`, logits first. The arguments after the logits are not quantised.
+        map_inputs: Arguments of `map_of`: `groups` arrays of logits, then arguments that are not quantised.
         map_of: Weight function to apply to the quantised logits.
-        groups: Number of arrays of logits in `map_inputs`.
+        groups: Number of arrays of logits.
         bits: At least 2.
         granularity: "query" gives each head and group of a query its own scale s; "token" shares s between all heads
             and groups.

@@ -1,19 +1,16 @@
 """Fused differential attention in Pallas Mosaic GPU, for Hopper: interface and forward pass.
 
-The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D) (arXiv:2410.05258, Eq. 1).
-The accumulator of P_m·V is a 64 x 2D tile in float32, which takes 128 registers per thread at D = 128.
-One warpgroup cannot hold two such accumulators, so each softmax gets its own warpgroup. Both warpgroups
-read the same V tiles, and O2 = A2·V passes through shared memory once at the end.
+The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D) (arXiv:2410.05258, Eq. 1). The
+accumulator of P_m·V is a 64 x 2D tile in float32, which takes 128 registers per thread at D = 128. One warpgroup cannot
+hold two such accumulators, so each softmax gets its own warpgroup. Both warpgroups read the same V tiles, and
+O2 = A2·V passes through shared memory once at the end.
 
 The kernels have not yet run on a GPU. They were checked in the interpreter and compiled by ptxas.
 """
 
-#   B = batch, T = query tokens, S = key tokens (= T), H = query heads,
-#   K = key/value heads (query head h uses key/value head h // (H // K)),
-#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
 #   D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
 
-import collections
 import functools
 import math
 
@@ -23,54 +20,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, Saved, deltas
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
-from difftx.kernels.pallas_gpu_tiles import (
-    GROUPS,
-    HEAD_WIDTHS,
-    LOG2_E,
-    LOWEST,
-    MASKED,
-    MATRIX,
-    PRODUCER,
-    REGISTERS,
-    ROWS,
-    STAGES,
-    TILE,
-    across,
-    arrive_if,
-    at_least_one,
-    hide,
-    interpret_params,
-    launch,
-    marks,
-    pad_rows,
-    product,
-    rows_of,
-    set_registers,
-    tile_buffer,
-    tile_ranges,
-    visible,
-)
+from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
-# Shared memory and barriers of a CTA. X_ready tells the readers of a buffer X that it is filled, and X_free tells its
-# writer that it may be filled again. Once both softmax warpgroups have used all K, λ·O2 takes the place of K.
-Buffers = collections.namedtuple("Buffers", "q k_or_weighted_out2 v lse p")
-Barriers = collections.namedtuple("Barriers", "q_ready k_ready v_ready k_free v_free softmax_done out2_ready")
-
-
 def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why this backend cannot serve a call, or None.
-
-    If the target is not a GPU, the interpreter runs the kernels, without limits on dtype and device.
-    """
+    """Return the reason why this backend cannot serve a call, or None. The interpreter supports all dtypes."""
     width, dtype = call.q.shape[-1], call.q.dtype
-    if width not in HEAD_WIDTHS:
-        return f"head width {width} is not one of {HEAD_WIDTHS}"
+    if width not in tiles.HEAD_WIDTHS:
+        return f"head width {width} is not one of {tiles.HEAD_WIDTHS}"
     if target.platform() != "gpu":
         return None
     if dtype != jnp.bfloat16:
@@ -84,9 +47,7 @@ def unsupported(call: AttentionCall) -> str | None:
 def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interpret=None):
     """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2·V and the log-sum-exps.
 
-    lam_BTH is float32, and segment_ids_BT is int32 or None. A query attends to itself and to the window - 1 keys
-    before it; window=None means all keys before it. `interpret` is False, True or InterpretGPUParams; None interprets
-    the kernel unless the target is a GPU.
+    `interpret` is False, True or InterpretGPUParams. None interprets the kernel unless the target is a GPU.
     """
     length = q_BTHGD.shape[1]
     pad, marks_BXT, keys_BN2, _ = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
@@ -98,57 +59,47 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, interp
         marks_BXT,
         keys_BN2,
         window=window,
-        interpret=interpret_params(interpret),
+        interpret=tiles.interpret_params(interpret),
     )
     return out_BTHE[:, :length], Saved(by_token=(out2_BTHE[:, :length],), by_group=(lse_BHGT[..., :length],))
 
 
 def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, interpret=None):
-    """Return the gradients of q, k, v and λ, given the results of `forward` and the cotangent dout_BTHE.
-
-    All sums run in float32. The gradients of q, k and v have the dtypes of q, k and v; the gradient of λ is float32.
-    """
+    """Return the gradients of q, k and v in their dtypes, and of λ in float32. All sums run in float32."""
     (out2_BTHE,), (lse_BHGT,) = saved.by_token, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE)
     length = q_BTHGD.shape[1]
     pad, marks_BXT, keys_BN2, queries_BN2 = _whole_tiles(q_BTHGD.shape, segment_ids_BT, window=window)
     lam_BHT = jnp.moveaxis(lam_BTH, 1, 2)
-    weight_BHGT = jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2)
+    weight_BHGT = pad(jnp.stack([jnp.ones_like(lam_BHT), -lam_BHT], axis=2), axis=3)
     delta_BHGT = jnp.stack([delta1_BTH, delta2_BTH], axis=1).transpose(0, 3, 1, 2)
     scale = q_BTHGD.shape[-1] ** -0.5
-    stats_BHXGT = jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2)
+    stats_BHXGT = pad(jnp.stack([lse_BHGT * LOG2_E, delta_BHGT * scale], axis=2), axis=4)
     # Padded queries contribute exact zeros (dO = 0, weight = 0). Causality hides padded keys from all real queries.
-    inputs = Inputs(
-        pad(q_BTHGD),
-        pad(k_BSKGD),
-        pad(v_BSKE),
-        pad(dout_BTHE),
-        pad(stats_BHXGT, axis=4),
-        pad(weight_BHGT, axis=3),
-        marks_BXT,
-    )
-    static = {"window": window, "interpret": interpret_params(interpret)}
+    inputs = Inputs(pad(q_BTHGD), pad(k_BSKGD), pad(v_BSKE), pad(dout_BTHE), stats_BHXGT, weight_BHGT, marks_BXT)
+    static = {"window": window, "interpret": tiles.interpret_params(interpret)}
     dk_BSKGD, dv_BSKE = dkv_call(inputs, queries_BN2, **static)
     dq_BTHGD = dq_call(inputs, keys_BN2, **static)
     return dq_BTHGD[:, :length], dk_BSKGD[:, :length], dv_BSKE[:, :length], -delta2_BTH
 
 
 def _whole_tiles(q_shape, segment_ids_BT, *, window):
-    """Return a function that pads arrays to whole tiles, and `marks` and both `tile_ranges` of the padded length."""
+    """Return a function that pads arrays to whole tiles, the marks of the padded positions, and both `tile_ranges`."""
     batch, length = q_shape[:2]
-    tiles = math.ceil(length / TILE)
+    count = math.ceil(length / TILE)
+    marks_BXT = jnp.broadcast_to(jnp.arange(count * TILE, dtype=jnp.int32), (batch, 1, count * TILE))
     if segment_ids_BT is not None:
-        segment_ids_BT = pad_rows(segment_ids_BT, axis=1, tiles=tiles, mode="edge")
-    marks_BXT = marks(segment_ids_BT, batch=batch, length=tiles * TILE)
-    ranges = tile_ranges(segment_ids_BT, batch=batch, tiles=tiles, window=window)
-    return functools.partial(pad_rows, axis=1, tiles=tiles), marks_BXT, *ranges
+        segment_ids_BT = tiles.pad_rows(segment_ids_BT, axis=1, tiles=count, mode="edge")
+        marks_BXT = jnp.concatenate([marks_BXT, segment_ids_BT[:, None]], axis=1)
+    ranges = tiles.tile_ranges(segment_ids_BT, batch=batch, tiles=count, window=window)
+    return functools.partial(tiles.pad_rows, axis=1, tiles=count), marks_BXT, *ranges
 
 
 def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
     """Run the forward kernel on arrays of whole tiles, with one CTA per (sequence, head, query tile)."""
     batch, length, heads, _, width = q_BTHGD.shape
     value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
-    tiles, group = length // TILE, heads // k_BSKGD.shape[2]
+    q_tiles, group = length // TILE, heads // k_BSKGD.shape[2]
     logit_scale = width**-0.5 * LOG2_E  # logits in base 2, for exp2
 
     def kernel(
@@ -158,34 +109,31 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
-        q_tile = tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
-        queries = rows_of(q_tile)
+        q_tile = q_tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
+        queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
-        seen = functools.partial(visible, marks_gmem.at[sequence], window=window, queries_in_rows=True)
-        steps = at_least_one(q_tile + 1 - first)
+        hide = functools.partial(tiles.hide, marks_gmem.at[sequence], window=window, queries_in_rows=True)
+        steps = tiles.at_least_one(q_tile + 1 - first)
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            set_registers(REGISTERS["forward"].softmax)
-            plgpu.copy_gmem_to_smem(
-                q_gmem.at[sequence, queries, head, warpgroup],
-                smem.q.at[warpgroup],
-                barriers.q_ready.at[warpgroup],
-            )
-            plgpu.barrier_wait(barriers.q_ready.at[warpgroup])
+            tiles.set_registers(240)
+            q_ready = barriers.q_ready.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_gmem.at[sequence, queries, head, warpgroup], smem.q.at[warpgroup], q_ready)
+            plgpu.barrier_wait(q_ready)
 
             def step(i, carry):
                 out, maximum, total = carry
                 k_tile, slot = first + i, lax.rem(i, STAGES)
                 plgpu.barrier_wait(barriers.k_ready.at[slot])
-                logits = product(smem.q.at[warpgroup], k_smem.at[slot, warpgroup].T)
-                arrive_if(i + STAGES < steps, barriers.k_free.at[slot])
+                logits = tiles.product(smem.q.at[warpgroup], k_smem.at[slot, warpgroup].T)
+                tiles.arrive_if(i + STAGES < steps, barriers.k_free.at[slot])
                 needed = (k_tile < full) | (k_tile == q_tile)
-                logits = hide(logits, MASKED, needed=needed, mask=lambda: seen(q_tile, k_tile))
+                logits = hide(logits, MASKED, q_tile, k_tile, needed=needed)
                 new_maximum = jnp.maximum(maximum, logits.max(axis=1) * logit_scale)
                 rescale = jnp.exp2(maximum - new_maximum)
-                p = jnp.exp2(logits * logit_scale - across(new_maximum, logits))
-                out = out * across(rescale, out)
+                p = jnp.exp2(logits * logit_scale - tiles.across(new_maximum, logits))
+                out = out * tiles.across(rescale, out)
                 total = total * rescale + p.sum(axis=1)
                 p = p.astype(dtype)
                 plgpu.barrier_wait(barriers.v_ready.at[slot])
@@ -194,51 +142,46 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
                 else:  # The interpreter supports neither operands in registers nor an initial accumulator.
                     smem.p[warpgroup] = p
                     plgpu.commit_smem()
-                    out = out + product(smem.p.at[warpgroup], smem.v.at[slot])
-                arrive_if(i + STAGES < steps, barriers.v_free.at[slot])
+                    out = out + tiles.product(smem.p.at[warpgroup], smem.v.at[slot])
+                tiles.arrive_if(i + STAGES < steps, barriers.v_free.at[slot])
                 return out, new_maximum, total
 
             start = (
                 plgpu.layout_cast(jnp.zeros((TILE, value_width), jnp.float32), MATRIX),
-                plgpu.layout_cast(jnp.full((TILE,), LOWEST, jnp.float32), ROWS),
+                plgpu.layout_cast(jnp.full((TILE,), tiles.LOWEST, jnp.float32), ROWS),
                 plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
             )
             out, maximum, total = lax.fori_loop(0, steps, step, start)
-            smem.lse[warpgroup] = maximum / LOG2_E + jnp.log(total)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.lse.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
-            out = out * across(1.0 / total, out)
+            lse = maximum / LOG2_E + jnp.log(total)
+            tiles.write(lse, smem.lse.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
+            out = out * tiles.across(1.0 / total, out)
             # Once both warpgroups have finished with K and V, the K and V buffers hold results.
             plgpu.barrier_arrive(barriers.softmax_done)
             plgpu.barrier_wait(barriers.softmax_done)
 
             @pl.when(warpgroup == 1)
             def write_out2():
-                lam = plgpu.load(lam_gmem.at[sequence, head, queries], layout=ROWS, optimized=False)
-                weighted_out2_smem[...] = out * across(lam, out)
+                lam = tiles.load_rows(lam_gmem.at[sequence, head, queries])
+                weighted_out2_smem[...] = out * tiles.across(lam, out)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers.out2_ready)
-                smem.v[1] = out.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.v.at[1], out2_gmem.at[sequence, queries, head])
+                tiles.write(out, smem.v.at[1], out2_gmem.at[sequence, queries, head])
 
             @pl.when(warpgroup == 0)
             def write_difference():
                 plgpu.barrier_wait(barriers.out2_ready)
                 weighted_out2 = plgpu.load(weighted_out2_smem, layout=MATRIX)
-                smem.v[0] = (out - weighted_out2).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.v.at[0], out_gmem.at[sequence, queries, head])
+                tiles.write(out - weighted_out2, smem.v.at[0], out_gmem.at[sequence, queries, head])
 
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            set_registers(REGISTERS["forward"].producer)
+            tiles.set_registers(24)
 
             @pl.loop(0, steps)
             def _(i):
-                slot, keys = lax.rem(i, STAGES), rows_of(first + i)
+                slot, keys = lax.rem(i, STAGES), tiles.rows_of(first + i)
                 pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barriers.k_free.at[slot]))
                 for m in range(GROUPS):
                     group_gmem = k_gmem.at[sequence, keys, kv_head, m]
@@ -249,28 +192,29 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
 
     out = jax.ShapeDtypeStruct((batch, length, heads, value_width), dtype)
     lse = jax.ShapeDtypeStruct((batch, heads, GROUPS, length), jnp.float32)
-    k_buffer = tile_buffer((STAGES, GROUPS, TILE, width), dtype)
-    return launch(
+    k_buffer = tiles.buffer((STAGES, GROUPS, TILE, width), dtype)
+    return tiles.launch(
         "difftx_forward",
         kernel,
         *(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2),
-        grid=(batch, heads, tiles),
+        grid=(batch, heads, q_tiles),
         out_type=(out, out, lse),
-        buffers=Buffers(
-            q=tile_buffer((GROUPS, TILE, width), dtype),
-            k_or_weighted_out2=plgpu.RefUnion(k_buffer, tile_buffer((TILE, value_width), jnp.float32)),
-            v=tile_buffer((STAGES, TILE, value_width), dtype),
-            lse=plgpu.SMEM((GROUPS, TILE), jnp.float32),
-            p=tile_buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
-        ),
-        barriers=Barriers(
-            q_ready=plgpu.Barrier(num_barriers=GROUPS),  # one per group
-            k_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # the two copies
-            v_ready=plgpu.Barrier(num_barriers=STAGES),
-            k_free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
-            v_free=plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
-            softmax_done=plgpu.Barrier(num_arrivals=GROUPS),
-            out2_ready=plgpu.Barrier(),
-        ),
+        buffers={
+            "q": tiles.buffer((GROUPS, TILE, width), dtype),
+            # Once both softmax warpgroups have used all K, λ·O2 takes the place of K.
+            "k_or_weighted_out2": plgpu.RefUnion(k_buffer, tiles.buffer((TILE, value_width), jnp.float32)),
+            "v": tiles.buffer((STAGES, TILE, value_width), dtype),
+            "lse": plgpu.SMEM((GROUPS, TILE), jnp.float32),
+            "p": tiles.buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
+        },
+        barriers={
+            "q_ready": plgpu.Barrier(num_barriers=GROUPS),  # one per group
+            "k_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # one arrival per group
+            "v_ready": plgpu.Barrier(num_barriers=STAGES),
+            "k_free": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            "v_free": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
+            "softmax_done": plgpu.Barrier(num_arrivals=GROUPS),
+            "out2_ready": plgpu.Barrier(),
+        },
         interpret=interpret,
     )

@@ -1,21 +1,19 @@
 """Backward pass of fused differential attention on Hopper: one kernel for dK and dV, one for dQ.
 
-With weights W_1 = 1 and W_2 = -λ, both groups share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO. The
-other gradients are dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
+With weights W_1 = 1 and W_2 = -λ, both groups share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO. The other gradients
+are dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
 
-The producer warpgroup computes dP and dV. Warpgroups 0 and 1 compute P_m, dS_m, dK_m and dQ_m for one
-group m each. Tiles of P and dP pass between the warpgroups through shared memory.
+The producer warpgroup computes dP and dV. Warpgroups 0 and 1 compute P_m, dS_m, dK_m and dQ_m for one group m each.
+Tiles of P and dP pass between the warpgroups through shared memory.
 
-Two kernels compute S and dP twice: 28·T²·D FLOPs per head, where a single kernel would need 20·T²·D.
-In return, no two CTAs add to the same gradient, so that results are reproducible bit for bit.
+Both kernels compute the logits S and dP. Together they need 28·T²·D FLOPs per head, where a single kernel would need
+20·T²·D. In return, no two CTAs add to the same gradient, so that results are reproducible bit for bit.
 """
 
 #   B = batch, T = query tokens = key tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
-#   K = key/value heads (query head h uses key/value head h // (H // K)), G = 2 groups (A1 and A2),
-#   D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
-#   X = 2 statistics in `stats` (base-2 log-sum-exp, delta/√D); in `marks` see pallas_gpu_tiles.marks
+#   K = key/value heads, G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
+#   X in `stats` = base-2 log-sum-exp and delta/√D, X in `marks` = positions and, if there are any, segment ids
 
-import collections
 import functools
 from typing import NamedTuple
 
@@ -25,30 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from difftx.kernels.pallas_gpu_tiles import (
-    COLUMNS,
-    GROUPS,
-    LOG2_E,
-    MATRIX,
-    PRODUCER,
-    REGISTERS,
-    ROWS,
-    STAGES,
-    TILE,
-    WARPGROUPS,
-    across,
-    arrive_if,
-    as_operand,
-    at_least_one,
-    down,
-    hide,
-    launch,
-    product,
-    rows_of,
-    set_registers,
-    tile_buffer,
-    visible,
-)
+from difftx.kernels import pallas_gpu_tiles as tiles
+from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PRODUCER, STAGES, TILE, WARPGROUPS
 
 LSE, DELTA = 0, 1  # indices along X in stats
 
@@ -63,16 +39,6 @@ class Inputs(NamedTuple):
     stats_BHXGT: jax.Array
     weight_BHGT: jax.Array  # W
     marks_BXT: jax.Array
-
-
-# Shared memory and barriers of a CTA. Of a buffer X, X_ready tells its readers that it is filled, and X_free tells its
-# writer that it may be filled again.
-DkvBuffers = collections.namedtuple("DkvBuffers", "k v q dout p dp stats staging")
-DkvBarriers = collections.namedtuple(
-    "DkvBarriers", "kv_ready q_ready dout_ready q_free p_ready p_free dp_ready dp_free"
-)
-DqBuffers = collections.namedtuple("DqBuffers", "q dout k v dp staging")
-DqBarriers = collections.namedtuple("DqBarriers", "q_ready k_ready v_ready k_free dp_ready dp_free")
 
 
 def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts the bodies of both kinds of warpgroup
@@ -91,9 +57,9 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
         sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
         k_tile = lax.axis_index("tile")  # key tiles with the most queries start first
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
-        seen = functools.partial(visible, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
+        hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
         steps_per_head = end - k_tile
-        steps = at_least_one(group * steps_per_head)
+        steps = tiles.at_least_one(group * steps_per_head)
 
         def head_and_query_tile(i):
             """Return the query head and the query tile of step i."""
@@ -101,7 +67,9 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            set_registers(REGISTERS["dkv"].softmax)
+            # With 152 here and 208 in the producer, ptxas spills 4 bytes in some calls. With 160 and 192 it spills up
+            # to 36 bytes, and with 168 and 176 it serialises wgmma.
+            tiles.set_registers(152)
             plgpu.barrier_wait(barriers.kv_ready)
 
             def accumulate(dk_acc):
@@ -109,13 +77,13 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                     head, q_tile = head_and_tile
                     slot = lax.rem(i, STAGES)
                     plgpu.barrier_wait(barriers.q_ready.at[slot])
-                    logits = product(smem.k.at[warpgroup], smem.q.at[slot, warpgroup].T)
+                    logits = tiles.product(smem.k.at[warpgroup], smem.q.at[slot, warpgroup].T)
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
-                    p = jnp.exp2(logits * (scale * LOG2_E) - down(lse, logits))
-                    p = hide(p, 0.0, needed=(q_tile == k_tile) | (q_tile >= full), mask=lambda: seen(q_tile, k_tile))
+                    p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
+                    p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
                     # Read from L2: at D = 128, 2 x 2 rows of statistics fill the rest of shared memory.
-                    weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, rows_of(q_tile)]
-                    p = p * down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
+                    weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, tiles.rows_of(q_tile)]
+                    p = p * tiles.down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
                     plgpu.barrier_wait(barriers.p_free)
                     smem.p[warpgroup] = p.astype(dtype)
                     plgpu.commit_smem()
@@ -123,12 +91,12 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                     scaled_delta = plgpu.load(smem.stats.at[slot, DELTA, warpgroup], layout=COLUMNS)
                     plgpu.barrier_wait(barriers.dp_ready)
                     dp = plgpu.load(smem.dp, layout=MATRIX)
-                    arrive_if(i + 1 < steps, barriers.dp_free)
-                    ds = (p * (dp * scale - down(scaled_delta, dp))).astype(dtype)
-                    ds = as_operand(ds, smem.staging, warpgroup)
+                    tiles.arrive_if(i + 1 < steps, barriers.dp_free)
+                    ds = (p * (dp * scale - tiles.down(scaled_delta, dp))).astype(dtype)
+                    ds = tiles.as_operand(ds, smem.staging, warpgroup)
                     plgpu.wgmma(dk_acc, ds, smem.q.at[slot, warpgroup])
                     plgpu.wgmma_wait(0)
-                    arrive_if(i + 1 < steps, barriers.q_free.at[slot])
+                    tiles.arrive_if(i + 1 < steps, barriers.q_free.at[slot])
 
                     last = q_tile + 1 == end
                     return head + last.astype(jnp.int32), jnp.where(last, k_tile, q_tile + 1)
@@ -137,15 +105,14 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                 return dk_acc[...]
 
             dk = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            smem.k[warpgroup] = dk.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.k.at[warpgroup], dk_gmem.at[sequence, rows_of(k_tile), kv_head, warpgroup])
+            keys = tiles.rows_of(k_tile)
+            tiles.write(dk, smem.k.at[warpgroup], dk_gmem.at[sequence, keys, kv_head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            set_registers(REGISTERS["dkv"].producer)
-            keys = rows_of(k_tile)
+            tiles.set_registers(200)
+            keys = tiles.rows_of(k_tile)
             for m in range(GROUPS):
                 plgpu.copy_gmem_to_smem(gmem.k_BSKGD.at[sequence, keys, kv_head, m], smem.k.at[m], barriers.kv_ready)
             plgpu.copy_gmem_to_smem(gmem.v_BSKE.at[sequence, keys, kv_head], smem.v, barriers.kv_ready)
@@ -154,15 +121,15 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                 slot = lax.rem(i, STAGES)
                 head, q_tile = head_and_query_tile(i)
                 for m in range(GROUPS):
-                    q_gmem = gmem.q_BTHGD.at[sequence, rows_of(q_tile), head, m]
+                    q_gmem = gmem.q_BTHGD.at[sequence, tiles.rows_of(q_tile), head, m]
                     plgpu.copy_gmem_to_smem(q_gmem, smem.q.at[slot, m], barriers.q_ready.at[slot])
-                stats_gmem = gmem.stats_BHXGT.at[sequence, head, :, :, rows_of(q_tile)]
+                stats_gmem = gmem.stats_BHXGT.at[sequence, head, :, :, tiles.rows_of(q_tile)]
                 plgpu.copy_gmem_to_smem(stats_gmem, smem.stats.at[slot], barriers.q_ready.at[slot])
 
             def load_dout(i):
                 slot = lax.rem(i, STAGES)
                 head, q_tile = head_and_query_tile(i)
-                dout_gmem = gmem.dout_BTHE.at[sequence, rows_of(q_tile), head]
+                dout_gmem = gmem.dout_BTHE.at[sequence, tiles.rows_of(q_tile), head]
                 plgpu.copy_gmem_to_smem(dout_gmem, smem.dout.at[slot], barriers.dout_ready.at[slot])
 
             @pl.loop(0, lax.min(steps, STAGES))
@@ -178,7 +145,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                 def _(i):
                     slot = lax.rem(i, STAGES)
                     plgpu.barrier_wait(barriers.dout_ready.at[slot])
-                    dp = product(smem.v, smem.dout.at[slot].T)
+                    dp = tiles.product(smem.v, smem.dout.at[slot].T)
                     pl.when(i > 0)(lambda: plgpu.barrier_wait(barriers.dp_free))
                     smem.dp[...] = dp
                     plgpu.commit_smem()
@@ -192,8 +159,8 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                     plgpu.barrier_wait(barriers.p_ready)
                     p = plgpu.load(smem.p.at[0], layout=MATRIX)
                     p = p + plgpu.load(smem.p.at[1], layout=MATRIX)
-                    arrive_if(i + 1 < steps, barriers.p_free)
-                    p = as_operand(p, smem.staging, PRODUCER)
+                    tiles.arrive_if(i + 1 < steps, barriers.p_free)
+                    p = tiles.as_operand(p, smem.staging, PRODUCER)
                     plgpu.wgmma(dv_acc, p, smem.dout.at[slot])
                     plgpu.wgmma_wait(0)
                     pl.when(i + STAGES < steps)(lambda: load_dout(i + STAGES))
@@ -201,38 +168,36 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                 return dv_acc[...]
 
             dv = pl.run_scoped(accumulate, plgpu.ACC((TILE, value_width), jnp.float32))
-            smem.v[...] = dv.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.v, dv_gmem.at[sequence, keys, kv_head])
+            tiles.write(dv, smem.v, dv_gmem.at[sequence, keys, kv_head])
             plgpu.wait_smem_to_gmem(0)
 
-    return launch(
+    return tiles.launch(
         "difftx_dkv",
         kernel,
         inputs,
         queries_BN2,
         grid=(batch, kv_heads, length // TILE),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k_BSKGD, inputs.v_BSKE)),
-        buffers=DkvBuffers(
-            k=tile_buffer((GROUPS, TILE, width), dtype),
-            v=tile_buffer((TILE, value_width), dtype),
-            q=tile_buffer((STAGES, GROUPS, TILE, width), dtype),
-            dout=tile_buffer((STAGES, TILE, value_width), dtype),
-            p=tile_buffer((GROUPS, TILE, TILE), dtype),
-            dp=tile_buffer((TILE, TILE), jnp.float32),
-            stats=plgpu.SMEM((STAGES, 2, GROUPS, TILE), jnp.float32),
-            staging=tile_buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
-        ),
-        barriers=DkvBarriers(
-            kv_ready=plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of k, one of v
-            q_ready=plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # two copies of q, one of stats
-            dout_ready=plgpu.Barrier(num_barriers=STAGES),
-            q_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            p_ready=plgpu.Barrier(num_arrivals=GROUPS),
-            p_free=plgpu.Barrier(),
-            dp_ready=plgpu.Barrier(),
-            dp_free=plgpu.Barrier(num_arrivals=GROUPS),
-        ),
+        buffers={
+            "k": tiles.buffer((GROUPS, TILE, width), dtype),
+            "v": tiles.buffer((TILE, value_width), dtype),
+            "q": tiles.buffer((STAGES, GROUPS, TILE, width), dtype),
+            "dout": tiles.buffer((STAGES, TILE, value_width), dtype),
+            "p": tiles.buffer((GROUPS, TILE, TILE), dtype),
+            "dp": tiles.buffer((TILE, TILE), jnp.float32),
+            "stats": plgpu.SMEM((STAGES, 2, GROUPS, TILE), jnp.float32),
+            "staging": tiles.buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
+        },
+        barriers={
+            "kv_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of k, one of v
+            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # two copies of q, one of stats
+            "dout_ready": plgpu.Barrier(num_barriers=STAGES),
+            "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            "p_ready": plgpu.Barrier(num_arrivals=GROUPS),
+            "p_free": plgpu.Barrier(),
+            "dp_ready": plgpu.Barrier(),
+            "dp_free": plgpu.Barrier(num_arrivals=GROUPS),
+        },
         interpret=interpret,
     )
 
@@ -241,29 +206,26 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
     """Compute dQ, with one CTA per (sequence, query head, query tile), which loops over its visible key tiles."""
     batch, length, heads, _, width = inputs.q_BTHGD.shape
     value_width, dtype = inputs.v_BSKE.shape[-1], inputs.q_BTHGD.dtype
-    tiles, group = length // TILE, heads // inputs.k_BSKGD.shape[2]
+    q_tiles, group = length // TILE, heads // inputs.k_BSKGD.shape[2]
     scale = width**-0.5
 
-    def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):  # noqa: C901
+    def kernel(gmem, keys_gmem, dq_gmem, smem, barriers):
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
-        q_tile = tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
-        queries = rows_of(q_tile)
+        q_tile = q_tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
+        queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
-        seen = functools.partial(visible, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
-        steps = at_least_one(q_tile + 1 - first)
+        hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
+        steps = tiles.at_least_one(q_tile + 1 - first)
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            set_registers(REGISTERS["dq"].softmax)
+            tiles.set_registers(208)
 
-            def load_rows(ref):
-                return plgpu.load(ref, layout=ROWS, optimized=False)
-
-            lse = load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
-            scaled_delta = load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
-            weight = load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
+            lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
+            scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
+            weight = tiles.load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
             plgpu.barrier_wait(barriers.q_ready)
 
             def accumulate(dq_acc):
@@ -271,30 +233,28 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
                 def _(i):
                     k_tile, slot, dp_slot = first + i, lax.rem(i, STAGES), lax.rem(i, 2)
                     plgpu.barrier_wait(barriers.k_ready.at[slot])
-                    logits = product(smem.q.at[warpgroup], smem.k.at[slot, warpgroup].T)
-                    p = jnp.exp2(logits * (scale * LOG2_E) - across(lse, logits))
-                    p = hide(p, 0.0, needed=(k_tile < full) | (k_tile == q_tile), mask=lambda: seen(q_tile, k_tile))
-                    p = p * across(weight, p)
+                    logits = tiles.product(smem.q.at[warpgroup], smem.k.at[slot, warpgroup].T)
+                    p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
+                    p = hide(p, 0.0, q_tile, k_tile, needed=(k_tile < full) | (k_tile == q_tile))
+                    p = p * tiles.across(weight, p)
                     plgpu.barrier_wait(barriers.dp_ready.at[dp_slot])
                     dp = plgpu.load(smem.dp.at[dp_slot], layout=MATRIX)
-                    arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
-                    ds = (p * (dp * scale - across(scaled_delta, dp))).astype(dtype)
-                    ds = as_operand(ds, smem.staging, warpgroup)
+                    tiles.arrive_if(i + 2 < steps, barriers.dp_free.at[dp_slot])
+                    ds = (p * (dp * scale - tiles.across(scaled_delta, dp))).astype(dtype)
+                    ds = tiles.as_operand(ds, smem.staging, warpgroup)
                     plgpu.wgmma(dq_acc, ds, smem.k.at[slot, warpgroup])
                     plgpu.wgmma_wait(0)
-                    arrive_if(i + 1 < steps, barriers.k_free.at[slot])
+                    tiles.arrive_if(i + 1 < steps, barriers.k_free.at[slot])
 
                 return dq_acc[...]
 
             dq = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            smem.q[warpgroup] = dq.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
+            tiles.write(dq, smem.q.at[warpgroup], dq_gmem.at[sequence, queries, head, warpgroup])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            set_registers(REGISTERS["dq"].producer)
+            tiles.set_registers(88)
             for m in range(GROUPS):
                 plgpu.copy_gmem_to_smem(gmem.q_BTHGD.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
             plgpu.copy_gmem_to_smem(gmem.dout_BTHE.at[sequence, queries, head], smem.dout, barriers.q_ready)
@@ -302,12 +262,12 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
             def load_k(i):
                 slot = lax.rem(i, STAGES)
                 for m in range(GROUPS):
-                    k_gmem = gmem.k_BSKGD.at[sequence, rows_of(first + i), kv_head, m]
+                    k_gmem = gmem.k_BSKGD.at[sequence, tiles.rows_of(first + i), kv_head, m]
                     plgpu.copy_gmem_to_smem(k_gmem, smem.k.at[slot, m], barriers.k_ready.at[slot])
 
             def load_v(i):
                 slot = lax.rem(i, STAGES)
-                v_gmem = gmem.v_BSKE.at[sequence, rows_of(first + i), kv_head]
+                v_gmem = gmem.v_BSKE.at[sequence, tiles.rows_of(first + i), kv_head]
                 plgpu.copy_gmem_to_smem(v_gmem, smem.v.at[slot], barriers.v_ready.at[slot])
 
             @pl.loop(0, lax.min(steps, STAGES))
@@ -321,7 +281,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
             def _(i):
                 slot, dp_slot = lax.rem(i, STAGES), lax.rem(i, 2)
                 plgpu.barrier_wait(barriers.v_ready.at[slot])
-                dp = product(smem.dout, smem.v.at[slot].T)
+                dp = tiles.product(smem.dout, smem.v.at[slot].T)
                 pl.when(i + STAGES < steps)(lambda: load_v(i + STAGES))
                 pl.when(i >= 2)(lambda: plgpu.barrier_wait(barriers.dp_free.at[dp_slot]))
                 smem.dp[dp_slot] = dp
@@ -333,28 +293,28 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
                     plgpu.barrier_wait(barriers.k_free.at[lax.rem(i - 1, STAGES)])
                     pl.when(i - 1 + STAGES < steps)(lambda: load_k(i - 1 + STAGES))
 
-    return launch(
+    return tiles.launch(
         "difftx_dq",
         kernel,
         inputs,
         keys_BN2,
-        grid=(batch, heads, tiles),
+        grid=(batch, heads, q_tiles),
         out_type=jax.ShapeDtypeStruct(inputs.q_BTHGD.shape, dtype),
-        buffers=DqBuffers(
-            q=tile_buffer((GROUPS, TILE, width), dtype),
-            dout=tile_buffer((TILE, value_width), dtype),
-            k=tile_buffer((STAGES, GROUPS, TILE, width), dtype),
-            v=tile_buffer((STAGES, TILE, value_width), dtype),
-            dp=tile_buffer((2, TILE, TILE), jnp.float32),  # double-buffered
-            staging=tile_buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
-        ),
-        barriers=DqBarriers(
-            q_ready=plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of q, one of dout
-            k_ready=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            v_ready=plgpu.Barrier(num_barriers=STAGES),
-            k_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            dp_ready=plgpu.Barrier(num_barriers=2),
-            dp_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
-        ),
+        buffers={
+            "q": tiles.buffer((GROUPS, TILE, width), dtype),
+            "dout": tiles.buffer((TILE, value_width), dtype),
+            "k": tiles.buffer((STAGES, GROUPS, TILE, width), dtype),
+            "v": tiles.buffer((STAGES, TILE, value_width), dtype),
+            "dp": tiles.buffer((2, TILE, TILE), jnp.float32),  # double-buffered
+            "staging": tiles.buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
+        },
+        barriers={
+            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of q, one of dout
+            "k_ready": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            "v_ready": plgpu.Barrier(num_barriers=STAGES),
+            "k_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            "dp_ready": plgpu.Barrier(num_barriers=2),
+            "dp_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=2),
+        },
         interpret=interpret,
     )

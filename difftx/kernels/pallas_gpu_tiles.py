@@ -1,13 +1,14 @@
 """Shared parts of the Mosaic GPU kernels: tile sizes, memory layout, tile ranges and the mask.
 
-In every kernel a CTA has three warpgroups. Warpgroups 0 and 1 compute one softmax each. Warpgroup 2,
-the producer, loads their tiles by TMA.
+In every kernel a CTA has three warpgroups. Warpgroups 0 and 1 compute one softmax each. Warpgroup 2, the producer,
+loads their tiles by TMA. Of a buffer X, the barrier X_ready tells the readers that X is filled, and X_free tells the
+writer that X may be filled again.
 """
 
 #   B = batch, T = query tokens = key tokens, padded to whole tiles, N = T // TILE = tiles,
-#   P = TILE = positions in a tile, X = marks of a position (see `marks`)
+#   P = TILE = positions in a tile, X = marks of a position
 
-import dataclasses
+import collections
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,37 +33,26 @@ LOG2_E = 1.4426950408889634
 MASKED = -1e30
 LOWEST = -1e20
 
-POSITION, SEGMENT = 0, 1  # indices along X in `marks`
+POSITION, SEGMENT = 0, 1  # indices along X in the marks [B, X, T], which are the inputs of the mask
 
 MATRIX = plgpu.Layout.WGMMA  # register layout of a tile in a warpgroup
 ROWS = MATRIX.reduce(1)  # layout of a [TILE] vector with one value per row of a tile
 COLUMNS = MATRIX.reduce(0)  # layout of a [TILE] vector with one value per column of a tile
 
 
-@dataclasses.dataclass(frozen=True)
-class Registers:
-    """Numbers of registers per thread. The limit is 2·softmax + producer <= 512."""
-
-    softmax: int  # in each of warpgroups 0 and 1
-    producer: int  # in the producer warpgroup
-
-
-# Chosen for H200 at D = 128, E = 256, where registers are scarce (ptxas 13.0). In "dkv", (152, 208) spills
-# 4 bytes in some calls, (160, 192) spills up to 36 bytes, and (168, 176) makes ptxas serialise wgmma.
-REGISTERS = {
-    "forward": Registers(softmax=240, producer=24),
-    "dkv": Registers(softmax=152, producer=200),
-    "dq": Registers(softmax=208, producer=88),
-}
 REGISTERS_AT_ENTRY = 168  # 64 Ki registers over 384 threads, rounded down to a multiple of 8
 
 
 def set_registers(count):
-    """Change the registers of this warpgroup from REGISTERS_AT_ENTRY to `count` per thread."""
+    """Change the registers of this warpgroup from REGISTERS_AT_ENTRY to `count` per thread.
+
+    The counts of a kernel must satisfy 2·softmax + producer <= 512. They are chosen for H200 at D = 128, where
+    registers are scarce (ptxas 13.0).
+    """
     plgpu.set_max_registers(count, action="increase" if count > REGISTERS_AT_ENTRY else "decrease")
 
 
-def tile_buffer(shape, dtype):
+def buffer(shape, dtype):
     """Return a shared-memory buffer in the tiled, swizzled layout that TMA writes and wgmma reads."""
     itemsize = jnp.dtype(dtype).itemsize
     # 96 bf16 columns fill one and a half 128-byte rows, but exactly three 64-byte rows.
@@ -89,14 +79,21 @@ def product(a_smem, b_smem):
 def as_operand(values, staging_smem, index):
     """Return values in registers as the left operand of wgmma.
 
-    The interpreter does not support wgmma operands in registers, so there `staging_smem[index]` holds a copy. The
-    compiled kernels have no such buffer (None).
+    The interpreter requires operands in shared memory, so it has a buffer `staging_smem` for a copy of the values. The
+    compiled kernels have None.
     """
     if staging_smem is None:
         return values
     staging_smem[index] = values
     plgpu.commit_smem()
     return staging_smem.at[index]
+
+
+def write(values, buffer_smem, gmem):
+    """Start to copy values in registers to global memory, through a buffer in shared memory."""
+    buffer_smem[...] = values.astype(buffer_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer_smem, gmem)
 
 
 def across(row_values, like):
@@ -110,30 +107,36 @@ def down(column_values, like):
 
 
 def arrive_if(condition, barrier):
-    """Arrive at a barrier if `condition` holds.
-
-    The condition must hold only if a later step waits on the barrier, because a kernel must not end with a
-    pending arrival.
-    """
+    """Arrive at a barrier if a later step waits on it (`condition`): a kernel must not end with a pending arrival."""
     pl.when(condition)(lambda: plgpu.barrier_arrive(barrier))
 
 
 def at_least_one(count):
-    """Return `count`, which is always at least 1, in a form from which the compiler can infer this bound.
-
-    If the compiler had to allow for a loop of zero steps, the accumulators would have a second possible
-    source, and ptxas would spill registers.
-    """
+    """Tell the compiler that `count` is at least 1. If a loop could have zero steps, ptxas would spill accumulators."""
     return lax.max(count, 1)
 
 
-def visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
+def load_rows(ref):
+    """Load a [TILE] vector from global memory into registers, with one value per row of a tile."""
+    return plgpu.load(ref, layout=ROWS, optimized=False)
+
+
+def hide(marks_gmem, values, hidden, q_tile, k_tile, *, needed, window, queries_in_rows):
+    """Replace the values of token pairs that the mask excludes by `hidden`. `needed` says whether there are any."""
+
+    def masked(values):
+        visible = _visible(marks_gmem, q_tile, k_tile, window=window, queries_in_rows=queries_in_rows)
+        return jnp.where(visible, values, hidden)
+
+    return lax.cond(needed, masked, lambda values: values, values)
+
+
+def _visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
     """Return the mask of a query tile and a key tile, bool [TILE, TILE]: causal, same segment, inside the window.
 
-    marks_gmem is the row of `marks` for one sequence. Few tiles need a mask (the diagonal and the edges of
-    windows and segments), so the marks are read directly from L2. Positions are read too, because the
-    compiler would hoist an iota out of the loop and keep it in registers. In "dkv" at D = 128, that spills
-    120 bytes.
+    marks_gmem holds the marks of one sequence. The mask reads them from L2 directly, because few tiles need a mask:
+    those on the diagonal and at the edges of windows and segments. It reads positions too. An iota would be hoisted
+    out of the loop and kept in registers, which spills 120 bytes in "dkv" at D = 128.
     """
     row_tile, column_tile = (q_tile, k_tile) if queries_in_rows else (k_tile, q_tile)
 
@@ -155,30 +158,14 @@ def visible(marks_gmem, q_tile, k_tile, *, window, queries_in_rows):
     return mask
 
 
-def hide(values, hidden, *, needed, mask):
-    """Replace the entries of a tile that `mask()` excludes by `hidden`, if `needed`."""
-    return lax.cond(needed, lambda x: jnp.where(mask(), x, hidden), lambda x: x, values)
-
-
-def marks(segment_ids_BT, *, batch, length):
-    """Return the inputs of the mask, int32 [B, X, T]: positions, then segment ids unless segment_ids_BT is None."""
-    positions_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    if segment_ids_BT is None:
-        return positions_BT[:, None]
-    return jnp.stack([positions_BT, segment_ids_BT], axis=1)
-
-
 def tile_ranges(segment_ids_BT, *, batch, tiles, window):
     """Return the key tiles that each query tile visits, and the query tiles that visit each key tile.
 
     Pairs of tiles outside these ranges have no visible pair of tokens, in any order of the segment ids.
-    Memory is N x N flags rather than T x T.
 
     Returns:
-        keys: int32 [B, N, 2], keys[n] = (first, full). Query tile n visits key tiles first..n and needs no
-            mask for full..n-1.
-        queries: int32 [B, N, 2], queries[n] = (full, end). Query tiles n..end-1 visit key tile n, and need
-            no mask for n+1..full-1.
+        keys: int32 [B, N, 2] of (first, full). Query tile n visits key tiles first..n and needs no mask for full..n-1.
+        queries: int32 [B, N, 2] of (full, end). Query tiles n..end-1 visit key tile n and need no mask for n+1..full-1.
     """
     n = jnp.arange(tiles)
     behind_1NN = (n[:, None] - n[None, :])[None]  # query tile minus key tile
@@ -190,13 +177,10 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
     if segment_ids_BT is not None:
         ids_BNP = segment_ids_BT.reshape(batch, tiles, TILE)
         low_BN, high_BN = ids_BNP.min(-1), ids_BNP.max(-1)
-        apart_BNN = (low_BN[:, :, None] > high_BN[:, None, :]) | (high_BN[:, :, None] < low_BN[:, None, :])
+        (q_low_BN1, k_low_B1N), (q_high_BN1, k_high_B1N) = ((x[:, :, None], x[:, None]) for x in (low_BN, high_BN))
+        needed_BNN &= ~((q_low_BN1 > k_high_B1N) | (q_high_BN1 < k_low_B1N))
         # Both tiles hold one and the same id if their common minimum equals their common maximum.
-        same_BNN = jnp.minimum(low_BN[:, :, None], low_BN[:, None, :]) == jnp.maximum(
-            high_BN[:, :, None], high_BN[:, None, :]
-        )
-        needed_BNN &= ~apart_BNN
-        whole_BNN &= same_BNN
+        whole_BNN &= jnp.minimum(q_low_BN1, k_low_B1N) == jnp.maximum(q_high_BN1, k_high_B1N)
     broken_BNN = (behind_1NN > 0) & ~whole_BNN
     keys_first_BN = jnp.argmax(needed_BNN, axis=2)
     keys_full_BN = jnp.max(jnp.where(broken_BNN, n[None, None, :] + 1, 0), axis=2)
@@ -217,17 +201,18 @@ def pad_rows(array, *, axis, tiles, mode="constant"):
 
 
 def interpret_params(interpret):
-    """Convert `interpret` of a backend call to the argument of plgpu.kernel.
-
-    None interprets the kernel unless the target is a GPU.
-    """
+    """Convert `interpret` of a backend call to the argument of plgpu.kernel. None: interpret except on a GPU."""
     if interpret is None:
         interpret = target.platform() != "gpu"
     return plgpu.InterpretGPUParams() if interpret is True else interpret
 
 
 def launch(name, kernel, *operands, grid, out_type, buffers, barriers, interpret):
-    """Run `kernel(*operands, *outputs, buffers, barriers)` in each CTA of a grid (sequence, head, tile)."""
+    """Run `kernel(*operands, *outputs, smem, barriers)` in each CTA of a grid (sequence, head, tile).
+
+    `smem` and `barriers` are named tuples of the shared memory in `buffers` and of the barriers, with their keys.
+    """
+    scratch = [collections.namedtuple("Scratch", fields)(**fields) for fields in (buffers, barriers)]  # pyrefly: ignore
     return plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -235,7 +220,7 @@ def launch(name, kernel, *operands, grid, out_type, buffers, barriers, interpret
         grid_names=("sequence", "head", "tile"),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        scratch_types=[buffers, barriers],
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         kernel_name=name,

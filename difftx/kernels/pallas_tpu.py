@@ -2,7 +2,7 @@
 
     O = (A1 - lam * A2) V,    A_m = softmax(Q_m K_m^T / sqrt(D)),    causal    (arXiv:2410.05258)
 
-The backward pass requires O, O2 = A2 V and the two log-sum-exps L_m. With P_m = exp(S_m - L_m),
+The backward pass requires O, O2 = A2 V and the two log-sum-exps L_m. With logits S_m, P_m = exp(S_m - L_m),
 dP = dO V^T and delta_m = rowsum(dO * O_m), the gradients are:
 
     dS1 = P1 * (dP - delta1)        dQ_m = dS_m K_m        dV = (P1 - lam * P2)^T dO
@@ -12,19 +12,19 @@ dP and dV are therefore one product each, where two flash-attention calls would 
 
 Two decisions determine the grids:
 
-* The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that causality
-  and the window leave. The kernels read this list from scalar memory. They spend no step on hidden
-  tiles, and apply a mask only to tiles that the diagonal, the window or a segment boundary crosses.
-* dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits
-  in VMEM, one kernel computes all three gradients (20 units of T*T*D*H matmul work instead of 28).
-  Longer rows take two kernels. Each sum has a fixed order in both cases, so results are reproducible
-  bit for bit.
+* The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that causality and the window
+  leave. The kernels read this list from scalar memory. They spend no step on hidden tiles, and apply a mask only to
+  tiles that the diagonal, the window or a segment boundary crosses.
+* dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits in VMEM, one kernel
+  computes all three gradients (20 units of T*T*D*H matmul work instead of 28). Longer rows take two kernels. Each sum
+  has a fixed order in both cases, so results are reproducible bit for bit.
 
 Under a mesh, call these functions inside `jax.shard_map(..., check_vma=False)` over batch and heads.
 """
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,10 @@ from difftx.kernels.backend import AttentionCall, Saved, deltas
 # Y = X or, where rows are sharded, the number of queries on one device
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tile side in tokens, and limits of VMEM in MiB."""
+class Tiles(NamedTuple):
+    """Size of the tiles, and limits of VMEM in MiB."""
 
-    side: int  # side of a tile in tokens, a multiple of 128
+    side: int  # largest side of a tile in tokens, a multiple of 128
     vmem_mib: int  # VMEM that a kernel may use in total
     dq_mib: int  # VMEM that dQ may take before the backward pass splits into two kernels
 
@@ -82,26 +81,13 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, sharding=None, interpret=None, block=None):
-    """Compute differential attention and the arrays that `backward` requires.
+def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, interpret=None):
+    """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2 V and the log-sum-exps.
 
-    Args:
-        q_BTHGD, k_BTKGD, v_BTKE: bfloat16 or float32. Query head n uses key/value head n // (H // K).
-        lam_BTH: float32.
-        segment_ids_BT: int32, or None for one segment. A query attends only to keys of its own segment.
-        window: Number of keys that a query attends to, including itself, or None for all.
-        sharding: Sharding of the tokens: q_BTHGD and lam_BTH hold the queries of one device, the other arrays
-            whole rows. None: all arrays hold whole rows.
-        interpret: False, True or a `pltpu.InterpretParams`. None interprets unless the target is a TPU.
-        block: Largest tile side in tokens, a multiple of 128. None selects the value for the device.
-
-    Returns:
-        out_BTHE in the dtype of q, and a `Saved` with out2_BHTE = A2 V in the dtype of q and lse_BHGT, the
-        natural log-sum-exps of the scaled logits, float32.
+    `interpret` is False, True or a `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
     """
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
-    side = block or _tiles(d).side
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=False)
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, _tiles(d).side, keys_outer=False)
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
     out_spec = _spec(call, (block, e), of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
@@ -113,51 +99,25 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segment_ids_BT, *, window, shardi
         kernels.forward_kernel,
         "diff_attention_forward",
         kernels.Inputs(q_BHGYD, k_BKGXD, v_BKXE, lam=lam_BH1Y),
-        segment_ids_BT,
+        segments_BT,
         products=6,
         out_specs=[out_spec, out_spec, _spec(call, (2, block), of="query", axis=1)],
         out_shape=[out_shape, out_shape, lse_shape],
-        scratch_shapes=[
-            pltpu.VMEM((2, block), jnp.float32),
-            pltpu.VMEM((2, block), jnp.float32),
-            pltpu.VMEM((2, e, block), jnp.float32),
-        ],
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in ((2, block), (2, block), (2, e, block))],
         interpret=interpret,
     )
     return _tokens_first(out_BHYE, t), Saved(by_head=(out2_BHYE[:, :, :t],), by_group=(lse_BHGY[..., :t],))
 
 
 def backward(
-    q_BTHGD,
-    k_BTKGD,
-    v_BTKE,
-    lam_BTH,
-    segment_ids_BT,
-    out_BTHE,
-    saved,
-    dout_BTHE,
-    *,
-    window,
-    sharding=None,
-    interpret=None,
-    block=None,
+    q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None, interpret=None
 ):
-    """Compute the gradients of q, k, v and lam.
-
-    Args:
-        q_BTHGD ... segment_ids_BT, window, sharding, interpret, block: As in `forward`.
-        out_BTHE, saved: Results of `forward`.
-        dout_BTHE: Cotangent of out_BTHE, in the dtype of q.
-
-    Returns:
-        dq_BTHGD, dk_BTKGD and dv_BTKE in the dtype of q, and dlam_BTH in float32.
-    """
+    """Return the gradients of q, k and v in the dtype of q, and of lam in float32."""
     (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     tiles = _tiles(d)
-    side = block or tiles.side
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, keys_outer=True)
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, tiles.side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
     inputs = kernels.Inputs(
@@ -166,15 +126,15 @@ def backward(
         rows=_pad(rows_BHRT, call.y, axis=3),
     )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
-    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segment_ids_BT, interpret, with_dq)
+    dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segments_BT, interpret, with_dq)
     if not with_dq:
-        dq_BHGYD = _dq(dataclasses.replace(call, keys_outer=False), inputs, segment_ids_BT, interpret)
+        dq_BHGYD = _dq(dataclasses.replace(call, keys_outer=False), inputs, segments_BT, interpret)
     keys = k_BTKGD.shape[1]
     dk_BTKGD, dv_BTKE = _tokens_first(dk_BKGXD, keys), _tokens_first(dv_BKXE, keys)
     return _tokens_first(dq_BHGYD, t), dk_BTKGD, dv_BTKE, -delta2_BTH
 
 
-def _dkv(call, inputs, segment_ids_BT, interpret, with_dq):
+def _dkv(call, inputs, segments_BT, interpret, with_dq):
     """Compute dK, dV and, in the same kernel if `with_dq`, dQ (else None)."""
     block, group, d = call.block, call.group, call.d
     dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
@@ -183,7 +143,7 @@ def _dkv(call, inputs, segment_ids_BT, interpret, with_dq):
         kernels.dkv_kernel,
         "diff_attention_dqkv" if with_dq else "diff_attention_dkv",
         inputs,
-        segment_ids_BT,
+        segments_BT,
         products=10 if with_dq else 8,
         out_specs=[
             _spec(call, (2, block, d), of="key", axis=1),
@@ -191,8 +151,7 @@ def _dkv(call, inputs, segment_ids_BT, interpret, with_dq):
             _spec(call, (group, 2, block, d), of="finished query", axis=2) if with_dq else None,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(inputs.k.shape, call.dtype),
-            jax.ShapeDtypeStruct(inputs.v.shape, call.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, call.dtype) for x in (inputs.k, inputs.v)),
             dq_shape if with_dq else None,
         ],
         scratch_shapes=[
@@ -205,14 +164,14 @@ def _dkv(call, inputs, segment_ids_BT, interpret, with_dq):
     return dk, dv, dq.reshape(inputs.q.shape) if with_dq else None
 
 
-def _dq(call, inputs, segment_ids_BT, interpret):
+def _dq(call, inputs, segments_BT, interpret):
     block_shape = (2, call.block, call.d)
     return _run(
         call,
         kernels.dq_kernel,
         "diff_attention_dq",
         inputs,
-        segment_ids_BT,
+        segments_BT,
         products=6,
         out_specs=_spec(call, block_shape, of="query", axis=1),
         out_shape=jax.ShapeDtypeStruct(inputs.q.shape, call.dtype),
@@ -221,21 +180,27 @@ def _dq(call, inputs, segment_ids_BT, interpret):
     )
 
 
-def _run(call, kernel, name, inputs, segment_ids_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
+def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
     """Run a kernel over `call.grid`.
 
-    `products` is the number of matrix products per visit, in units of (block, block) x D. A product of
-    width E counts as two.
+    `products` is the number of matrix products per visit, in units of (block, block) x D. A product of width E counts
+    as two.
     """
-    scalars = kernels.Scalars(jnp.asarray(call.visits), None, None, None)
+    scalars = kernels.Scalars(jnp.asarray(call.visits))
     if call.sharding is not None:
         visits = scalars.visits[call.sharding.device()]
         starts = call.sharding.starts(call.sharding.device(), call.chunk_tiles)
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
         scalars = scalars._replace(visits=visits, offsets=offsets)
-    cost = _cost(call, products, (*jax.tree.leaves(inputs), *jax.tree.leaves(out_shape)))
+    # The cost estimate lets XLA hide communication behind the kernel. It assumes that each array moves once.
+    logits = call.batch * call.kv_heads * call.group * call.visits.shape[-1] * call.block**2
+    cost = pl.CostEstimate(
+        flops=products * 2 * logits * call.d,
+        transcendentals=2 * logits,  # one exponential per logit of each group
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((inputs, out_shape))),
+    )
     if call.segmented:
-        segments_BX = _pad(segment_ids_BT, call.x, axis=1, mode="edge")
+        segments_BX = _pad(segments_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
         by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
         scalars = scalars._replace(low=by_tile.min(axis=1), high=by_tile.max(axis=1))
@@ -260,25 +225,8 @@ def _run(call, kernel, name, inputs, segment_ids_BT, *, products, out_specs, out
     )(scalars, inputs)
 
 
-def _cost(call, products, arrays):
-    """Return a cost estimate, which lets XLA hide communication behind the kernel.
-
-    The estimate of bytes assumes that each array moves once.
-    """
-    logits = call.batch * call.kv_heads * call.group * call.steps * call.block**2
-    return pl.CostEstimate(
-        flops=products * 2 * logits * call.d,
-        transcendentals=2 * logits,  # One exponential per logit of each group.
-        bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays),
-    )
-
-
 def _spec(call, shape, *, of, axis, has_heads=True):
-    """Return a BlockSpec of `shape` whose `axis` is indexed by a tile of the current visit.
-
-    `of` selects the tile: "query", "key", "query in row" (`TileCall.row_tile`) or "finished query"
-    (`TileCall.finished_tile`). All other axes start at 0.
-    """
+    """Return a BlockSpec of `shape`. A tile of the current visit, which `of` selects, is the index along `axis`."""
 
     def index(b, kv, outer, inner, scalars):
         step, n = (outer, inner) if call.keys_outer else (inner, outer)
@@ -320,10 +268,7 @@ def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
 
 
 def _heads_first(x, length):
-    """Transpose [B, T, H, ..., W] to [B, H, ..., length, W], padded.
-
-    XLA fuses this change of layout into the operation that produces `x`.
-    """
+    """Transpose [B, T, H, ..., W] to [B, H, ..., length, W], padded. XLA fuses the copy into the producer of `x`."""
     return _pad(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
 
 

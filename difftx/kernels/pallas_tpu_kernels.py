@@ -32,10 +32,7 @@ HIDDEN = -1e30  # Logit of a masked key. Finite, because -inf - (-inf) is NaN fo
 
 # A visit is the pair of a query tile and a key tile, packed into an int32: query tile, key tile, flags.
 _QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 19, 6, 2**13 - 1
-_FIRST, _LAST = (
-    1,
-    2,
-)  # First and last of consecutive visits to one tile of the outer loop: clear and write accumulators.
+_FIRST, _LAST = 1, 2  # First and last of the visits to one tile of the outer loop: clear and write accumulators.
 MASKED = 4  # The diagonal or the edge of the window crosses the tile, so the tile needs a mask.
 _DQ_FIRST, _DQ_LAST = 8, 16  # First and last visit to one query tile, if keys are the outer loop.
 _EMPTY = 32  # Nothing to compute: the visit pads the list, or writes zeros for keys that no query of the device sees.
@@ -47,12 +44,12 @@ _TN = (((0,), (0,)), ((), ()))
 
 
 class Scalars(NamedTuple):
-    """References in scalar memory, which all kernels and all index maps of blocks receive."""
+    """References in scalar memory, which all kernels and index maps receive. None: whole rows, or no segment ids."""
 
     visits: Any  # Packed visits in grid order.
-    offsets: Any  # Per chunk of queries: index of a tile in the row minus its index on the device. None: whole rows.
-    low: Any  # Lowest segment id of each tile of each batch row. None: no segment ids.
-    high: Any  # Highest segment id of each tile of each batch row.
+    offsets: Any = None  # Per chunk of queries: index of a tile in the row minus its index on the device.
+    low: Any = None  # Lowest segment id of each tile of each batch row.
+    high: Any = None  # Highest segment id of each tile of each batch row.
 
 
 class Inputs(NamedTuple):
@@ -86,7 +83,7 @@ class TileCall:
     keys_outer: bool  # whether the grid loops over keys outside and queries inside, to sum over queries
 
     @classmethod
-    def of(cls, q_BTHGD, k_BTKGD, segment_ids_BT, window, sharding, side, *, keys_outer):
+    def of(cls, q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, *, keys_outer):
         """Return the parameters of a call, with T split into equal tiles of at most `side` tokens."""
         b, _, h, _, d = q_BTHGD.shape
         t, kv_heads = k_BTKGD.shape[1:3]
@@ -102,7 +99,7 @@ class TileCall:
             block=block,
             window=window,
             sharding=sharding,
-            segmented=segment_ids_BT is not None,
+            segmented=segments_BT is not None,
             dtype=q_BTHGD.dtype,
             keys_outer=keys_outer,
         )
@@ -113,19 +110,15 @@ class TileCall:
 
     @functools.cached_property
     def visits(self):
-        """Packed visits in grid order, int32. If rows are sharded, there is one list per device."""
+        """Packed visits in grid order, from `list_visits`."""
         return list_visits(self.tiles, self.block, self.window, self.sharding, keys_outer=self.keys_outer)
 
     @property
     def grid(self):
         """Grid of the kernel: batch, key/value heads, and visits and their query heads in the order of `keys_outer`."""
-        inner = (self.steps, self.group) if self.keys_outer else (self.group, self.steps)
+        steps = self.visits.shape[-1]
+        inner = (steps, self.group) if self.keys_outer else (self.group, steps)
         return (self.batch, self.kv_heads, *inner)
-
-    @property
-    def steps(self):
-        """Number of visits per device."""
-        return self.visits.shape[-1]
 
     @property
     def chunk_tiles(self):
@@ -144,7 +137,7 @@ class TileCall:
     def finished_tile(self, visit, offsets_ref):
         """Return the latest query tile on the device whose dQ is complete after the visit's key tile, or 0.
 
-        Visits must have keys in the outer loop. The last visit to a query tile is then the one on the diagonal.
+        Keys must be in the outer loop, so that the last visit to a query tile is the one on the diagonal.
         """
         if self.sharding is None:
             return key_tile(visit)
@@ -166,10 +159,7 @@ class TileCall:
 
 
 def block_tokens(t, sharding, side):
-    """Return the number of tokens in a tile, a multiple of 128.
-
-    If rows are sharded, the number divides a chunk. It is 0 if no multiple of 128 up to `side` does.
-    """
+    """Return the side of a tile in tokens, a multiple of 128 that divides a chunk of sharded rows; 0 if none does."""
     if sharding is None:
         # Equal tiles need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
         return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
@@ -178,9 +168,9 @@ def block_tokens(t, sharding, side):
 
 
 def list_visits(tiles, block, window, sharding=None, *, keys_outer):
-    """Return the packed visits to all tiles that causality and the window leave, in grid order.
+    """Return the packed visits, int32 in grid order, to all tiles that causality and the window leave.
 
-    If rows are sharded, the list has one row per device, padded to the longest.
+    If rows are sharded, there is one list per device, padded to the longest.
     """
     if sharding is None:
         return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
@@ -228,7 +218,7 @@ def key_tile(visit):
 def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref, acc_ref, *, call):
     """Write O, O2 and the natural log-sum-exps of a query tile at the last visit to the tile.
 
-    Accumulators in VMEM are the running maximum of the base-2 logits (2, queries), the running sum of exp2
+    Accumulators in VMEM hold the running maximum of the base-2 logits (2, queries), the running sum of exp2
     (2, queries), and O_m^T before the division by the sum (2, E, queries).
     """
     visit = scalars.visits[pl.program_id(3)]
@@ -288,8 +278,7 @@ def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, 
             dq_acc[n, :, queries] = jnp.zeros_like(dq_acc[n, :, queries])
 
     def tile(masked):
-        visible = masked and _visible(call, visit, scalars, inputs)
-        ds, p = _logit_gradients(call, inputs, visible)
+        ds, p = _logit_gradients(call, visit, scalars, inputs, masked)
         for m in range(2):
             dk_acc[m] += call.dot(ds[m], inputs.q[m], _NN)
             if dq_ref is not None:
@@ -320,8 +309,7 @@ def dq_kernel(scalars, inputs, dq_ref, dq_acc, *, call):
         dq_acc[...] = jnp.zeros_like(dq_acc)
 
     def tile(masked):
-        visible = masked and _visible(call, visit, scalars, inputs)
-        ds, _ = _logit_gradients(call, inputs, visible)
+        ds, _ = _logit_gradients(call, visit, scalars, inputs, masked)
         for m in range(2):
             dq_acc[m] += call.dot(ds[m], inputs.k[m], _TN)
 
@@ -332,14 +320,15 @@ def dq_kernel(scalars, inputs, dq_ref, dq_acc, *, call):
         dq_ref[...] = (dq_acc[...] * call.scale).astype(dq_ref.dtype)
 
 
-def _logit_gradients(call, inputs, visible):
+def _logit_gradients(call, visit, scalars, inputs, masked):
     """Return [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the dtype of the operands."""
+    visible = masked and _visible(call, visit, scalars, inputs)
     lse1, lse2, delta1, delta2, lam = (inputs.rows[r : r + 1] for r in range(5))
     # dP is computed between the two logits: 4 % fewer instruction bundles on v5p than before both.
     s1 = call.dot(inputs.k[0], inputs.q[0], _NT)
     dp = call.dot(inputs.v[...], inputs.dout[...], _NT)
     s2 = call.dot(inputs.k[1], inputs.q[1], _NT)
-    if visible is not False:
+    if masked:
         s1, s2 = jnp.where(visible, s1, HIDDEN), jnp.where(visible, s2, HIDDEN)
     p1 = jnp.exp2(s1 - lse1)
     p2 = jnp.exp2(s2 - lse2) * lam
@@ -350,8 +339,8 @@ def _logit_gradients(call, inputs, visible):
 def _visible(call, visit, scalars, inputs):
     """Return the (keys, queries) mask of one tile."""
     shape = (call.block, call.block)
-    first = (call.row_tile(visit, scalars.offsets) - key_tile(visit)) * call.block
-    distance = first + lax.broadcasted_iota(jnp.int32, shape, 1)
+    distance = (call.row_tile(visit, scalars.offsets) - key_tile(visit)) * call.block
+    distance += lax.broadcasted_iota(jnp.int32, shape, 1)
     distance -= lax.broadcasted_iota(jnp.int32, shape, 0)
     visible = distance >= 0
     if call.window is not None:
@@ -363,10 +352,7 @@ def _visible(call, visit, scalars, inputs):
 
 
 def _compute(call, visit, scalars, tile):
-    """Call `tile` for this visit, with a mask if an edge crosses the tile.
-
-    The call is skipped for empty visits, and for tiles whose queries and keys have no segment in common.
-    """
+    """Call `tile(masked)` for a visit, unless it is empty or its queries and keys have no segment in common."""
     masked, seen = visit & MASKED != 0, True
     if (call.visits & _EMPTY != 0).any():
         seen = visit & _EMPTY == 0

@@ -45,7 +45,12 @@ def _logits(
     dtype = jnp.promote_types(q_BTHGD.dtype, jnp.float32)
     k_BSHGD = jnp.repeat(k_BSKGD, q_BTHGD.shape[2] // k_BSKGD.shape[2], axis=2).astype(dtype)
     logits_BHGTS = jnp.einsum("BTHGD,BSHGD->BHGTS", q_BTHGD.astype(dtype), k_BSHGD) * q_BTHGD.shape[-1] ** -0.5
-    seen_BTS = _visible(k_BSKGD.shape[1], segment_ids_BS, window)
+    query_S1, key_1S = jnp.arange(k_BSKGD.shape[1])[:, None], jnp.arange(k_BSKGD.shape[1])[None, :]
+    seen_BTS = (key_1S <= query_S1)[None]
+    if window is not None:
+        seen_BTS &= (query_S1 - key_1S < window)[None]
+    if segment_ids_BS is not None:
+        seen_BTS = seen_BTS & (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])
     if sharding is not None:
         seen_BTS = seen_BTS[:, sharding.positions(q_BTHGD.shape[1])]
     return jnp.where(seen_BTS[:, None, None], logits_BHGTS, -jnp.inf)
@@ -54,15 +59,3 @@ def _logits(
 def _weighted_values(weights_BHTS: jax.Array, v_BSKE: jax.Array) -> jax.Array:
     v_BSHE = jnp.repeat(v_BSKE, weights_BHTS.shape[1] // v_BSKE.shape[2], axis=2).astype(weights_BHTS.dtype)
     return jnp.einsum("BHTS,BSHE->BTHE", weights_BHTS, v_BSHE).astype(v_BSKE.dtype)
-
-
-def _visible(tokens: int, segment_ids_BT: jax.Array | None, window: int | None) -> jax.Array:
-    """Return the attention mask of a whole row, bool `[B or 1, T, S]`: causal, inside the segment and the window."""
-    query_T1 = jnp.arange(tokens)[:, None]
-    key_1S = jnp.arange(tokens)[None, :]
-    seen_BTS = (key_1S <= query_T1)[None]
-    if window is not None:
-        seen_BTS &= (query_T1 - key_1S < window)[None]
-    if segment_ids_BT is not None:
-        seen_BTS = seen_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
-    return seen_BTS

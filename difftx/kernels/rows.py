@@ -36,28 +36,18 @@ def map_rows(
     per_query: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
 ) -> MapRows:
-    """Return the causal attention weights of selected queries.
+    """Return the causal attention weights of the queries at the positions `queries_BC` (int32) of their rows.
 
-    Args:
-        map_of: Function from logits to attention weights.
-        q: Queries `[B, T, H, D]`, or `[B, T, H, G, D]` with one group per array of logits that `map_of` takes. Each
-            device must hold whole rows.
-        k: Keys `[B, S, K, D]` or `[B, S, K, G, D]`.
-        queries_BC: Positions of the selected queries in their rows, int32.
-        per_query: Last argument of `map_of` if `map_of` takes one: a scalar, per head `[H]`, or `[B, T, H]`.
-        segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
+    The other arguments are those of `difftx.kernels.mapped_attention`. Each device must hold whole rows.
     """
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
-    call = functools.partial(_rows, map_of)
-    map_BCHS, logits_BCHGS, *per_query_BCH = per_shard(
-        call, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT
-    )
+    operands = (q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT)
+    map_BCHS, logits_BCHGS, *per_query_BCH = per_shard(functools.partial(_rows, map_of), *operands)
     return MapRows(map_BCHS, logits_BCHGS, per_query_BCH[0] if map_of is maps.difference else None)
 
 
 def _rows(map_of, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
-    """Compute the attention weights on one device, for its shard of rows and heads."""
     B, C = queries_BC.shape
     S, K, G, D = k_BSKGD.shape[1:]
     H = q_BTHGD.shape[2]

@@ -1,7 +1,4 @@
-"""Target device of the computation that JAX traces.
-
-The target is the device of the current abstract mesh, for ahead-of-time compilation, or else JAX's default device.
-"""
+"""Target device of a computation: the device of the current abstract mesh, or else JAX's default device."""
 
 import jax
 

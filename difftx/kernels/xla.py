@@ -33,7 +33,7 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
         logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
         lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
         map1_BKRCS, map2_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
-        map_BKRCS = (map1_BKRCS - per_query(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
+        map_BKRCS = (map1_BKRCS - split_heads(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
 
@@ -58,7 +58,7 @@ def backward(
 
     def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
         dk_BSKGD, dv_BSKE = carry
-        lam_BKRC1 = per_query(rows["lam"], K)
+        lam_BKRC1 = split_heads(rows["lam"], K)
         lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
         map1_BKRCS, map2_BKRCS = _maps(masked_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
         dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
@@ -85,10 +85,7 @@ def backward(
 def mapped_attention(
     map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
-    """Compute attention with the weight function `map_of` and return `[B, T, H, E]`. JAX derives the gradient.
-
-    The arguments are those of `difftx.kernels.mapped_attention`.
-    """
+    """Compute attention with the weight function `map_of` and return `[B, T, H, E]`. JAX derives the gradient."""
     B, T, H, G, _ = q_BTHGD.shape
     K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
     # The gradients of keys and values are sums over chunks. They accumulate in float32 because the loop's inputs do.
@@ -100,7 +97,7 @@ def mapped_attention(
         logits_BKRGCS = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
         map_inputs = [logits_BKRGCS[:, :, :, g] for g in range(G)]
         if per_query_BTH is not None:
-            map_inputs.append(per_query(rows["per_query"], K))
+            map_inputs.append(split_heads(rows["per_query"], K))
         map_BKRCS = map_of(*map_inputs)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS.astype(dtype), v_BSKE.astype(dtype))
         return out_BCKRE.astype(dtype)
@@ -135,7 +132,7 @@ def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, ja
     return maps_BKRGCS[:, :, :, 0], maps_BKRGCS[:, :, :, 1]
 
 
-def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
+def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
     """Reshape a number per query and head, `[B, C, H]`, to `[B, K, R, C, 1]`."""
     B, C, H = x_BCH.shape
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
@@ -144,16 +141,10 @@ def per_query(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 def chunks(
     segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, groups: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
-    """Split per-query arrays `[B, T, …]` into chunks `[N, B, C, …]`, with the last chunk padded by zeros.
+    """Split per-query arrays `[B, T, …]`, "q" among them, into chunks `[N, B, C, …]`, the last one padded by zeros.
 
-    Args:
-        segment_ids_BS: Segment ids of the keys. If rows are sharded, T of the S ids belong to this device's queries.
-        sharding: Sharding of the tokens. None: whole rows.
-        groups: Number of arrays of attention weights that share the limit `CHUNK_MAP_ELEMENTS`.
-        arrays_BT: Arrays to split. "q" is required.
-
-    Returns:
-        The chunks by name, with "position" `[N, C]` and, if there are segment ids, "segment" `[N, B, C]`.
+    `groups` arrays of attention weights share the limit `CHUNK_MAP_ELEMENTS`. The result also has the positions of the
+    queries in their rows, "position" `[N, C]`, and their segment ids if there are any, "segment" `[N, B, C]`.
     """
     T = arrays_BT["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices

@@ -22,8 +22,8 @@ CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention
 def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
     """Return the FLOPs that one device executes in matrix products; a multiply-add is two FLOPs.
 
-    A device computes one shard of an array on an explicit mesh. A conditional counts as its most expensive branch. A
-    loop of unknown length counts as one iteration.
+    A device computes one shard of an array on an explicit mesh. A conditional counts as its most expensive branch, and
+    a loop of unknown length as one iteration.
     """
     equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
     return sum(map(_equation_flops, equations))
@@ -36,7 +36,10 @@ def _equation_flops(equation: core.JaxprEqn) -> float:
     if name == "pallas_call":
         return _pallas_flops(params)
     if name in ("mpmd_map", "core_map"):
-        return _mosaic_gpu_flops(equation)
+        kernel = params["name"]
+        if kernel not in MOSAIC_GPU_PRODUCTS:
+            raise ValueError(f"no FLOPs are known of the Mosaic GPU kernel {kernel!r}; add them to MOSAIC_GPU_PRODUCTS")
+        return _causal_flops(equation, rank=5, products=MOSAIC_GPU_PRODUCTS[kernel])
     if name in CUDNN_PRODUCTS:
         return _causal_flops(equation, rank=4, products=CUDNN_PRODUCTS[name])
     inner = [executed_flops(jaxpr) for jaxpr in _inner_jaxprs(params)]
@@ -60,7 +63,6 @@ def _product_flops(equation: core.JaxprEqn) -> float:
 
 
 def _mesh_axes(array: Any, dimensions: Any) -> set[str]:
-    """Return the mesh axes over which the given dimensions of an array are sharded."""
     specs = [array.sharding.spec[i] for i in dimensions]  # Each is None, a name or a tuple of names.
     return {axis for spec in specs if spec is not None for axis in (spec if isinstance(spec, tuple) else (spec,))}
 
@@ -73,13 +75,6 @@ def _pallas_flops(params: Mapping[str, Any]) -> float:
     # JAX's splash attention visits all square tiles of T × T, but computes only the tiles that the causal mask leaves.
     name = str(params.get("name") or params.get("name_and_src_info"))
     return flops * (grid[-1] + 1) / (2 * grid[-1]) if "splash" in name else flops
-
-
-def _mosaic_gpu_flops(equation: core.JaxprEqn) -> float:
-    name = equation.params["name"]
-    if name not in MOSAIC_GPU_PRODUCTS:
-        raise ValueError(f"the FLOPs of the Mosaic GPU kernel {name!r} are not known; add it to MOSAIC_GPU_PRODUCTS")
-    return _causal_flops(equation, rank=5, products=MOSAIC_GPU_PRODUCTS[name])
 
 
 def _causal_flops(equation: core.JaxprEqn, *, rank: int, products: int) -> float:

@@ -1,4 +1,4 @@
-"""Cost of one train step on devices that are not attached.
+"""Cost of one train step on devices that are not attached, and tables of such costs.
 
 JAX compiles the step for a description of the devices (topology.py) and does not run it. The compiler reports the
 memory, the optimised HLO contains the communication (hlo.py), and the jaxpr the arithmetic (arithmetic.py).
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import rich.table
 
 from difftx.config import Config
 from difftx.data.loader import Batch
@@ -20,7 +21,7 @@ from difftx.errors import UserError
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.hlo import Collective, list_collectives
 from difftx.launch.topology import GIB, Chip
-from difftx.model.flops import PEAK_FLOPS, flops_per_token
+from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.training.state import init_state, make_train_step
@@ -29,14 +30,13 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class DoesNotFitError(UserError):
-    """The compiler failed because the step needs more memory than the device has."""
+    """The step needs more memory than the device has."""
 
     def __init__(self, needed_bytes: float, capacity_bytes: float):
         super().__init__(
             f"the step needs {needed_bytes / GIB:.2f} GiB of a device's {capacity_bytes / GIB:.2f}, "
             f"{(needed_bytes - capacity_bytes) / GIB:.2f} GiB too much"
         )
-        self.needed_bytes, self.capacity_bytes = needed_bytes, capacity_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +101,9 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and derived numbers as a JSON object."""
-        derived = ("devices", "needed_bytes", "fits")
+        derived = {"devices": self.devices, "needed_bytes": self.needed_bytes, "fits": self.fits}
         bound = {} if self.bound is None else dataclasses.asdict(self.bound)
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived} | bound
+        return dataclasses.asdict(self) | derived | bound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,13 @@ class Bound:
 
 def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
     """Trace the train step that `difftx.training.loop` runs, with shapes and shardings in place of arrays."""
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if x.sharding is not None else jax.P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
     with jax.set_mesh(mesh):
-        state = jax.tree.map(lambda x: _on_mesh(x, mesh), jax.eval_shape(lambda: init_state(config)))
+        state = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(config)))
         sharding = jax.NamedSharding(mesh, Layout().act_BT)
         shape = (config.batch_rows, config.data.sequence_length)
         tokens, mask = (jax.ShapeDtypeStruct(shape, t, sharding=sharding) for t in (jnp.int32, jnp.float32))
@@ -137,7 +142,6 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
 
     Raises:
         DoesNotFitError: The compiler failed because the step needs more memory than a device has.
-        UserError: The mesh does not fit the devices or the model, or cuDNN is needed and not installed.
     """
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
@@ -154,7 +158,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         raise UserError(f"cuDNN, which computes softmax attention on GPUs, is not installed: {fix}") from error
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
-    kind, text = devices[0].device_kind, compiled.as_text() or ""
+    kind = devices[0].device_kind
     length, tokens = config.data.sequence_length, config.train.global_batch_tokens
     return Estimate(
         device_kind=kind,
@@ -174,7 +178,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         model_flops=tokens * flops_per_token(config.model, length, causal=False),
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
         peak_flops=PEAK_FLOPS.get(kind),
-        collectives=_totals_by_kind(list_collectives(text)),
+        collectives=_totals_by_kind(list_collectives(compiled.as_text() or "")),
         interconnect=chip.interconnect,
         network=chip.network,
         step_tokens=tokens,
@@ -182,9 +186,87 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     )
 
 
-def _on_mesh(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    spec = x.sharding.spec if x.sharding is not None else jax.P()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
+    """Return the table of one estimate, with an explanation of each number.
+
+    The row "days, likely" assumes the speed `efficiency` × bound.
+    """
+    out = rich.table.Table(title=title, title_justify="left", show_header=False)
+    out.add_column("what", no_wrap=True)
+    out.add_column("value", justify="right", no_wrap=True)
+    out.add_column("how it is counted")
+
+    def section(*rows: tuple[str, str, str]) -> None:
+        for row in rows:
+            out.add_row(*row)
+        out.add_section()
+
+    section(
+        ("devices", f"{e.devices} × {e.device_kind}", _mesh_text(e)),
+        ("compiled in", f"{e.compile_seconds:.1f} s", f"remat={e.remat}, accumulation={e.accumulation}"),
+    )
+    verdict = "fits" if e.fits else "does not fit"
+    section(
+        ("arguments", format_bytes(e.argument_bytes), "train state and batch; all memory is per device"),
+        ("temporaries", format_bytes(e.temporary_bytes), "activations, gradients, gathered parameters; some overlap"),
+        ("outputs", format_bytes(e.output_bytes), f"{format_bytes(e.alias_bytes)} of them overwrite arguments"),
+        ("program", format_bytes(e.code_bytes), "machine code"),
+        ("memory", format_bytes(e.needed_bytes), f"total, of {format_bytes(e.capacity_bytes)}: {verdict}"),
+    )
+    for kind, numbers in e.collectives.items():
+        between = f", and {format_bytes(numbers['network_bytes'])} to other slices" if numbers["network_bytes"] else ""
+        meaning = f"sent per device, {numbers['runs']:.0f} per step{between}"
+        out.add_row(kind, format_bytes(numbers["interconnect_bytes"]), meaning)
+    out.add_section()
+    section(
+        ("executed", f"{e.executed_flops:.3g} FLOPs", "matrix products per device and step, recomputation included"),
+        ("model", f"{e.model_flops:.3g} FLOPs", "all devices: 6 N + 12 L T d per token"),
+        ("model, causal", f"{e.model_flops_causal:.3g} FLOPs", "all devices: 6 N + 6 L T d per token"),
+    )
+    tokens = ("tokens", f"{e.steps * e.step_tokens:.4g}", f"{e.steps:,} steps of {e.step_tokens:,}")
+    bound = e.bound
+    if bound is None:
+        section(tokens, ("time", "", f"the peak FLOP/s of {e.device_kind} are not known: no bound"))
+        return out
+    between = f" ({(e.network or 0) / 1e9:.4g} between slices)" if e.slices > 1 else ""
+    bandwidth = f"{(e.interconnect or 0) / 1e9:.4g} GB/s{between}"
+    section(
+        ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {e.peak_flops or 0:.3g} FLOP/s"),
+        ("collectives", _seconds(bound.collective_seconds), f"bytes sent / {bandwidth}"),
+        ("step", f"≥ {_seconds(bound.step_seconds)}", "max(arithmetic, collectives): one hides the other"),
+        ("MFU", f"≤ {bound.mfu:.1%}", "model / (devices × peak × step)"),
+        ("MFU, causal", f"≤ {bound.mfu_causal:.1%}", "model, causal / (devices × peak × step)"),
+    )
+    section(
+        tokens,
+        ("days", f"≥ {bound.days:.3g}", "steps × step"),
+        ("days, likely", f"{bound.days / efficiency:.3g}", f"at {efficiency:.0%} of that speed (--efficiency)"),
+    )
+    return out
+
+
+def search_table(found: Sequence[Estimate], title: str) -> rich.table.Table:
+    """Return a table of estimates, one per row, in the given order."""
+    out = rich.table.Table(title=title, title_justify="left")
+    for name in ("mesh", "remat", "accumulation", "memory", "arithmetic", "collectives", "MFU", "days"):
+        out.add_column(name, justify="left" if name in ("mesh", "remat") else "right", no_wrap=True)
+    for e in found:
+        times = ("",) * 4
+        if bound := e.bound:
+            seconds = _seconds(bound.arithmetic_seconds), _seconds(bound.collective_seconds)
+            times = *seconds, f"≤ {bound.mfu:.1%}", f"≥ {bound.days:.3g}"
+        out.add_row(_mesh_text(e), e.remat, str(e.accumulation), format_bytes(e.needed_bytes), *times)
+    return out
+
+
+def _mesh_text(e: Estimate) -> str:
+    """Return the mesh axes of more than one device, such as `fsdp=16 tensor=4`."""
+    axes = [f"{axis}={size}" for axis, size in e.mesh.items() if size > 1]
+    return " ".join(axes + [f"slices={e.slices}"] * (e.slices > 1)) or "one device"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _totals_by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:

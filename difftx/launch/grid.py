@@ -34,11 +34,7 @@ class SweepPoint:
 
 
 def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Parse `["size=830m,1.4b", "seed=0,1"]` to `{"size": ["830m", "1.4b"], "seed": ["0", "1"]}`.
-
-    Raises:
-        UserError: An argument is not of the form name=value,value, or repeats a name or a value.
-    """
+    """Parse `["size=830m,1.4b", "seed=0,1"]` to `{"size": ["830m", "1.4b"], "seed": ["0", "1"]}`."""
     grid: dict[str, list[str]] = {}
     for argument in arguments:
         name, _, text = argument.partition("=")
@@ -54,16 +50,11 @@ def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
 def make_points(
     spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str], extensions: Sequence[Path] = ()
 ) -> list[SweepPoint]:
-    """Cross the grid's values and load every point's config.
+    """Return a point for each combination of the grid's values, with the config that it loads.
 
-    Args:
-        spec: `FILE.py`, or `FILE.py:ARG` if the grid has no name of the file's own `ARG`.
-        grid: Name → values. A name is "seed", a name of the file's `ARG`, or a config field such as "train.steps".
-        overrides: Field → value, the same for every point.
-        extensions: Extension files that each run loads.
-
-    Raises:
-        UserError: A name is unknown, a config does not load, a field is set twice, or two points have the same name.
+    A name in the grid is "seed", a name in the `ARG` of the config file, or a config field such as "train.steps".
+    `spec` is `FILE.py`, or `FILE.py:ARG` if the grid has no names of `ARG`. The overrides and extensions hold for all
+    points.
     """
     path, _, argument = spec.partition(":")
     form = argument_of(path) or ""
@@ -76,9 +67,14 @@ def make_points(
         chosen = dict(zip(grid, values, strict=True))
         arg = form.format(**chosen) if filled else argument
         varied = {name: value for name, value in chosen.items() if name not in slots}
+        changes = dict(overrides)
+        for name, value in varied.items():
+            for field in SEED_FIELDS if name == "seed" else (name,):
+                if field in changes:
+                    raise UserError(f"--grid {name}=…: {field} is set twice")
+                changes[field] = value
         name = "-".join([arg] * bool(arg) + [f"{n.rpartition('.')[2]}{value}" for n, value in varied.items()])
         name = re.sub(r"[^\w.+-]+", "_", name)
-        changes = _changes(varied, overrides)
         point_spec = f"{path}:{arg}" if arg else path
         try:
             config = load_config(point_spec, changes)
@@ -103,19 +99,8 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
             raise UserError(f"--grid: {path} is called with {form!r}; give {missing[0]}=… too")
 
 
-def _changes(varied: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
-    """Return the overrides of one point: the sweep's overrides and the point's own grid values."""
-    changes = dict(overrides)
-    for name, value in varied.items():
-        for field in SEED_FIELDS if name == "seed" else (name,):
-            if field in changes:
-                raise UserError(f"--grid {name}=…: {field} is set twice")
-            changes[field] = value
-    return changes
-
-
 def _fields(group: type, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a group's fields, and of those of the groups in it."""
+    """Yield the names of a group's fields, such as "train.steps", including those of the groups in it."""
     for name, kind in types_of(group).items():
         if dataclasses.is_dataclass(kind):
             yield from _fields(kind, f"{prefix}{name}.")

@@ -15,8 +15,8 @@ body of a loop once. `compiled.as_text()` lists computations, one instruction pe
       %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
     }
 
-The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and `while` bodies, whose
-collectives are multiplied by the trip count. A conditional counts as the branch that sends most.
+The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and loops. It multiplies the
+collectives in a loop's body by the trip count. A conditional counts as the branch that sends most.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ class Collective:
     kind: str  # One of KINDS.
     operand_bytes: float  # Size of the operands on one device.
     group: int  # Number of devices that communicate with each other.
-    between_slices: bool  # Whether these devices belong to different slices of a multi-slice TPU pod.
-    runs: int  # Executions per step.
+    between_slices: bool = False  # Whether these devices belong to different slices of a multi-slice TPU pod.
+    runs: int = 1  # Executions per step.
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends over all runs, with bandwidth-optimal (ring) algorithms."""
+        """Bytes that one device sends in all executions, with bandwidth-optimal (ring) algorithms."""
         others = self.group - 1
         if self.kind == "all-gather":
             return self.runs * self.operand_bytes * others
@@ -75,28 +75,26 @@ class _Instruction:
 
 def list_collectives(text: str) -> list[Collective]:
     """Return the collectives of a compiled program, whose text is `compiled.as_text()`."""
-    return _Program(text).collectives()
+    program = _Program(text)
+    return program.collectives_of(program.entry)
 
 
 class _Program:
     def __init__(self, text: str):
         header, _, body = text.partition("\n")
         self._devices = math.prod(map(int, _PARTITIONS.findall(header)))
-        self._computations, self._entry = _parse_computations(body)
-        self._collectives_of = functools.cache(self._collectives_of_computation)
-
-    def collectives(self) -> list[Collective]:
-        return self._collectives_of(self._entry)
+        self._computations, self.entry = _parse_computations(body)
+        self.collectives_of = functools.cache(self._collectives_of_computation)
 
     def _collectives_of_computation(self, computation: str) -> list[Collective]:
-        instructions = self._computations[computation]
         if self._continues_collective(computation):
             return []
+        instructions = self._computations[computation]
         types = {i.name: i.type for i in instructions}
         return [collective for i in instructions for collective in self._collectives_of_instruction(i, types)]
 
     def _continues_collective(self, computation: str) -> bool:
-        """Return whether this is a fusion that continues or ends a collective which another fusion started.
+        """Return whether a computation is a fusion that continues or ends a collective that another fusion starts.
 
         libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction.
         """
@@ -108,27 +106,30 @@ class _Program:
     def _collectives_of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
-            yield self._collective(kind, instruction, types, self._groups(instruction).shape[1])
+            group = replica_groups(instruction.attributes, self._devices).shape[1]
+            yield Collective(kind, _operand_bytes(instruction, types), group)
         elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
             # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
             # whose attributes name the kind of the collective and the slices.
-            kind, group = between[2].lower().replace("_", "-"), _count_ranges(between[1])
-            yield self._collective(kind, instruction, types, group, between_slices=True)
+            kind = between[2].lower().replace("_", "-")
+            slices = [_integers(part.replace(":", ",")) for part in between[1].split(",")]  # Such as 1,3:5.
+            group = sum(part[-1] - part[0] + 1 for part in slices)
+            yield Collective(kind, _operand_bytes(instruction, types), group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
             return  # The corresponding -start instruction is counted.
         elif branches := _BRANCHES.search(instruction.attributes):
             names = [name.strip().removeprefix("%") for name in branches[1].split(",")]
-            yield from max(map(self._collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
+            yield from max(map(self.collectives_of, names), key=lambda cs: sum(c.operand_bytes * c.runs for c in cs))
         else:
             runs = self._trip_count(instruction) if instruction.opcode == "while" else 1
             for name in _CALLED.findall(instruction.attributes):
-                for collective in self._collectives_of(name):
+                for collective in self.collectives_of(name):
                     # libtpu fuses an all-reduce and the slice of its result, which together are a reduce-scatter.
                     kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else collective.kind
                     yield dataclasses.replace(collective, kind=kind, runs=collective.runs * runs)
 
     def _trip_count(self, loop: _Instruction) -> int:
-        """Return a loop's number of iterations: XLA's known trip count, or else derived from the loop's counter.
+        """Return a loop's number of iterations: XLA's known trip count, or the one that the loop's counter implies.
 
         libtpu removes the known trip count. Its counters start at 0, grow by a constant and are compared with another
         constant. A loop with a data-dependent end counts as one iteration.
@@ -136,7 +137,8 @@ class _Program:
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
         condition, body = self._instructions_of(loop, "condition"), self._instructions_of(loop, "body")
-        # The last instruction is the result: of the condition `compare(counter, bound)`, of the body the loop's tuple.
+        # The last instruction of a computation is its result: `compare(counter, bound)` in the condition, and the tuple
+        # of the loop's new values in the body.
         compared = [condition[name] for name in _names([*condition.values()][-1].operands) if name in condition]
         bound = _constant(compared)
         index = [re.search(r"index=(\d+)", i.attributes) for i in compared if i.opcode == "get-tuple-element"]
@@ -151,25 +153,19 @@ class _Program:
         assert found is not None
         return {i.name: i for i in self._computations[found[1]]}
 
-    def _collective(
-        self, kind: str, instruction: _Instruction, types: dict[str, str], group: int, *, between_slices: bool = False
-    ) -> Collective:
-        operand_bytes = sum(type_bytes(types[name]) for name in _names(instruction.operands))
-        return Collective(kind, operand_bytes, group, between_slices, runs=1)
 
-    def _groups(self, instruction: _Instruction) -> np.ndarray:
-        """Return the ids of the devices that communicate, `[groups, devices per group]`."""
-        if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", instruction.attributes):
-            return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
-        return replica_groups(instruction.attributes, self._devices)
+def _operand_bytes(instruction: _Instruction, types: dict[str, str]) -> float:
+    return sum(type_bytes(types[name]) for name in _names(instruction.operands))
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-    """Parse the attribute `replica_groups`; return device ids, `[groups, devices per group]`.
+    """Parse `source_target_pairs` or `replica_groups` in attributes; return device ids, `[groups, devices per group]`.
 
-    XLA has three notations: lists `{{0,2},{1,3}}`, a transposed iota `[2,2]<=[2,2]T(1,0)`, and axes of a mesh. The
-    empty list `{}` is one group of all devices.
+    XLA has three notations for `replica_groups`: lists `{{0,2},{1,3}}`, a transposed iota `[2,2]<=[2,2]T(1,0)`, and
+    axes of a mesh. The empty list `{}` is one group of all `devices`.
     """
+    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", text):
+        return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
         return _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
@@ -212,18 +208,12 @@ def _iota(text: str) -> np.ndarray:
     return (ids.transpose(_integers(order.strip("()"))) if order else ids).reshape(-1)
 
 
-def _count_ranges(ranges: str) -> int:
-    """Return the number of integers in a list of inclusive ranges, such as 4 for `1,3:5`."""
-    bounds = [_integers(part.replace(":", ",")) for part in ranges.split(",")]
-    return sum(b[-1] - b[0] + 1 for b in bounds)
-
-
 def _integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
 def type_bytes(text: str) -> float:
-    """Return the size in bytes of an HLO type, such as `bf16[8,128]{1,0}` or a tuple of such types."""
+    """Return the bytes of an array with an HLO type, such as `bf16[8,128]{1,0}`, or of a tuple of arrays."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
         digits = re.search(r"\d+", dtype)
@@ -233,7 +223,7 @@ def type_bytes(text: str) -> float:
 
 
 def _parse_computations(body: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Return the instructions of each computation, and the name of the entry computation."""
+    """Return name → instructions of each computation, and the name of the entry computation."""
     computations: dict[str, list[_Instruction]] = {}
     entry, current = "", []
     for line in body.splitlines():
@@ -253,7 +243,6 @@ def _parse_instruction(name: str, rest: str) -> _Instruction:
 
 
 def _constant(instructions: Sequence[_Instruction]) -> int | None:
-    """Return the value of the first integer constant among the instructions, or None."""
     return next((int(i.operands) for i in instructions if i.opcode == "constant" and i.operands.isdigit()), None)
 
 

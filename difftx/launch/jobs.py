@@ -49,15 +49,11 @@ LAUNCHERS = {
 
 
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse `["nodes=2", "time=24:00:00"]` to `{"nodes": "2", "time": "24:00:00"}`.
-
-    Raises:
-        UserError: An argument is not of the form name=value, or a name is given twice.
-    """
+    """Parse `["nodes=2", "time=24:00:00"]` to `{"nodes": "2", "time": "24:00:00"}`."""
     settings = {}
     for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if not name or not equals or not value:
+        name, _, value = argument.partition("=")
+        if not name or not value:
             raise UserError(f"--set {argument!r} is not understood; it is written name=value")
         if name in settings:
             raise UserError(f"--set {argument!r}: given twice")
@@ -68,14 +64,7 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Mapping[str, str]) -> None:
     """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit these files.
 
-    Args:
-        name: Launcher, a key of `LAUNCHERS`.
-        points: Runs of the sweep.
-        out: Directory of the runs.
-        settings: Values for the template's placeholders, from --set.
-
-    Raises:
-        UserError: The launcher is unknown, or its template does not have a setting or lacks one.
+    `name` is a key of `LAUNCHERS`, and `settings` has values for the placeholders of its template, from --set.
     """
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
@@ -95,7 +84,7 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Map
 
 
 def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
-    """Raise `UserError` unless the settings are exactly the template's placeholders that runs do not fill."""
+    """Raise `UserError` unless the settings are exactly the placeholders that `_values` does not fill."""
     wanted = {*template.get_identifiers()} - {"name", "command"}
     wanted = wanted - {"directory", "output"} if LAUNCHERS[name].local_files else wanted - {"label", "stop"} | {"mount"}
     for setting, value in settings.items():
@@ -111,7 +100,7 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
 def _values(
     launcher: Launcher, template: string.Template, point: SweepPoint, out: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the values of the placeholders that a run fills, quoted for the template's language."""
+    """Return the values of the placeholders that are not settings, quoted for the template's language."""
     if launcher.local_files:
         here = Path.cwd()
         command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]
@@ -124,23 +113,21 @@ def _values(
         if not workdir.is_relative_to(mount):
             raise UserError(f"--out={out}: not below mount={mount}, so the run would be lost; give --out=runs/NAME")
         command = ["python", "train.py", *_in_repository(point).flags(str(workdir))]
-        values = {"stop": shlex.quote(_stop_command(workdir))}
-        if "label" in template.get_identifiers():
-            values["label"] = _dns_label(point.name)
+        # Send SIGTERM to the process that trains in `workdir`. The regular expression ends in `( |$)`, so it does not
+        # match itself in the command line of the shell that runs pkill, and that shell gets no signal.
+        escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
+        stop = f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
+        values = {"stop": shlex.quote(stop)}
+        if "label" in template.get_identifiers():  # Kubernetes requires lower-case letters, digits and hyphens.
+            values["label"] = label = re.sub(r"[^a-z0-9]+", "-", point.name.lower()).strip("-")
+            if len(label) > MOST_NAME_CHARACTERS:
+                limit = f"a job's name has at most {MOST_NAME_CHARACTERS} characters"
+                raise UserError(f"run {point.name}: {limit}; vary fewer fields")
     _check_printable(f"run {point.name}", [*command, *values.values()])
     shell = shlex.join(command)
     if launcher.quote is _yaml:
         shell = shell.replace("$", "$$")  # Kubernetes expands $(NAME) in a container's arguments, and replaces $$ by $.
     return {"name": point.name, "command": shell, **values}
-
-
-def _stop_command(workdir: PurePosixPath) -> str:
-    """Return the command that sends SIGTERM to the process that trains in `workdir`.
-
-    The regular expression ends in `( |$)`, which its own command line does not match, so pkill's shell gets no signal.
-    """
-    escaped = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", str(workdir))
-    return f"pkill -TERM -f {shlex.quote(f'python train.py .*--workdir={escaped}( |$)')}"
 
 
 def _check_printable(what: str, texts: Iterable[str]) -> None:
@@ -151,7 +138,7 @@ def _check_printable(what: str, texts: Iterable[str]) -> None:
 
 
 def _in_repository(point: SweepPoint) -> SweepPoint:
-    """Return the point with its config file and extensions as they are called from the repository's root."""
+    """Return the point with the paths of its config file and extensions relative to the repository's root."""
 
     def relative(flag: str, path: str | Path) -> Path:
         try:
@@ -162,15 +149,3 @@ def _in_repository(point: SweepPoint) -> SweepPoint:
     path, colon, arg = point.spec.partition(":")
     extensions = [relative("extension", extension) for extension in point.extensions]
     return dataclasses.replace(point, spec=f"{relative('config', path)}{colon}{arg}", extensions=extensions)
-
-
-def _dns_label(name: str) -> str:
-    """Return the name as a DNS label of lower-case letters, digits and hyphens, as Kubernetes requires.
-
-    Raises:
-        UserError: The label is too long.
-    """
-    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if len(label) > MOST_NAME_CHARACTERS:
-        raise UserError(f"run {name}: a job's name has at most {MOST_NAME_CHARACTERS} characters; vary fewer fields")
-    return label

@@ -1,68 +1,148 @@
-"""Training of a sweep's points on this machine, one process after another."""
+"""Training of a sweep's points on this machine, one process after another, and the progress of their runs."""
 
+import dataclasses
+import datetime
 import json
 import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-from difftx.errors import EXIT_PREEMPTED, UserError
+import rich.console
+import rich.live
+import rich.markup
+import rich.table
+
+from difftx.errors import EXIT_PREEMPTED, UserError, printable
 from difftx.files import write_atomically
 from difftx.launch.grid import SweepPoint
-from difftx.launch.status import RunStatus, State, View
-from difftx.training.changes import changed_fields
 from difftx.training.checkpoint.checkpointer import config_of
+from difftx.training.checkpoint.manifest import why_invalid
+from difftx.training.metrics import read_newest_metrics
+from difftx.training.resume import changed_fields
 
+State = Literal["pending", "running", "done", "failed", "stopped"]
 TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
+PLAIN_LINE_SECONDS = 60.0
+PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; an error message fits.
 # Beginning of a log line that names the reason of a failure. JAX may print a note after it, so it is not always the
 # last line.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
 
+@dataclasses.dataclass
+class RunStatus:
+    """State and progress of one run of a sweep."""
+
+    point: SweepPoint
+    workdir: Path
+    state: State = "pending"
+    exit_code: int | None = None  # Exit code of the last process; -N: killed by signal N.
+    error: str = ""
+    step: int = 0  # Newest step in metrics.jsonl.
+    loss: float | None = None  # Training loss at that step, in nats per token.
+    tokens_per_second: float | None = None  # Median over the newest attempt's rows.
+
+    @property
+    def steps(self) -> int:
+        return self.point.config.train.steps
+
+    @property
+    def last_checkpoint(self) -> Path:
+        """Folder of the last step's checkpoint, which a finished run has."""
+        return self.workdir / "checkpoints" / str(self.steps)
+
+    def refresh(self) -> None:
+        """Update step, loss and tokens/s from the newest rows of metrics.jsonl."""
+        rows = [row for row in read_newest_metrics(self.workdir / "metrics.jsonl") if row["split"] == "train"]
+        if rows:
+            self.step, self.loss = rows[-1]["step"], rows[-1]["loss"]
+            attempt = [row for row in rows if row["attempt"] == rows[-1]["attempt"]]
+            self.tokens_per_second = statistics.median(row["tokens_per_second"] for row in attempt)
+
+    def is_finished(self) -> bool:
+        """Return whether metrics.jsonl has the last step and its checkpoint's files have the recorded sizes."""
+        return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
+
+    def cells(self) -> list[str]:
+        """Return the run's row of the table: name, state, step, loss, tokens/s, time left, error."""
+        rate = self.tokens_per_second
+        left = ""
+        if rate and self.state == "running":
+            seconds = (self.steps - self.step) * self.point.config.train.global_batch_tokens / rate
+            left = str(datetime.timedelta(seconds=round(seconds)))
+        return [
+            self.point.name,
+            self.state if self.state != "failed" else f"failed ({self.exit_code})",
+            f"{self.step}/{self.steps}",
+            "" if self.loss is None else f"{self.loss:.4f}",
+            "" if rate is None else f"{rate:,.0f}",
+            left,
+            printable(self.error),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run's entry in sweep.json."""
+        return {
+            "name": self.point.name,
+            "flags": self.point.flags(self.workdir),
+            "steps": self.steps,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("point", "workdir")},
+        }
+
+
 class Sweep:
-    """A sweep that trains its runs one after another, each in its own process, and keeps `sweep.json` up to date."""
+    """A sweep that trains its runs one after another, each in its own process, and keeps `sweep.json` up to date.
+
+    A terminal shows a live table of the runs. Elsewhere, the sweep prints a line for each change of state and once per
+    minute, and the table at the end.
+    """
 
     def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
-        """Read the state of the runs that already exist in `out`; `sweep.json` also gets the fields of `description`.
-
-        Raises:
-            UserError: A finished run has other settings than its point, or train.py is not installed.
-        """
+        """Read the state of the runs that already exist in `out`; `description` is the head of `sweep.json`."""
         if not TRAIN.is_file():
             raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
         self._statuses = [RunStatus(point, out / point.name) for point in points]
         for status in self._statuses:
             status.refresh()
-            _refuse_other_settings(status)
+            # The sweep skips finished runs. train.py itself compares the settings of the runs that it resumes.
+            if status.is_finished():
+                for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
+                    if not change.is_neutral:
+                        raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._description = out, description
-        self._view = View(self._statuses)
+        # rich shows the table of a file or a pipe at the end only. It has no refresh thread here, because the sweep
+        # starts processes.
+        console = rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        self._live = rich.live.Live(self._table(), console=console, auto_refresh=False)
+        self._printed = time.monotonic()
         self._stopping = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Train the unfinished runs.
-
-        Returns:
-            Exit code: 0 if all runs are finished, 1 if a run failed, 75 if a signal stopped the sweep.
-        """
+        """Train the unfinished runs; return 0 if all runs are finished, 1 if one failed, or 75 after a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        with self._view:
+        with self._live:
             for status in self._statuses:
                 status.refresh()
                 if status.is_finished():
                     self._set_state(status, "done")
                 elif not self._stopping:
                     self._train(status)
+        if not sys.stdout.isatty():
+            print()  # rich does not end the table's last line in a file or a pipe.
         states = {status.state for status in self._statuses}
         print(f"details: {self._out / 'sweep.json'}, and train.log in each run's folder", flush=True)
         if states & {"stopped", "pending"}:
@@ -79,7 +159,7 @@ class Sweep:
     def _train(self, status: RunStatus) -> None:
         self._set_state(status, "running")
         code, error = EXIT_PREEMPTED, ""
-        # Train again if another process sent the signal that stopped the run.
+        # If another process, and not the sweep, stopped the run with a signal, train again.
         while code == EXIT_PREEMPTED and not self._stopping:
             code, error = self._run_process(status)
         status.refresh()
@@ -116,30 +196,38 @@ class Sweep:
                 break
             except subprocess.TimeoutExpired:
                 status.refresh()
-                self._view.update(status)
+                self._show(status)
         log_text = path.read_bytes()[begin:].decode(errors="replace")
         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
 
     def _set_state(self, status: RunStatus, state: State) -> None:
         status.state = state
-        self._view.update(status, changed=True)
+        self._show(status, is_new_state=True)
         content = {**self._description, "runs": [s.as_json() for s in self._statuses]}
         write_atomically(self._out / "sweep.json", json.dumps(content, indent=2) + "\n")
+
+    def _show(self, status: RunStatus, *, is_new_state: bool = False) -> None:
+        self._live.update(self._table(), refresh=True)
+        now = time.monotonic()
+        if not sys.stdout.isatty() and (is_new_state or now - self._printed > PLAIN_LINE_SECONDS):
+            name, state, steps, loss, rate, left, error = status.cells()
+            numbers = loss and f"loss {loss}", rate and f"{rate} tokens/s", left and f"{left} left"
+            print(*filter(None, (name, state, steps, *numbers, error)), sep="  ", flush=True)
+            self._printed = now
+
+    def _table(self) -> rich.table.Table:
+        table = rich.table.Table()
+        for title in ("run", "state"):
+            table.add_column(title, no_wrap=True)
+        for title in ("step", "loss", "tokens/s", "left"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("error", overflow="fold")
+        for status in self._statuses:
+            table.add_row(*map(rich.markup.escape, status.cells()))
+        return table
 
 
 def find_reason(log: str) -> str:
     """Return the line of a failed process's output that gives the reason: the last error, or else the last line."""
     lines = log.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])
-
-
-def _refuse_other_settings(status: RunStatus) -> None:
-    """Raise `UserError` if a finished run, which the sweep would skip, was trained with other settings than its point.
-
-    Unfinished runs need no check: train.py compares settings when it resumes them.
-    """
-    if not status.is_finished():
-        return
-    for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
-        if not change.is_neutral:
-            raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from difftx.config import Config
+from difftx.config.checks import divisors
 from difftx.errors import UserError
 from difftx.launch.estimate import DoesNotFitError, Estimate, estimate
 from difftx.launch.topology import GIB, Chip
@@ -28,56 +29,58 @@ def search(
 
     Fewer microbatches gather the parameters less often, and a remat policy that keeps more activations recomputes less.
     For each mesh and policy, the search therefore stops at the fewest microbatches that fit. It tries a policy that
-    keeps less only with fewer microbatches than a previous policy needs.
-
-    Args:
-        config: Config whose mesh, remat policy and accumulation are varied; its context axis and slices are kept.
-        devices: Devices to compile for; all of them are used.
-        chip: Memory and bandwidths of a device.
-        report: Called with one line of text per attempt.
+    keeps fewer activations only with fewer microbatches than the previous policies need. The context axis and the
+    slices are those of `config`. `report` gets a line of text for each attempt.
     """
     found: list[Estimate] = []
-    for candidate in meshes(config, devices, chip):
+    for candidate in _meshes(config, devices, chip):
         fewest: int | None = None
         for remat in REMAT:
-            for accumulation in accumulations(candidate, devices):
+            for accumulation in _accumulations(candidate, devices):
                 if fewest is not None and accumulation >= fewest:
                     break
                 attempt = _replace(candidate, model={"remat": remat}, train={"accumulation": accumulation})
-                result = _attempt(attempt, devices, chip, report)
-                if result is not None and result.fits:
+                mesh = " ".join(f"{axis}={n}" for axis, n in make_mesh(attempt.mesh, devices).shape.items())
+                what = f"{mesh}  remat={remat}  accumulation={accumulation}"
+                try:
+                    result = estimate(attempt, devices, chip)
+                except DoesNotFitError as error:
+                    report(f"{what}: {error}")
+                    continue
+                memory = f"{result.needed_bytes / GIB:.2f} GiB, {'fits' if result.fits else 'too much'}"
+                report(f"{what}: {memory} (compiled in {result.compile_seconds:.0f} s)")
+                if result.fits:
                     found.append(result)
                     fewest = accumulation
     return sorted(found, key=_rank)
 
 
-def meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
-    """Yield the config with a few promising meshes, with tensor parallelism of 1, 2, 4 and 8.
+def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
+    """Yield the config with a few promising meshes for each size of the tensor axis in `TENSOR`.
 
-    For each tensor size, the parameters are sharded over all devices (one replica per slice), or replicated as often as
-    half of the memory allows, or a medium number of times. Smaller groups of devices span less of a torus and
-    communicate faster (docs/operations.md).
+    The parameters are sharded over all devices (one replica per slice), or replicated as often as half of the memory
+    allows, or a medium number of times. A smaller group of devices for the shards of one replica spans less of a torus
+    and communicates faster (docs/operations.md).
     """
     slices, context, bytes_of_state = config.mesh.slices, config.mesh.context, state_bytes(config.model)
     for tensor in TENSOR:
         per_slice, rest = divmod(len(devices), tensor * context * slices)  # Product of `data` and `fsdp` in a slice.
         if rest:
             continue
-        replicas = [n for n in range(1, per_slice + 1) if per_slice % n == 0]
-        fitting = [n for n in replicas if bytes_of_state * n / (per_slice * tensor) <= chip.hbm_bytes / 2]
+        fitting = [n for n in divisors(per_slice) if bytes_of_state * n / (per_slice * tensor) <= chip.hbm_bytes / 2]
         middle = len(fitting) // 2
         for n in sorted({1, *fitting[middle : middle + 1], *fitting[-1:]}):
             fsdp = per_slice // n
             candidate = _replace(config, mesh={"data": n * slices, "fsdp": fsdp, "tensor": tensor, "preset": "none"})
             fits = STATE_SHARE * bytes_of_state / (fsdp * tensor) <= chip.hbm_bytes
-            if fits and accumulations(candidate, devices):
+            if fits and _accumulations(candidate, devices):
                 yield candidate
 
 
-def accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
+def _accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
     """Return the powers of two that split the batch into microbatches whose rows divide over the mesh.
 
-    The list is empty if the mesh does not divide another dimension of the model or the data.
+    If the mesh does not divide another dimension of the model or the data, return an empty list.
     """
     mesh = make_mesh(config.mesh, devices)
     counts = [2**i for i in range(config.batch_rows.bit_length())]
@@ -85,7 +88,7 @@ def accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
     try:
         for count in counts:
             check_divisible(_replace(config, train={"accumulation": count}), mesh)
-    except UserError:  # The mesh does not divide some dimension.
+    except UserError:
         return []
     return counts
 
@@ -94,21 +97,6 @@ def _replace(config: Config, **groups: dict) -> Config:
     return dataclasses.replace(
         config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in groups.items()}
     )
-
-
-def _attempt(
-    config: Config, devices: Sequence[jax.Device], chip: Chip, report: Callable[[str], None]
-) -> Estimate | None:
-    mesh = " ".join(f"{axis}={n}" for axis, n in make_mesh(config.mesh, devices).shape.items())
-    what = f"{mesh}  remat={config.model.remat}  accumulation={config.train.accumulation}"
-    try:
-        result = estimate(config, devices, chip)
-    except DoesNotFitError as error:
-        report(f"{what}: {error}")
-        return None
-    verdict = "fits" if result.fits else "too much"
-    report(f"{what}: {result.needed_bytes / GIB:.2f} GiB, {verdict} (compiled in {result.compile_seconds:.0f} s)")
-    return result
 
 
 def _rank(result: Estimate) -> tuple[float, ...]:

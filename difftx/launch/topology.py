@@ -1,7 +1,6 @@
-"""Devices to compile for without having them: TPU slices (libtpu), H200s (JAX's CUDA plugin) and virtual CPUs.
+"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs.
 
-XLA compiles for a description of devices. libtpu knows all TPU slices by name; the CUDA plugin requires the properties
-of the GPU (`H200_TARGET`).
+libtpu knows all TPU slices by name. JAX's CUDA plugin requires the properties of the GPU (`H200_TARGET`).
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Memory and bandwidths of one device, as JAX counts devices; its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
+    """Memory and bandwidths of one JAX device. Its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
 
     hbm_bytes: float
     interconnect: float | None  # Bytes/s that a device sends while it receives: half of the "bidirectional" bandwidth.
@@ -93,11 +92,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse a topology such as `v5p:4x4x4`, `v5e:16x16*2` (two slices), `h200:8` or `cpu:8`.
-
-    Raises:
-        UserError: The text has another form, or the kind of device is unknown.
-    """
+    """Parse a topology such as `v5p:4x4x4`, `v5e:16x16*2` (two slices), `h200:8` or `cpu:8`."""
     match = re.fullmatch(r"([\w-]+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
     if match is None:
         raise UserError(f"--topology={text}: write kind:shape, such as v5p:4x4x4, v5e:16x16*2 (slices), h200:8, cpu:8")
@@ -112,11 +107,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare(topology: Topology) -> None:
-    """Set the environment variables that JAX and libtpu read at start; call this before the first use of JAX.
-
-    Raises:
-        UserError: The plugin that compiles for these devices is not installed.
-    """
+    """Set the environment variables that JAX and libtpu read at start; call this before the first use of JAX."""
     # Only compile: programs run on the CPU, libtpu asks no metadata server, and several processes may load libtpu.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # libtpu needs some value.
@@ -138,11 +129,7 @@ def has_cuda_plugin() -> bool:
 
 
 def find_devices(topology: Topology) -> "Sequence[jax.Device]":
-    """Return the devices of a topology, after a call of `prepare`.
-
-    Raises:
-        UserError: No slice has that shape, or libtpu reports another error.
-    """
+    """Return the devices of a topology, after a call of `prepare`."""
     import jax
     from jax.experimental import topologies
 

@@ -1,17 +1,21 @@
-"""Names, shapes and kinds of a model's parameters, computed without allocating the parameters."""
+"""Shapes, kinds and numbers of a model's parameters, computed without allocating them, and models of equal size."""
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 from flax import nnx
+from ml_collections import ConfigDict
 
 from difftx.config import ModelConfig
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.build import build_group
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import AXES
+
+MLP_MULTIPLE = 4  # `match` chooses multiples of 4 as the width of the MLP, so that four devices can share it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,7 @@ def abstract_parameters(config: ModelConfig) -> nnx.State:
     """Return the parameters of a `Decoder` as shapes and dtypes, with the metadata set by the layers."""
     axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     one_device = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axis_types)
-    # The caller may have set a mesh. JAX replaces it by one of another size only in two steps.
+    # The caller may have set a mesh of another size, which JAX replaces only in two steps.
     no_mesh = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))
@@ -50,7 +54,28 @@ def vector_mask(config: ModelConfig) -> Any:
 
 def count_parameters(config: ModelConfig) -> Parameters:
     """Return the numbers of parameters of a `Decoder` by kind."""
-    sizes = jax.tree.map(lambda leaf: math.prod(leaf.shape), nnx.to_pure_dict(abstract_parameters(config)))
+    sizes = jax.tree.map(lambda leaf: leaf.size, nnx.to_pure_dict(abstract_parameters(config)))
     vectors = sum(jax.tree.leaves(jax.tree.map(lambda size, is_vector: size * is_vector, sizes, vector_mask(config))))
     embedding = sizes["embedding_VD"] + sizes.get("unembedding_VD", 0)
     return Parameters(embedding, sum(jax.tree.leaves(sizes)) - vectors - embedding, vectors)
+
+
+def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
+    """Convert the config of a Transformer with `heads` heads to another architecture, with equally many parameters.
+
+    `SelfAttention.configure` sets the heads of the new architecture. If its attention has more or fewer weights than
+    the Transformer's, `model.mlp_dim` compensates: SwiGLU has 3 d_model weights per unit of its width.
+    """
+    c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
+    expected = _layer_weights(c)
+    c.model.architecture = architecture
+    ARCHITECTURES[architecture].configure(c, heads)
+    if extra := _layer_weights(c) - expected:
+        width = c.model.mlp_dim - extra / (3 * c.model.d_model)
+        c.model.mlp_dim = MLP_MULTIPLE * round(width / MLP_MULTIPLE)
+
+
+def _layer_weights(c: ConfigDict) -> float:
+    """Return the number of weights in the matrices of one layer."""
+    model = build_group(ModelConfig, c.model.to_dict(), "model")
+    return count_parameters(model).projections / model.num_layers

@@ -1,8 +1,6 @@
 """Differential attention (arXiv 2410.05258, §2.1), softmax attention as its baseline, and their base class.
 
-An architecture is a subclass of `SelfAttention`. Class attributes and class methods describe the architecture to the
-rest of difftx, and methods compute the attention. `variants/` holds further architectures. docs/extend.md shows how to
-add one in a file of your own.
+`variants/` holds further architectures. docs/extend.md shows how to add one in a file of your own.
 """
 #   B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
@@ -19,25 +17,21 @@ from ml_collections import ConfigDict
 
 from difftx import kernels
 from difftx.config import ModelConfig
-from difftx.config.checks import require_positive
 from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows, map_rows
-from difftx.model.layers import projection, rms_normalize, rotate, vector
+from difftx.model.layers import RMSNorm, projection, rotate, vector
 from difftx.parallel.layout import Layout
 
 Angles = tuple[jax.Array, jax.Array]
 
 
 class Depth(NamedTuple):
-    """Constants that depend on the depth of a layer, float32.
-
-    Each field has shape `[L]` in the whole model. The decoder scans over layers, so a layer receives scalars.
-    """
+    """Float32 constants that depend on a layer's depth: scalars for one layer, and arrays `[L]` for all layers."""
 
     lambda_init: jax.Array
-    post_scale: jax.Array  # Factor after the head norm. Separate from 1 - λ_init, which would be zero for λ_init = 1.
+    post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
 
 
 def depth_schedule(config: ModelConfig) -> Depth:
@@ -54,12 +48,13 @@ def depth_schedule(config: ModelConfig) -> Depth:
 
 
 class SelfAttention(nnx.Module):
-    """Self-attention of one layer, from the layer's input to the residual update: base class of all architectures.
+    """Self-attention of one layer, from the normalised input to the residual update: base class of all architectures.
 
-    A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three.
+    Class attributes and class methods describe the architecture to the rest of difftx, and the other methods compute
+    the attention. A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three.
 
     Attributes:
-        groups: Number of keys per key/value head, which is also the width of a value head in units of d.
+        groups: Number of keys of width d per key/value head. A value head has the width `groups` · d.
         kernel: Name of the function in `difftx.kernels` that computes the heads. It determines the backends.
         fields: Fields in `SPECIFIC_FIELDS` of `difftx.config.model` that this architecture uses.
     """
@@ -94,12 +89,12 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
-        """Return the number of sub-heads of `num_heads` heads. By default, d is d_model divided by this number."""
+        """Return the number of query sub-heads in `num_heads` heads. By default, d is d_model over this number."""
         return cls.groups * num_heads
 
     @classmethod
     def query_heads(cls, config: ModelConfig) -> int:
-        """Return the number of queries of width d per token."""
+        """Return the number of queries per token, each of width d."""
         return cls.sub_heads(config, config.num_heads)
 
     @classmethod
@@ -111,14 +106,17 @@ class SelfAttention(nnx.Module):
     def configure(cls, c: ConfigDict, heads: int) -> None:
         """Set the config fields in which the architecture differs from a Transformer with `heads` heads.
 
-        `difftx.model.matching.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
+        `difftx.model.abstract.match` then adjusts `model.mlp_dim` to equalise the numbers of parameters.
         """
         c.model.num_heads = heads
 
     @classmethod
     def matrices_by_group(cls, name: str, weight: jax.Array) -> dict[str, jax.Array]:
-        """Return a stacked weight `[L, …]` under its name, or split by groups, as "query_1" and "query_2"."""
-        if weight.ndim != 5:  # The weight has no axis G.
+        """Return `{name: weight}`, or two entries such as "query_1" and "query_2" for a weight with groups.
+
+        A weight with groups has the shape `[L, D, H, G, d]`. All other weights have fewer axes.
+        """
+        if weight.ndim != 5:
             return {name: weight}
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
 
@@ -134,27 +132,22 @@ class SelfAttention(nnx.Module):
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return the residual update of new tokens after cached tokens, and the keys and values of the new tokens."""
+        """Return the residual update of new tokens, which also attend to cached tokens, and their keys and values."""
         q, k, v = self.project(x_BTD, angles)
-        heads_BTHE = self.attend_cached(*self._resharded(q, k, v), depth, cache, segments)
+        operands = self._resharded(q, k, v)
+        heads_BTHE = cached.mapped_attention(self._map(), *operands, cache, segments, per_query=self.per_query(depth))
         return self._update(heads_BTHE, x_BTD, depth), (k, v)
 
     def attention_rows(
-        self,
-        x_BTD: jax.Array,
-        angles: Angles,
-        depth: Depth,
-        segment_ids_BT: jax.Array | None,
-        queries_BC: jax.Array,
+        self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None, queries_BC: jax.Array
     ) -> tuple[jax.Array, MapRows]:
         """Return the residual update, and the layer's attention weights for the queries at positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
-        heads_BTHE = self.attend(q, k, v, depth, segment_ids_BT)
-        rows = self.weight_rows(q, k, x_BTD, depth, segment_ids_BT, queries_BC)
-        return self._update(heads_BTHE, x_BTD, depth), rows
+        update_BTD = self._update(self.attend(q, k, v, depth, segment_ids_BT), x_BTD, depth)
+        return update_BTD, self.weight_rows(q, k, x_BTD, depth, segment_ids_BT, queries_BC)
 
     def operands(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the results of `project`, sharded as `attend` expects them."""
+        """Return the queries, keys and values of `project`, sharded as `attend` expects them."""
         return self._resharded(*self.project(x_BTD, angles))
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -178,18 +171,12 @@ class SelfAttention(nnx.Module):
             return kernels.diff_attention(q, k, v, lam, **options)
         return kernels.attention(q, k, v, **options)
 
-    def attend_cached(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, cache: KVCache, segments: SegmentMask
-    ) -> jax.Array:
-        """Return the outputs of the heads, `[B, T, H, E]`, for new tokens after cached tokens."""
-        return cached.mapped_attention(self._map(), q, k, v, cache, segments, per_query=self.per_query(depth))
-
     def map_of(self) -> maps.Map:
-        """Return the function from logits to the attention weights that the kernel applies to V."""
+        """Return the function that computes attention weights from logits. The kernel multiplies the weights by V."""
         raise NotImplementedError
 
     def per_query(self, depth: Depth) -> jax.Array | None:
-        """Return the last argument of `map_of`'s function, float32, a scalar or `[H]`; None if there is none."""
+        """Return the parameter that the function of `map_of` takes: float32, a scalar or `[H]`. None: no parameter."""
         return None
 
     def weight_rows(
@@ -203,13 +190,13 @@ class SelfAttention(nnx.Module):
     ) -> MapRows:
         """Return the attention weights of the queries at positions `queries_BC`, for analysis.
 
-        Override this method if the layer combines the outputs of several heads after the kernel.
+        Override this method if `output` combines several heads of the kernel into one.
         """
         per_query = self.per_query(depth)
         return map_rows(self.map_of(), q, k, queries_BC, per_query=per_query, segment_ids_BT=segment_ids_BT)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
-        """Return the residual update `[B, T, D]`, given the outputs of the heads."""
+        """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
         raise NotImplementedError
 
     def statistics(self, x_BTD: jax.Array, depth: Depth) -> dict[str, jax.Array]:
@@ -243,8 +230,8 @@ class DiffAttention(SelfAttention):
     head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
 
     Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. With
-    grouped queries, query head n of both groups uses key/value head n // (H / K), as in the official flash code; the
-    official naive code pairs heads differently.
+    grouped queries, both queries of head n use key/value head n // (H / K), as in the official flash code. The official
+    naive code pairs heads differently.
     """
 
     groups = 2
@@ -253,10 +240,7 @@ class DiffAttention(SelfAttention):
 
     @classmethod
     def configure(cls, c, heads):
-        """Set half as many heads as the Transformer (§3.1), and the head norm.
-
-        Each head has two queries, two keys and a value of width 2d.
-        """
+        """Set the head norm and half as many heads as the Transformer: each head has two queries and keys (§3.1)."""
         c.model.num_heads = heads // 2
         c.model.head_norm = "rms_affine"
 
@@ -271,7 +255,8 @@ class DiffAttention(SelfAttention):
             init = jax.nn.initializers.normal(config.lambda_std)
             self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
             self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-        self.head_norm = HeadNorm(config, 2 * d, layout)
+        # One gain for all heads of the layer ("GroupNorm" in Figure 2).
+        self.head_norm = RMSNorm(2 * d, config.head_norm_eps, layout, config.head_norm)
 
     @property
     def has_lambda_vectors(self) -> bool:
@@ -279,7 +264,7 @@ class DiffAttention(SelfAttention):
 
     @classmethod
     def query_shape(cls, config: ModelConfig) -> tuple[int, int]:
-        """Return the sizes of the axes H and G of the query weights."""
+        """Return the sizes of the two middle axes of the query weight, heads and queries per head."""
         return config.num_heads, 2
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -291,7 +276,7 @@ class DiffAttention(SelfAttention):
         return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
-        """Return λ, a float32 scalar. In bfloat16 its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
+        """Return λ, a float32 scalar. In bfloat16, its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
         if not self.has_lambda_vectors:
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
@@ -312,7 +297,7 @@ class DiffAttention(SelfAttention):
 
 
 class Attention(SelfAttention):
-    """Multi-head softmax attention. 2h heads of width d have the parameters of h differential heads."""
+    """Multi-head softmax attention. It has as many parameters as differential attention with half as many heads."""
 
     kernel = "attention"
 
@@ -323,7 +308,7 @@ class Attention(SelfAttention):
         self.key_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.value_DKd = projection(config, (D, K, d), 1, layout.value_DKE, rngs=rngs)
         self.output_HdD = projection(config, (H, d, D), 2, layout.output_HED, rngs=rngs, output=True)
-        self.head_norm = HeadNorm(config, d, layout)
+        self.head_norm = RMSNorm(d, config.head_norm_eps, layout, config.head_norm)
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
@@ -340,27 +325,6 @@ class Attention(SelfAttention):
         return merge_heads(self.head_norm(heads_BTHE), self.output_HdD, self.layout)
 
 
-class HeadNorm(nnx.Module):
-    """RMSNorm over the output of each head ("GroupNorm" in Figure 2).
-
-    All heads of the layer share one gain. `model.head_norm` selects the norm, the gain, both or neither.
-    """
-
-    def __init__(self, config: ModelConfig, width: int, layout: Layout):
-        self.kind, self.eps = config.head_norm, config.head_norm_eps
-        if self.kind in ("rms_affine", "scalar"):
-            shape = (width,) if self.kind == "rms_affine" else ()
-            self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
-
-    def __call__(self, heads_BTHE: jax.Array) -> jax.Array:
-        if self.kind in ("rms", "rms_affine"):
-            heads_BTHE = rms_normalize(heads_BTHE, self.eps)
-        if not hasattr(self, "scale"):
-            return heads_BTHE
-        gain = self.scale[...].astype(heads_BTHE.dtype)
-        return heads_BTHE * (gain if self.kind == "scalar" else gain[None, None, None])
-
-
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
     """Return Concat_i(head_i) W_O, `[B, T, D]`."""
     weight = output_HED.astype(heads_BTHE.dtype)
@@ -368,14 +332,12 @@ def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) ->
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:
-    """Raise `UserError` unless a field that only this architecture uses is set and positive.
+    """Raise `UserError` unless a field that only this architecture uses is set.
 
     Args:
         config: Config of the model.
         name: Name of the field.
         usual: A usual value of the field, for the message.
     """
-    value = getattr(config, name)
-    if value is None:
+    if getattr(config, name) is None:
         raise UserError(f"model.{name}=None: architecture {config.architecture!r} requires it; {usual} is common")
-    require_positive("model", config, name)

@@ -19,9 +19,9 @@ from difftx.parallel.layout import Layout
 
 LAYER_INPUT = "layer_input"  # Name of a layer's input for the remat policies.
 
-# `model.remat` → policy that selects the values to save for the backward pass, which recomputes all other values.
-# "none" has no policy, because a policy that saves everything would also save the attention weights that
-# `kernels/xla.py` recomputes chunk by chunk. Under every policy, the memory of a step is linear in the length of rows.
+# Each value of `model.remat` selects the values to save for the backward pass, which recomputes all others. "none" has
+# no policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
+# recomputes in chunks. Under every policy, the memory of a step is linear in the length of rows.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -48,7 +48,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Extra]:
         """Return the output of the layer, `[B, T, D]`, and the second result of `attend`.
 
-        `attend` calls a method of `self.attention`, given its normalised input `[B, T, D]`.
+        `attend` calls a method of `self.attention` on the normalised input `[B, T, D]` and returns the residual update
+        first.
         """
         with jax.named_scope("attention"):
             update_BTD, extra = attend(self.attention_norm(x_BTD))
@@ -73,32 +74,26 @@ class Decoder(nnx.Module):
             self.unembedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
 
     def __call__(
-        self,
-        tokens_BT: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return float32 logits of the next token, `[B, T, V]`, and per-layer statistics, `[L]` each.
 
-        Args:
-            tokens_BT: int32 token ids.
-            positions_BT: int32 positions for the rotary embedding. None: 0, 1, 2, … in each row.
-            segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
+        All arguments are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A token
+        attends only to tokens of its own segment.
         """
         x_BTD, stats = self.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_ids_BT)
         return self.logits(x_BTD), stats
 
     def hidden(
-        self,
-        tokens_BT: jax.Array,
-        *,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
+        self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics, `[L]` each."""
         if self.layout.zigzag:
-            tokens_BT, positions_BT, segment_ids_BT = self._to_zigzag(tokens_BT, positions_BT, segment_ids_BT)
+            if positions_BT is None:
+                sharding = jax.P(None, self.layout.act_BT[1])
+                positions_BT = jax.lax.broadcasted_iota(jnp.int32, (1, tokens_BT.shape[1]), 1, out_sharding=sharding)
+            rows = tokens_BT, positions_BT, segment_ids_BT
+            tokens_BT, positions_BT, segment_ids_BT = jax.tree.map(context.to_zigzag, rows)
         angles = self._angles(tokens_BT.shape[1], positions_BT)
         x_BTD = self._embed(tokens_BT)
 
@@ -123,15 +118,10 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> State:
-        """Run the model, update a state by `visit` after each layer, and return the final state.
+        """Run the model as `__call__` does, update a state by `visit` after each layer, and return the final state.
 
-        Use this method to measure all layers without storing the arrays of every layer.
-
-        Args:
-            visit: Function (state, queries, keys, output) → next state, of the same shapes. Queries and keys are those
-                of `SelfAttention.attend`, and the layer's output is `[B, T, D]`.
-            state: Initial state, a tree of arrays.
-            tokens_BT, positions_BT, segment_ids_BT: As in `__call__`.
+        `visit` receives the state, the layer's queries and keys as `SelfAttention.attend` does, and the layer's output
+        `[B, T, D]`. It returns the next state, of the same shapes. No arrays of other layers are kept.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -147,17 +137,10 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the normalised output of the last layer for new tokens after cached tokens, and new cache entries.
+        """Return the last layer's normalised output `[B, T, D]` for new tokens, and the keys and values of the tokens.
 
-        Args:
-            tokens_BT: int32 ids of the new tokens.
-            positions_BT: int32 positions for the rotary embedding.
-            cache: Key/value cache of all layers. Each array has a leading layer axis.
-            segments: Segment and branch ids that define the attention mask.
-
-        Returns:
-            The output `[B, T, D]`, and the keys and values of the new tokens, `[L, B, T, K, …]`, as returned by
-            `SelfAttention.project`.
+        The new tokens attend to each other and to cached tokens as far as `segments` allows. Compared with one layer's
+        keys and values, `[B, T, K, …]`, and with its cache, the arrays here have a leading axis L.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -180,15 +163,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Found]:
         """Return the normalised output of the last layer, and the results of `of_layer` on attention weights.
 
-        The output equals that of `hidden` bit for bit. Only one layer's weights exist at a time: float32 logits
-        `[B, C, H, G, T]` and weights `[B, C, H, T]`, or 9 MiB for one query of 12 heads and 64K tokens.
-
-        Args:
-            tokens_BT: int32 token ids.
-            queries_BC: int32 positions of the selected queries in each row.
-            of_layer: Pure function that reduces the attention weights of a layer's selected queries to a tree of
-                arrays. The arrays of all layers are stacked along a leading axis `[L]`.
-            positions_BT, segment_ids_BT: As in `__call__`.
+        `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces their attention
+        weights in one layer to a tree of arrays, which are stacked along a leading axis `[L]`. The output equals that
+        of `hidden` bit for bit. Only one layer's attention weights exist at a time. With their logits, they take
+        9 MiB for one query of 12 differential heads and 64K tokens.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -203,16 +181,17 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), found
 
     def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes and dtypes of the cache entries (`extend`) for one token in each of `rows` rows."""
+        """Return the shapes and dtypes of the keys and values from `extend`, for one token in each of `rows` rows."""
 
         def entries() -> tuple[jax.Array, ...]:
             shape, sharding = (rows, 1, self.config.d_model), self.layout.act_BTD
             x_BTD = jnp.zeros(shape, self.config.compute_dtype, out_sharding=sharding)
             angles = self._angles(1, None)
-            _, entries = jax.lax.scan(
-                lambda _, block: (None, block.attention.project(x_BTD, angles)[1:]), None, self.blocks
-            )
-            return entries
+
+            def layer(_: None, block: Block) -> tuple[None, tuple[jax.Array, jax.Array]]:
+                return None, block.attention.project(x_BTD, angles)[1:]
+
+            return jax.lax.scan(layer, None, self.blocks)[1]
 
         return jax.eval_shape(entries)
 
@@ -221,13 +200,9 @@ class Decoder(nnx.Module):
 
         For many tokens, `difftx.training.loss` computes logits in chunks.
         """
-        return jnp.einsum(
-            "BTD,VD->BTV",
-            x_BTD,
-            self.unembedding().astype(x_BTD.dtype),
-            out_sharding=self.layout.logits_BTV,
-            preferred_element_type=jnp.float32,
-        )
+        weight_VD, sharding = self.unembedding().astype(x_BTD.dtype), self.layout.logits_BTV
+        kind = {"preferred_element_type": jnp.float32, "out_sharding": sharding}
+        return jnp.einsum("BTD,VD->BTV", x_BTD, weight_VD, **kind)
 
     def unembedding(self) -> jax.Array:
         """Return the float32 matrix `[V, D]` that maps hidden states to logits."""
@@ -236,15 +211,6 @@ class Decoder(nnx.Module):
     def _angles(self, length: int, positions_BT: jax.Array | None) -> Angles:
         positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
         return rotary_angles(positions, self.config.d_head, self.config.rope_theta)
-
-    def _to_zigzag(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array | None, segment_ids_BT: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        if positions_BT is None:
-            sharding = jax.P(None, self.layout.act_BT[1])
-            positions_BT = jax.lax.broadcasted_iota(jnp.int32, (1, tokens_BT.shape[1]), 1, out_sharding=sharding)
-        tokens_BT, positions_BT = context.to_zigzag(tokens_BT), context.to_zigzag(positions_BT)
-        return tokens_BT, positions_BT, None if segment_ids_BT is None else context.to_zigzag(segment_ids_BT)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
         # Look up in float32, because the gradient of a frequent token is a sum of thousands of terms.

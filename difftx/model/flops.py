@@ -1,16 +1,15 @@
 """FLOPs and memory of a config, computed by formulas without a device.
 
-Model FLOPs are those that the mathematics requires, not those that a kernel executes, so that all architectures are
-measured by the same rule. For each pair of tokens, a differential head needs two products of width d for its logits
-and one product of width 2d for (A1 - λ A2) V. This equals the cost of the two softmax heads that it replaces. Attention
-weights count once even if a kernel recomputes them: in grouped differential attention, A2 counts once for all signal
-heads that share it.
+Model FLOPs are those that the mathematics requires, not those that a kernel executes. A differential head needs, for
+each pair of tokens, two products of width d for its logits and one product of width 2d for (A1 - λ A2) V, as many FLOPs
+as the two softmax heads that it replaces. Attention weights that a kernel recomputes count once. In grouped
+differential attention, A2 counts once for all signal heads that share it.
 """
 
 from difftx.config import Config, ModelConfig
 from difftx.model.abstract import count_parameters
 
-# JAX's device kind → peak dense bf16 FLOP/s, from the vendors' data sheets. Devices without an entry report no MFU.
+# Peak dense bf16 FLOP/s by JAX's device kind, from the vendors' data sheets. Other devices report no MFU.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -27,9 +26,9 @@ PEAK_FLOPS = {
 def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) -> float:
     """Return the model FLOPs of training on one token, 6 N + 6 L T w, or 6 N + 3 L T w if `causal`.
 
-    N is the number of parameters in matrix products, including the unembedding, L the number of layers and T the
-    sequence length. w is the total width of all queries plus the total width of all values that attention weights
-    multiply. For softmax attention with total head width d, w = 2 d gives the usual term 12 L T d.
+    N is the number of parameters in matrix products, including the unembedding, L the number of layers, T the sequence
+    length, and w the total width of the queries and of the heads' outputs. For softmax attention, w = 2 d_model usually
+    holds, which gives the well-known term 12 L T d_model.
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.vocab_size * config.d_model
@@ -39,16 +38,15 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the parameters, both Adam moments and the gradient, float32 each."""
+    """Return the total size of the parameters, their gradients and both Adam moments in bytes, all float32."""
     return 16 * count_parameters(config).total
 
 
 def activation_bytes(config: Config, rows: int) -> int:
-    """Estimate the bytes that the device stores for the backward pass of one microbatch of `rows` rows.
+    """Estimate the bytes that a device stores for the backward pass of one microbatch of `rows` rows.
 
-    `model.remat` selects what a layer stores: "full" its input, "offload" nothing on the device, "dots" its input and
-    matrix products, "none" all intermediate values, counted as the input and three times the products. The estimate
-    includes float32 logits and their gradient.
+    With `model.remat` = "full" a layer stores its input, with "dots" also its matrix products, with "none" all values,
+    estimated as three times the products, and with "offload" nothing. Float32 logits and their gradient are added.
     """
     model = config.model
     tokens = rows * config.data.sequence_length

@@ -12,22 +12,28 @@ from difftx.config import ModelConfig
 from difftx.parallel.layout import Layout
 
 
-def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """Divide `x` by its root mean square over the last axis, in float32, and return the dtype of `x`."""
-    x_f32 = x.astype(jnp.float32)
-    return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
 class RMSNorm(nnx.Module):
-    """RMSNorm with a learned gain over the last axis (arXiv 1910.07467)."""
+    """RMSNorm over the last axis (arXiv 1910.07467), computed in float32, with a learned gain.
 
-    def __init__(self, width: int, eps: float, layout: Layout):
-        self.eps = eps
-        self.scale = vector(jnp.ones((width,), jnp.float32, out_sharding=layout.vector))
+    `kind` is a value of `model.head_norm`: "rms_affine" by default, "rms" without the gain, "scalar" with one learned
+    factor and no norm, or "none".
+    """
+
+    def __init__(self, width: int, eps: float, layout: Layout, kind: str = "rms_affine"):
+        self.eps, self.kind = eps, kind
+        if kind in ("rms_affine", "scalar"):
+            shape = (width,) if kind == "rms_affine" else ()
+            self.scale = vector(jnp.ones(shape, jnp.float32, out_sharding=layout.vector))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gain = jnp.expand_dims(self.scale[...].astype(x.dtype), tuple(range(x.ndim - 1)))
-        return rms_normalize(x, self.eps) * gain
+        """Return the normalised `x`, in the dtype of `x`."""
+        if self.kind in ("rms", "rms_affine"):
+            x_f32 = x.astype(jnp.float32)
+            x = (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
+        if not hasattr(self, "scale"):
+            return x
+        gain = self.scale[...].astype(x.dtype)
+        return x * jnp.expand_dims(gain, tuple(range(x.ndim - gain.ndim)))
 
 
 class SwiGLU(nnx.Module):
@@ -49,24 +55,18 @@ class SwiGLU(nnx.Module):
 
 
 def projection(
-    config: ModelConfig,
-    shape: Sequence[int],
-    inputs: int,
-    spec: P,
-    *,
-    rngs: nnx.Rngs,
-    output: bool = False,
+    config: ModelConfig, shape: Sequence[int], inputs: int, spec: P, *, rngs: nnx.Rngs, output: bool = False
 ) -> nnx.Param:
-    """Return a float32 weight, initialised as `model.init` selects.
+    """Return a float32 weight whose first `inputs` axes are contracted with the activations.
 
-    The product contracts the first `inputs` axes. `output` marks the last weight of a residual branch, which
-    `model.zero_init_output` starts at zero.
+    `model.init` selects the initialisation. If `output` is True, the weight is the last of a residual branch, and
+    `model.zero_init_output` sets it to zero.
     """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:
         init = jax.nn.initializers.zeros
     elif config.init == "fan_in":
-        # U(±1/√fan_in) is the default of torch's Linear, which the official code uses.
+        # The official code uses torch's Linear, whose default is U(±1/√fan_in).
         init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
     else:
         init = jax.nn.initializers.normal(config.init_std)
@@ -74,14 +74,14 @@ def projection(
 
 
 def vector(value: jax.Array) -> nnx.Param:
-    """Return a parameter without weight decay that stays float32 in inference: a norm gain, a λ vector or a sink."""
+    """Return a parameter that is not decayed and stays float32 in inference, such as a norm gain or a λ vector."""
     return nnx.Param(value, is_vector=True)
 
 
 def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Return the cosines and sines of the rotary embedding (arXiv 2104.09864), `positions.shape + (width / 2,)`.
 
-    All values are float32, because bfloat16 rounds position 257 to 256.
+    Both are computed in float32, because bfloat16 rounds position 257 to 256.
     """
     frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))

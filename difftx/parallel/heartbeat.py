@@ -1,7 +1,7 @@
 """Detection of processes that have died or that make no progress.
 
-If one process never enters a collective, the other processes hang forever without a message (jax issue 38503). Each of
-several processes therefore runs a `Heartbeat` from its start, and each training process runs a `Monitor`. Both end the
+If one process never enters a collective, the other processes hang forever without a message (jax issue 38503).
+Therefore, each of several processes runs a `Heartbeat`, and each training process runs a `Monitor`. Both end the
 process with exit code 1.
 """
 
@@ -22,25 +22,25 @@ from jax._src import distributed  # For the coordination service's client, which
 from difftx.config import MultihostConfig
 from difftx.errors import explained
 
-# JAX's own heartbeat aborts the process (exit code 134) and names no host. It beats twice per timeout, so it may notice
-# a frozen process after half of its timeout. JAX gets this multiple of our timeout, so that `Heartbeat` acts first.
+# JAX's own heartbeat aborts the process without naming a host, possibly after half of its timeout. Its timeout is this
+# multiple of ours, so that `Heartbeat` acts first.
 JAX_FACTOR = 4
 _heartbeat: "Heartbeat | None" = None  # None if this is the only process.
 
 
 def start(timeout_seconds: float) -> None:
-    """Start the heartbeat of this process, after the process has joined the other processes."""
+    """Start the heartbeat of this process, which must have joined the other processes."""
     global _heartbeat
     _heartbeat = Heartbeat(timeout_seconds)
 
 
 def service() -> Any:
-    """Return this process's client of the coordination service, or None outside of the service."""
+    """Return this process's client of the coordination service, or None if there is only one process."""
     return distributed.global_state.client
 
 
 def host_and_pid() -> str:
-    """Return the host name and the process id as text."""
+    """Return the host name and the id of this process."""
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
@@ -69,7 +69,7 @@ class Heartbeat:
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._send, self._watch)]
         for thread in self._threads:
             thread.start()
-        # At exit, Python stops a daemon thread wherever it is. Inside JAX's C++ code, this aborts the process.
+        # End the threads before Python does: stopping a thread inside JAX's C++ code would abort the process.
         atexit.register(self._end)
 
     def silent_peers(self, seconds: float) -> list[str]:
@@ -108,7 +108,7 @@ class Heartbeat:
         try:
             client.key_value_set(f"difftx/alive/{self._me}", message, True)
             received = client.key_value_dir_get("difftx/alive")
-        except Exception:  # A lost message is not yet a lost process: `_watch` measures how long a process is silent.
+        except Exception:  # One failed exchange is harmless; `_watch` ends the process after a longer silence.
             return
         self._coordinator_heard = time.monotonic()
         for key, text in received:
@@ -120,8 +120,8 @@ class Heartbeat:
 class Monitor:
     """A thread that prints all stacks and ends this process when the process makes no progress.
 
-    As a context manager, the monitor also names the silent processes when an error ends the block. A collective ends
-    with an error when one of its processes has died.
+    As a context manager, the monitor also names the silent processes if an error ends the block, because the death of
+    another process is an error in a collective.
     """
 
     def __init__(self, config: MultihostConfig):

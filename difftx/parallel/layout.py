@@ -24,8 +24,8 @@ class Layout:
     mlp_out_FD: P = P("tensor", "fsdp")
     vector: P = P()  # Norm gains, λ vectors and sinks: a few kilobytes, replicated.
 
-    # Each device looks up tokens in its own columns of the embedding and exchanges the results, which needs far fewer
-    # bytes than gathering the columns, in the forward and in the backward pass.
+    # Each device looks up tokens in its own columns of the embedding and exchanges the results. Gathering the columns
+    # would send far more bytes, in the forward and in the backward pass.
     lookup_BT: P = P("data", "context")
     lookup_BTD: P = P("data", "context", "fsdp")
 
@@ -47,12 +47,11 @@ class Layout:
     def of(cls, context_method: Literal["heads", "gather", "zigzag"]) -> "Layout":
         """Return the layout for training. `mesh.context_method` selects how attention communicates along `context`.
 
-        "heads" exchanges tokens for heads (DeepSpeed Ulysses, arXiv 2309.14509): each device attends to whole rows with
-        a share of the heads. "gather" and "zigzag" keep the queries and gather keys and values of whole rows, see
-        `kernels/context.py`. For n devices, H query heads and K key/value heads, a device sends per layer
-        (2H + 2K) 2d T (n - 1) / n² numbers for "heads" and 2K 2d T (n - 1) / n for the others. Compiled for 64 v5p (3B,
-        64K tokens, n = 4), a step has 12.7 s of arithmetic and 0.49 s of communication with "zigzag", 14.2 s and 0.32 s
-        with "heads", and 19.2 s of arithmetic on the last device with "gather".
+        With "heads" (DeepSpeed Ulysses, arXiv 2309.14509), each device attends to whole rows with a share of the heads.
+        With "gather" and "zigzag", each device keeps its queries and gathers the keys and values of whole rows, see
+        `kernels/context.py`. Compiled for 64 v5p (3B, 64K tokens, 4 devices along `context`), a step has 12.7 s of
+        arithmetic and 0.49 s of communication with "zigzag", 14.2 s and 0.32 s with "heads", and 19.2 s of arithmetic
+        on the last device with "gather".
         """
         if context_method == "heads":
             return cls()
@@ -63,12 +62,12 @@ class Layout:
         """Return a layout with whole rows on each device in attention, as required to read attention weights."""
         if self.attend_BTHE[1] is None:
             return self
-        # `context` need not divide the number of heads: its devices all repeat the same work.
+        # Devices along `context` repeat the same work, because `context` need not divide the number of heads.
         whole = {"attend_BTHGd": P(BATCH, None, "tensor", None, None), "attend_BTHE": P(BATCH, None, "tensor", None)}
         return dataclasses.replace(self, **whole, zigzag=False)
 
     def for_inference(self) -> "Layout":
-        """Return a layout for tokens that come one by one or in small chunks. `context` shards at most the heads."""
+        """Return the layout for inference: `context` shards no tokens, and heads only if it does so in training."""
         whole = self.with_whole_rows()
         unsharded: dict[str, Any] = {}
         for field in dataclasses.fields(self):

@@ -15,12 +15,12 @@ from difftx.config import Config, MeshConfig
 from difftx.config.checks import divisor_below
 from difftx.errors import UserError
 
-# Outermost first: neighbouring devices share the innermost axis, which communicates most.
+# From outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
 AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh of a config over all devices. An axis of size -1 takes the remaining devices.
+    """Return the mesh of a config, by default over all devices. An axis of size -1 takes the remaining devices.
 
     Raises:
         UserError: the axes do not multiply to the number of devices, or `mesh.slices` does not fit the devices.
@@ -40,8 +40,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     else:
         # Allow a mesh that has to split axes of the physical torus, such as 8 × 8 on 4 × 4 × 4.
         array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    # Explicit: every array's type carries its sharding, so Adam's moments are created where the parameters are, and
-    # a mismatch is an error while tracing rather than a silent all-gather.
+    # With explicit axes, Adam's moments are created where the parameters are, and a mismatch of shardings is an error
+    # while tracing rather than a silent all-gather.
     return jax.sharding.Mesh(array, AXES, (jax.sharding.AxisType.Explicit,) * len(AXES))
 
 

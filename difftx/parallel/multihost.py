@@ -43,12 +43,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
-    """Join the other processes, if there are any. Call this function before JAX looks for devices.
+    """Join the other processes, if there are any, before JAX looks for devices. Missing or wrong flags are a UserError.
 
-    If not all processes join within `multihost.initialization_timeout_seconds`, end the process with exit code 2.
-
-    Raises:
-        UserError: flags are missing or wrong.
+    If not all processes join within `multihost.initialization_timeout_seconds`, the process ends with exit code 2.
     """
     given = [value is not None for value in (flags.coordinator, flags.processes, flags.process)]
     if any(given) and not all(given):
@@ -60,7 +57,7 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
     # CPU devices need a library for collectives. Other devices ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeout = config.initialization_timeout_seconds
-    # When JAX's own timeout expires, JAX aborts with a stack dump. This timer expires earlier.
+    # This timer expires before JAX's own timeout, after which JAX would abort with a stack dump.
     timer = threading.Timer(timeout, _abort_start, [timeout])
     timer.daemon = True
     timer.start()
@@ -96,7 +93,7 @@ def _require_devices() -> None:
 
 
 def is_primary() -> bool:
-    """Return whether this is the primary process, process 0, which alone writes shared files and messages."""
+    """Return whether this is the primary process, process 0. Only this process writes shared files and messages."""
     return jax.process_index() == 0
 
 
@@ -107,9 +104,7 @@ def say(text: str) -> None:
 
 
 def barrier(name: str, timeout_seconds: float) -> None:
-    """Wait until every process has reached the barrier `name`.
-
-    All processes must use the same barriers in the same order.
+    """Wait until all processes, which must use the same barriers in the same order, have reached the barrier `name`.
 
     Raises:
         TimeoutError: not all processes came in time, or the barrier failed. The message names the absent processes.
@@ -121,7 +116,7 @@ def barrier(name: str, timeout_seconds: float) -> None:
     _publish(folder, host_and_pid())
     try:
         service().wait_at_barrier(f"difftx {number} {name}", int(timeout_seconds * 1000))
-    except Exception as error:  # Whatever the error is, the list of absent processes helps most.
+    except Exception as error:  # Report the absent processes after any error.
         present = _published(folder)
         heartbeat.wait_for_others_to_end()
         absent = ", ".join(str(process) for process in range(jax.process_count()) if process not in present)
@@ -132,10 +127,8 @@ def barrier(name: str, timeout_seconds: float) -> None:
 def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
-    The other processes wait for the result. All processes must make the same calls in the same order.
-
-    Raises:
-        UserError, RunError: `decide` raised this error, or an error that `explained` converts. Every process raises it.
+    All processes must make the same calls in the same order. Every process raises the `UserError` or `RunError` that
+    `decide` raises, or to which `explained` converts its error.
     """
     if jax.process_count() == 1:
         return decide()
@@ -154,23 +147,18 @@ def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
         is_mistake, text = answer["failure"]
         if is_mistake:
             raise UserError(text)
-        # After a RunError a process ends immediately. If process 0 did so first, JAX would abort the other processes.
+        # Wait for the other processes here, because JAX would abort them if process 0 ended first.
         jax.distributed.shutdown()
         raise RunError(text)
     return answer["value"]
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
-    """Return the result of `make` after all processes have described their results by equal fields.
+    """Call `make` in every process, and return its result if `describe` returns equal fields in all processes.
 
-    Each process publishes the SHA-256 of its fields. Only after a mismatch do two processes publish the fields. If
-    `make` fails in one process, all processes end here. In a later collective they would hang forever.
-
-    Args:
-        what: Name of the comparison, for messages.
-        make: Function to call in every process.
-        describe: Returns the fields that must be equal in all processes, as names and JSON values.
-        timeout_seconds: Time in which all processes must have called `make`.
+    The fields are names and JSON values. Each process publishes the SHA-256 of its fields, and only after a mismatch
+    do two processes publish the fields themselves. If `make` fails in one process, all processes raise an error here,
+    because they would hang forever in a later collective. `what` names the comparison in messages.
 
     Raises:
         UserError: a field differs, with the same message in every process, or `make` raised `UserError` in any process.
@@ -214,9 +202,8 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
 class Interrupt:
     """A record of SIGTERM or Ctrl-C to any process, which the training loop checks between steps.
 
-    A second signal acts immediately, unless it comes within one second of the first: it then counts as the same
-    request. Job schedulers often signal a process twice, through its process group and directly. Linux repeats the
-    signal at a parent's death for each of the parent's threads.
+    A signal more than `REPEAT_SECONDS` after the first one acts immediately. Earlier signals count as repetitions of
+    the first: job schedulers often signal a process twice, through its process group and directly.
     """
 
     def __init__(self):
@@ -257,15 +244,12 @@ def _publish(folder: str, text: str) -> None:
 
 
 def _published(folder: str) -> dict[int, str]:
-    """Return the texts that processes have published in `folder`, by process."""
+    """Return the published texts in `folder` by process."""
     return {int(key.rsplit("/", 1)[1]): text for key, text in service().key_value_dir_get(folder)}
 
 
 def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
-    """Return a description of the first field that differs between process 0 and process `other`.
-
-    All processes must call this function with their own fields.
-    """
+    """Return a description of the first field that differs between processes 0 and `other`. All processes call this."""
     if jax.process_index() in (0, other):
         _publish(f"difftx/{name}", json.dumps(fields))
     old, new = (
@@ -279,7 +263,7 @@ def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_
 
 def _require_single_process() -> None:
     """Raise `UserError` if the command runs on one host of a pod, or once per Slurm task, without --distributed."""
-    # JAX may have set the variable to a sentence instead of host names.
+    # The variable may also contain a sentence instead of host names.
     hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
     tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
     what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)
@@ -296,19 +280,12 @@ def _abort_start(timeout: int) -> None:
     address = state.coordinator_address or "an unknown coordinator"
     if state.process_id == 0:
         why = "other processes did not come; start the same command on every host"
-    elif _answers(address):
-        why = "process 0 is there, others are not; start the same command on every host"
     else:
+        host, _, port = address.rpartition(":")
         why = "process 0 does not answer there; start it, or open the port"
+        with contextlib.suppress(OSError, ValueError):
+            socket.create_connection((host, int(port)), timeout=2).close()
+            why = "process 0 is there, others are not; start the same command on every host"
     waited = f"{timeout} s (multihost.initialization_timeout_seconds)"
     print(f"error: process {state.process_id} waited {waited} at {address}: {why}", file=sys.stderr, flush=True)
     os._exit(EXIT_BAD_INPUT)
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=2).close()
-    except (OSError, ValueError):
-        return False
-    return True

@@ -44,10 +44,7 @@ def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) ->
     """Return the config with the mesh, remat policy and accumulation of the first rule that matches.
 
     A config whose `mesh.preset` is "none" is returned unchanged. The context axis and the slices stay as configured.
-    `kind` is the kind of the devices, as JAX names it.
-
-    Raises:
-        UserError: no rule matches.
+    `kind` is JAX's name of the kind of device.
     """
     if config.mesh.preset == "none":
         return config

@@ -1,4 +1,7 @@
-"""Chart files drawn with matplotlib: the `LineChart` and `Heatmap` of difftx/evals/result.py."""
+"""Chart files drawn with matplotlib: the `LineChart` and `Heatmap` of difftx/evals/result.py.
+
+Charts are JSON objects. Their numbers become arrays of floats, in which NaN stands for null.
+"""
 
 import json
 import re
@@ -16,43 +19,41 @@ from difftx.files import new_file
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 MOST_CELLS_WITH_NUMBERS = 100  # Largest heatmap with numbers in its cells; in a larger one they would overlap.
-MOST_TICKS = 16
+MOST_TICKS = 12
 MOST_CHARACTERS = 64  # Most characters in all tick labels of a heatmap's x axis; longer labels are rotated.
 
 
 def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw a `LineChart` or `Heatmap`, given as a JSON object, to `<name>.png` and `.svg`; return the files."""
+    """Draw a chart to `<name>.png` and `.svg`; return the files."""
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    {"line": draw_lines, "heatmap": draw_heatmap}[chart["kind"]](axes, chart)
+    {"line": _draw_lines, "heatmap": _draw_heatmap}[chart["kind"]](axes, chart)
     # Chart names contain names of validation sets and layers, which may contain any characters.
     return save_figure(figure, folder / re.sub(r"[^\w.-]+", "_", chart["name"]))
 
 
-def draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Draw the series of a `LineChart`, each with its band if it has one."""
+def _draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
-        x, y = as_floats(series["x"]), as_floats(series["y"])
+        x, y = np.array(series["x"], float), np.array(series["y"], float)
         axes.plot(x, y, marker="o" if len(x) < 20 else None, markersize=4, color=colour, label=series["name"])
         if series.get("low") is not None and series.get("high") is not None:
-            low, high = as_floats(series["low"]), as_floats(series["high"])
-            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+            band = np.array([series["low"], series["high"]], float)
+            axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)
     label_axes(axes, chart)
     if chart["series"]:
         add_legend(axes)
 
 
-def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
+def _draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     """Draw a `Heatmap` with the first row at the top, and numbers in the cells if they fit."""
-    values = np.array([as_floats(row) for row in chart["values"]], float).reshape(len(chart["y"]), len(chart["x"]))
+    values = heatmap_values(chart)
     low, high = colour_limits(chart)
     map_name = "RdBu_r" if low < 0 < high else "viridis"  # A diverging map if there are both signs.
     image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
-        shown = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
-        texts = [tick_text(names[i]) for i in shown]
-        is_wide = set_ticks == axes.set_xticks and sum(map(len, texts)) > MOST_CHARACTERS
-        set_ticks(list(shown), texts, parse_math=False, rotation=90 if is_wide else 0)
+        shown = ticks(names)
+        is_wide = set_ticks == axes.set_xticks and sum(map(len, shown.values())) > MOST_CHARACTERS
+        set_ticks(list(shown), list(shown.values()), parse_math=False, rotation=90 if is_wide else 0)
     if values.size <= MOST_CELLS_WITH_NUMBERS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
@@ -65,7 +66,7 @@ def draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Set the title, labels and scales of a chart; dollar signs are literal, not TeX."""
+    """Set the title, labels and scales of a line chart or heatmap; dollar signs are literal, not TeX."""
     axes.set_title(chart["title"], parse_math=False)
     axes.set_xlabel(chart["x_label"], parse_math=False)
     axes.set_ylabel(chart["y_label"], parse_math=False)
@@ -93,18 +94,29 @@ def series_colours(count: int) -> Sequence[str]:
 
 
 def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the ends of a heatmap's colour scale; if values have both signs, the scale is centred at zero."""
-    values = [value for row in chart["values"] for value in row if value is not None]
-    low = chart["low"] if chart.get("low") is not None else min(values, default=0.0)
-    high = chart["high"] if chart.get("high") is not None else max(values, default=1.0)
+    """Return the ends of a heatmap's colour scale; if it contains both signs, it is centred at zero."""
+    values = heatmap_values(chart)
+    finite = values[np.isfinite(values)].tolist()
+    low = chart["low"] if chart.get("low") is not None else min(finite, default=0.0)
+    high = chart["high"] if chart.get("high") is not None else max(finite, default=1.0)
     if low < 0 < high:
         low, high = -max(-low, high), max(-low, high)
     return (low, high) if low < high else (low, low + 1.0)
 
 
-def as_floats(values: Sequence[float | None]) -> np.ndarray:
-    """Return JSON numbers as an array, with NaN for null."""
-    return np.array(values, float)
+def heatmap_values(chart: Mapping[str, Any]) -> np.ndarray:
+    """Return the values of a heatmap, `[rows, columns]`."""
+    return np.array(chart["values"], float).reshape(len(chart["y"]), len(chart["x"]))
+
+
+def ticks(names: Sequence[float | str]) -> dict[Any, Any]:
+    """Return position → label for at most `MOST_TICKS` of the names of a heatmap's rows or columns."""
+    return {i: tick_text(names[i]) for i in range(0, len(names), -(-len(names) // MOST_TICKS) or 1)}
+
+
+def tick_text(value: float | str) -> str:
+    """Return the label of a heatmap's row or column."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
@@ -117,8 +129,3 @@ def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
                 metadata = {"Date": None} if path.suffix == ".svg" else {}
                 figure.savefig(file, format=path.suffix[1:], dpi=150, metadata=metadata)
     return files
-
-
-def tick_text(value: float | str) -> str:
-    """Return the label of a heatmap's row or column."""
-    return value if isinstance(value, str) else f"{value:g}"

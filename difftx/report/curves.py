@@ -14,7 +14,7 @@ import rich.table
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, as_floats, label_axes, save_figure, series_colours
+from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
 from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -26,9 +26,6 @@ def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list
 
     The files are `curves.png`, `curves.svg` and `curves.json` (the rows). The figure shows the validation metric and,
     for the metric "loss", the training loss, each against steps, tokens, FLOPs and seconds.
-
-    Raises:
-        UserError: No run matches, the metric cannot compare the runs, or no run has a validation with the metric.
     """
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
@@ -54,7 +51,7 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 
 
 def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
-    """Return the bias-corrected exponential moving average of the values, skipping non-finite ones.
+    """Return the bias-corrected exponential moving average of the finite values.
 
     The weight of a value is halved after `half_life` further values.
     """
@@ -76,7 +73,7 @@ def validation_metric(runs: Sequence[RunRecord]) -> Metric:
 def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
     """Return the logged steps and the training loss at each, NaN for a non-finite loss."""
     rows = run.split("train")
-    return [row["step"] for row in rows], as_floats([row["loss"] for row in rows])
+    return [row["step"] for row in rows], np.array([row["loss"] for row in rows], float)
 
 
 def _summary(run: RunRecord) -> dict[str, Any]:

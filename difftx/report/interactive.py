@@ -1,6 +1,7 @@
 """Interactive figures made with Bokeh: the `LineChart` and `Heatmap` of difftx/evals/result.py, and bars."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,12 +10,12 @@ import bokeh.palettes
 import bokeh.plotting
 import numpy as np
 
-from difftx.report.charts import as_floats, colour_limits, series_colours, tick_text
+from difftx.report.charts import colour_limits, heatmap_values, series_colours, tick_text, ticks
 
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
 MOST_NAMED_LINES = 7  # Most lines of a figure that has a legend.
-# Sides of the pointer at which the tooltips of up to four lines appear, so that the tooltips do not overlap. A figure
-# with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
+# Sides of the pointer. Up to four lines show their tooltips at the same time, each on another side, so that they do not
+# overlap. A figure with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
 TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
 # Bokeh draws canvases with the page's colours, but a legend is HTML with colours of its own, which this style replaces.
 LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
@@ -22,9 +23,9 @@ LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal 
 .bk-item { --item-background-color: transparent !important;
   --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
 MOST_NAMED_CELLS = 2_500  # Largest heatmap whose tooltips name row and column; more names would outweigh the values.
-MOST_TICKS = 12
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 GREY = "#808080"  # Visible on white and on black.
+MARK_COLOUR = "#D55E00"  # Colour of events and of skipped updates.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Line:
     y: str
     colour: str
     faint: bool = False  # Drawn behind the other lines, without tooltip and legend, as for raw values.
-    band: tuple[str, str] | None = None  # Columns of the band's lower and upper ends.
+    has_band: bool = False  # The columns "low" and "high" of the source are the ends of a band around the line.
 
 
 def line_figure(
@@ -49,8 +50,8 @@ def line_figure(
     is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
     hovered = []
     for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines first, below the others.
-        if line.band:
-            figure.varea(line.x, *line.band, source=line.source, color=line.colour, alpha=0.2)
+        if line.has_band:
+            figure.varea(line.x, "low", "high", source=line.source, color=line.colour, alpha=0.2)
         style: dict[str, Any] = {"source": line.source, "color": line.colour}
         if line.faint:
             figure.line(line.x, line.y, name=line.name, alpha=0.3, line_width=1, **style)
@@ -71,67 +72,51 @@ def line_figure(
 
 def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     """Draw a `LineChart` or `Heatmap`, given as a JSON object."""
-    return _heatmap(chart) if chart["kind"] == "heatmap" else _line_chart(chart)
+    if chart["kind"] == "heatmap":
+        return _heatmap(chart)
+    lines = []
+    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+        names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
+        columns: dict[str, Any] = {name: np.array(series[name], float) for name in names}
+        source, has_band = bokeh.models.ColumnDataSource(columns), {"low", "high"} <= set(names)
+        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, has_band=has_band))
+    scales = {name: bool(chart.get(name)) for name in ("log_x", "log_y")}
+    return line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **scales)
 
 
-def mark_events(figure: bokeh.plotting.figure, steps: Sequence[int], texts: Sequence[str]) -> None:
-    """Draw a vertical line at each step; a tooltip shows the text of the event."""
-    source = bokeh.models.ColumnDataSource({"x": list(steps), "text": list(texts)})
-    shown = figure.vspan(x="x", source=source, color="#D55E00", line_dash="dashed", line_width=2)
+def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, str]]) -> None:
+    """Draw a vertical line at the step of each event (run, step, text); a tooltip shows the run and the text."""
+    texts = [f"{run}: {text}" for run, _, text in events]
+    source = bokeh.models.ColumnDataSource({"x": [step for _, step, _ in events], "text": texts})
+    shown = figure.vspan(x="x", source=source, color=MARK_COLOUR, line_dash="dashed", line_width=2)
     figure.add_tools(_hover(shown, [("step", "@x"), ("event", "@text")]))
 
 
-def mark_points(figure: bokeh.plotting.figure, x: Sequence[float], y: Sequence[float], name: str) -> None:
-    """Draw crosses at points, such as skipped updates."""
-    figure.scatter(list(x), list(y), marker="x", size=9, color="#D55E00", line_width=2, legend_label=name)
-
-
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
-    """Draw a horizontal bar for each row, with its parts end to end; a tooltip shows a part's value and share.
+    """Draw a horizontal bar for each row, split into its parts; the tooltip of a part shows its value and its share.
 
-    Args:
-        rows: Row → part → value.
-        x_label: Label of the values.
+    `rows` maps the name of a row to the parts' values by name, and `x_label` is the label of the values.
     """
-    parts = list(dict.fromkeys(name for row in rows.values() for name in row))
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
-    left = dict.fromkeys(rows, 0.0)
-    for part, colour in zip(parts, bokeh.palettes.Category20[max(3, min(20, len(parts)))], strict=False):
-        values = {name: row.get(part, 0.0) for name, row in rows.items()}
-        source = bokeh.models.ColumnDataSource(
-            {
-                "row": list(rows),
-                "part": [part] * len(rows),
-                "left": list(left.values()),
-                "right": [left[name] + values[name] for name in rows],
-                "value": list(values.values()),
-                "share": [f"{values[name] / (sum(row.values()) or 1):.1%}" for name, row in rows.items()],
-            }
-        )
-        style = {"height": 0.6, "source": source, "color": colour, "legend_label": part}
+    left = np.zeros(len(rows))
+    for part, colour in zip(parts, itertools.cycle(bokeh.palettes.Category20[20]), strict=False):
+        values = np.array([row.get(part, 0.0) for row in rows.values()])
+        shares = [f"{value / (sum(row.values()) or 1):.1%}" for value, row in zip(values, rows.values(), strict=True)]
+        columns: dict[str, Any] = {"row": list(rows), "left": left, "right": left + values}
+        source = bokeh.models.ColumnDataSource(columns | {"value": values, "share": shares})
+        style = {"source": source, "height": 0.6, "color": colour, "name": part, "legend_label": part}
         shown = figure.hbar(y="row", left="left", right="right", **style)
-        figure.add_tools(_hover(shown, [("", "@row"), ("", "@part"), (x_label, "@value"), ("share", "@share")]))
-        left = {name: left[name] + values[name] for name in rows}
+        figure.add_tools(_hover(shown, [("", "@row"), ("", "$name"), (x_label, "@value"), ("share", "@share")]))
+        left = left + values
     figure.ygrid.visible = False
     _place_legend(figure)
     return figure
 
 
-def _line_chart(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
-    lines = []
-    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
-        names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
-        columns: dict[str, Any] = {name: as_floats(series[name]) for name in names}
-        source = bokeh.models.ColumnDataSource(columns)
-        band = ("low", "high") if {"low", "high"} <= set(names) else None
-        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, band=band))
-    scales = {name: bool(chart.get(name)) for name in ("log_x", "log_y")}
-    return line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **scales)
-
-
 def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     columns, rows = chart["x"], chart["y"]
-    values = np.array([as_floats(row) for row in chart["values"]], np.float32).reshape(len(rows), len(columns))
+    values = heatmap_values(chart).astype(np.float32)
     figure = _figure(
         chart["x_label"],
         chart["y_label"],
@@ -154,9 +139,8 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     tooltips = [(chart["x_label"], column_text), (chart["y_label"], row_text), (chart["value_label"], "@image")]
     figure.add_tools(_hover(shown, tooltips))
     for axis, names in ((figure.xaxis, columns), (figure.yaxis, rows)):
-        ticks = range(0, len(names), -(-len(names) // MOST_TICKS) or 1)
-        axis.ticker = bokeh.models.FixedTicker(ticks=list(ticks))
-        axis.major_label_overrides = {i: tick_text(names[i]) for i in ticks}
+        axis.major_label_overrides = ticks(names)
+        axis.ticker = bokeh.models.FixedTicker(ticks=list(ticks(names)))
     figure.grid.visible = False
     bar = bokeh.models.ColorBar(color_mapper=mapper, title=chart["value_label"], width=12, background_fill_alpha=0)
     figure.add_layout(bar, "right")
@@ -166,8 +150,7 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
 def _figure(x_label: str, y_label: str, **options: Any) -> bokeh.plotting.figure:
     chosen: dict[str, Any] = {"frame_height": HEIGHT, "sizing_mode": "stretch_width", "tools": TOOLS} | options
     figure = bokeh.plotting.figure(active_drag=None, **chosen)  # Dragging scrolls the page unless a tool is active.
-    figure.toolbar.logo = None
-    figure.toolbar.autohide = False
+    figure.toolbar.update(logo=None, autohide=False)
     figure.xaxis.axis_label, figure.yaxis.axis_label = x_label, y_label
     if options.get("x_axis_type") == "linear":
         figure.xaxis.formatter = bokeh.models.BasicTickFormatter(power_limit_high=6)
@@ -183,9 +166,6 @@ def _place_legend(figure: bokeh.plotting.figure) -> None:
     if not figure.legend:
         return
     legend = figure.legend[0]
-    legend.click_policy = "hide"
-    legend.background_fill_alpha = 0
-    legend.border_line_alpha = 0
-    legend.location, legend.margin = "top_left", 0
-    legend.stylesheets = [LEGEND_STYLE]
+    legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
+    legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
     figure.add_layout(legend, "below")

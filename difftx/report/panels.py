@@ -1,4 +1,4 @@
-"""Sections of the report: figures of one or several runs, with data thinned for the page.
+"""Sections of the report: figures of one or several runs, with data thinned for the page, and the figures' values.
 
 Charts are JSON objects with the fields of `LineChart` or `Heatmap` of difftx/evals/result.py.
 """
@@ -12,28 +12,29 @@ import bokeh.models
 import bokeh.plotting
 import numpy as np
 
-from difftx.report.charts import as_floats, series_colours
+from difftx.report import interactive
+from difftx.report.charts import heatmap_values, series_colours
 from difftx.report.curves import METRIC_LABELS, smoothed, training_losses, validation_metric
-from difftx.report.interactive import (
-    MOST_NAMED_LINES,
-    Line,
-    chart_figure,
-    line_figure,
-    mark_events,
-    mark_points,
-    stacked_bars,
-)
-from difftx.report.runs import X_AXES, Metric, RunRecord
-from difftx.report.tables import Table, chart_values, evenly_spaced, event_text, series_values, shown
-from difftx.training import lambda_range
+from difftx.report.runs import X_AXES, RunRecord
+from difftx.training import metrics
 
 MOST_POINTS = 2_000  # Most points of a line; more would enlarge the page without being visible.
 MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
 MOST_CELLS = 128 * 128  # Most cells of a heatmap.
 MOST_CROSSINGS = 10  # Most crossings of λ's range that a note lists.
+MOST_ROWS = 12  # Most rows in the table of a line chart's values.
+MOST_VALUES = 400  # Most cells of a heatmap that is also shown as a table.
 
-Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # Name of a line → its x and y values.
+Lines = Mapping[str, tuple[Any, Any]]  # Name of a line → its x and y values.
 Results = Mapping[int, Mapping[str, Any]]  # Step → result of one suite, ascending.
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of texts, whose first column names the rows."""
+
+    header: list[str]
+    rows: list[list[str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,35 +63,40 @@ class Section:
 def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
     """Draw training loss (raw and smoothed) and validation against each of `X_AXES`, on linear and logarithmic axes.
 
-    Args:
-        runs: Runs to draw.
-        comparable: Whether all runs have the same tokenizer. If not, only bits per byte are drawn.
+    Unless the runs are `comparable`, because they have the same tokenizer, only bits per byte are drawn.
     """
     panels = []
     if comparable:
-        label = METRIC_LABELS["loss"]
-        panels += _loss_panels("Training loss, raw and smoothed", label, runs, _training_sources(runs))
+        sources = {}
+        for run in runs:
+            steps, raw = training_losses(run)
+            kept = thinned(raw, MOST_POINTS)
+            smooth = np.array(smoothed(raw))[kept]
+            sources[run.name] = _source(run, [steps[i] for i in kept], raw=raw[kept], value=smooth)
+        panels += _loss_panels("Training loss, raw and smoothed", METRIC_LABELS["loss"], runs, sources)
     metric = validation_metric(runs)
     if comparable or metric == "bits_per_byte":
+        sources = {}
+        for run in runs:
+            if rows := run.evaluations(metric):
+                values = np.array([row[metric] for row in rows])
+                sources[run.name] = _source(run, [row["step"] for row in rows], value=values)
         label = METRIC_LABELS[metric]
-        panels += _loss_panels(f"Validation, {label}", label, runs, _validation_sources(runs, metric))
+        panels += _loss_panels(f"Validation, {label}", label, runs, sources)
     controls = {"against": list(X_AXES.items()), "axes": [("linear", "linear"), ("log", "logarithmic")]}
     return Section(id="curves", title="Curves", panels=panels, controls=controls)
 
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
-    """Draw the charts of each suite's newest results.
-
-    If several steps were evaluated, also draw the suites' numbers, and the lines of charts with `over_steps`, against
-    steps.
-    """
-    suites = dict.fromkeys(suite for run in runs for suite in run.results)
+    """Draw the charts of each suite's newest results, and the numbers and lines that have values at several steps."""
     panels = []
-    for suite in suites:
+    for suite in dict.fromkeys(suite for run in runs for suite in run.results):
         results = {run.name: run.results[suite] for run in runs if suite in run.results}
         panels += _number_panels(suite, results)
         newest = {run: of_run[max(of_run)].get("charts", []) for run, of_run in results.items()}
-        panels += [_chart_panel(suite, chart) for chart in _merged(newest)]
+        for chart in _merged(newest):
+            thin, note = _thinned_lines(chart) if chart["kind"] == "line" else _averaged_heatmap(chart)
+            panels.append(_panel(f"{suite}: {chart['title']}", thin, note))
         for run, of_run in results.items():
             panels += _charts_over_steps(suite, run, of_run)
     return Section(id="evaluations", title="Evaluations", panels=panels)
@@ -114,8 +120,12 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
 
 def gradients(runs: Sequence[RunRecord]) -> Section:
     """Draw the gradient norm against steps, with the skipped updates and the journal's rewinds and stops."""
-    lines = {run.name: _gradient_norms(run) for run in runs}
-    lines = {name: (steps, norms) for name, (steps, norms) in lines.items() if steps}
+    lines = {}
+    for run in runs:
+        rows = [row for row in run.split("train") if row.get("grad_norm") is not None]
+        kept = thinned(np.array([row["grad_norm"] for row in rows]), MOST_POINTS)
+        if rows:
+            lines[run.name] = [rows[i]["step"] for i in kept], [rows[i]["grad_norm"] for i in kept]
     if not lines:
         return Section(id="gradients", title="Gradient norm and spikes", panels=[])
     log_y = all(norm > 0 for _, norms in lines.values() for norm in norms)
@@ -124,11 +134,16 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
         rows = [row for row in run.split("train") if row.get("skipped") and row.get("grad_norm") is not None]
         if rows:
             steps, norms = [row["step"] for row in rows], [row["grad_norm"] for row in rows]
-            mark_points(panel.figure, steps, norms, f"{run.name}: update skipped")
+            style = {"marker": "x", "size": 9, "color": interactive.MARK_COLOUR, "line_width": 2}
+            panel.figure.scatter(steps, norms, legend_label=f"{run.name}: update skipped", **style)
     tables = []
-    events = [(run.name, entry["step"], event_text(entry)) for run in runs for entry in run.journal]
+    events = []
+    for run in runs:
+        for entry in run.journal:
+            details = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "step")]
+            events.append((run.name, entry["step"], ", ".join([str(entry["event"]), *details])))
     if events:
-        mark_events(panel.figure, [step for _, step, _ in events], [f"{run}: {text}" for run, _, text in events])
+        interactive.mark_events(panel.figure, events)
         table = Table(["run", "step", "event"], [[run, shown(step), text] for run, step, text in events])
         tables = [("Rewinds and stops, from the journal", table)]
     return Section(id="gradients", title="Gradient norm and spikes", panels=[panel], tables=tables)
@@ -146,19 +161,19 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
         }
         if parts:
             parts_of_run[run.name] = parts
-    panels = []
+    section = Section(id="goodput", title="Goodput", panels=[])
     if parts_of_run:
         names = list(next(iter(parts_of_run.values())))
         rows = [[run, *(f"{parts.get(name, 0):,.1f}" for name in names)] for run, parts in parts_of_run.items()]
-        figure, table = stacked_bars(parts_of_run, "seconds of wall time"), Table(["run", *names], rows)
-        panels = [Panel(title="Where the time went", figure=figure, values=table)]
-    return Section(id="goodput", title="Goodput", panels=panels)
+        figure = interactive.stacked_bars(parts_of_run, "seconds of wall time")
+        section.panels.append(Panel(title="Where the time went", figure=figure, values=Table(["run", *names], rows)))
+    return section
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
     """Return the ascending indices of at most `most` values: the minimum and the maximum of each stretch of values.
 
-    A spike of a single step is therefore kept.
+    The minima and maxima include spikes of a single step.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -170,59 +185,38 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _training_sources(runs: Sequence[RunRecord]) -> dict[str, bokeh.models.ColumnDataSource]:
-    """Return a run's name → columns of `X_AXES`, the raw training loss ("raw") and the smoothed one ("value")."""
-    sources = {}
-    for run in runs:
-        steps, raw = training_losses(run)
-        kept = thinned(raw, MOST_POINTS)
-        progress = run.progress([steps[i] for i in kept])
-        columns: dict[str, Any] = {name: np.array(values) for name, values in progress.items()}
-        columns |= {"raw": raw[kept], "value": np.array(smoothed(raw))[kept]}
-        sources[run.name] = bokeh.models.ColumnDataSource(columns)
-    return sources
-
-
-def _validation_sources(runs: Sequence[RunRecord], metric: Metric) -> dict[str, bokeh.models.ColumnDataSource]:
-    """Return the name of each run with validations → columns of `X_AXES` and the metric ("value")."""
-    sources = {}
-    for run in runs:
-        rows = run.evaluations(metric)
-        if rows:
-            columns: dict[str, Any] = run.progress([row["step"] for row in rows])
-            columns |= {"value": [row[metric] for row in rows]}
-            sources[run.name] = bokeh.models.ColumnDataSource(columns)
-    return sources
+def _source(run: RunRecord, steps: Sequence[int], **columns: np.ndarray) -> bokeh.models.ColumnDataSource:
+    """Return columns of values at the given steps, together with a column for each of `X_AXES`."""
+    data: dict[str, Any] = {name: np.array(values) for name, values in run.progress(steps).items()}
+    return bokeh.models.ColumnDataSource(data | columns)
 
 
 def _loss_panels(
     title: str, y_label: str, runs: Sequence[RunRecord], sources: Mapping[str, bokeh.models.ColumnDataSource]
 ) -> list[Panel]:
-    """Return a panel for each of `X_AXES` on linear and on logarithmic axes; the section's controls choose one."""
+    """Return a panel for each of `X_AXES` on linear and on logarithmic axes; the section's controls choose one.
+
+    The source of a run has the columns "value" and, if there is also a faint line, "raw".
+    """
     panels = []
     for x, scale in itertools.product(X_AXES if sources else (), ("linear", "log")):
         lines = []
         for run, colour in zip(runs, series_colours(len(runs)), strict=True):
-            source = sources.get(run.name)
-            if source and "raw" in source.data:
-                lines.append(Line(name=run.name, source=source, x=x, y="raw", colour=colour, faint=True))
-            if source:
-                lines.append(Line(name=run.name, source=source, x=x, y="value", colour=colour))
+            if source := sources.get(run.name):
+                line = interactive.Line(name=run.name, source=source, x=x, y="value", colour=colour)
+                lines.append(line)
+                if "raw" in source.data:
+                    lines.append(dataclasses.replace(line, y="raw", faint=True))
         is_log = scale == "log"
-        figure = line_figure(lines, x_label=X_AXES[x], y_label=y_label, log_x=is_log, log_y=is_log)
+        figure = interactive.line_figure(lines, x_label=X_AXES[x], y_label=y_label, log_x=is_log, log_y=is_log)
         values = {run: (source.data[x], source.data["value"]) for run, source in sources.items()}
-        table, shown_for = series_values(X_AXES[x], values), f"against-{x} axes-{scale}"
+        table, shown_for = _series_values(X_AXES[x], values), f"against-{x} axes-{scale}"
         panels.append(Panel(title=title, figure=figure, values=table, shown_for=shown_for))
     return panels
 
 
 def _number_panels(suite: str, results: Mapping[str, Results]) -> list[Panel]:
-    """Return a panel for each number of a suite that some run has at several steps, except constant numbers.
-
-    Args:
-        suite: Name of the suite.
-        results: Name of a run → its results.
-    """
+    """Return a panel for each number of a suite that some run has at several steps, except constant numbers."""
     panels = []
     of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
     for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):
@@ -271,23 +265,16 @@ def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[di
     return list(merged.values())
 
 
-def _gradient_norms(run: RunRecord) -> tuple[list[int], list[float]]:
-    """Return steps and the gradient norm at each step, without the steps whose norm is not finite."""
-    rows = [row for row in run.split("train") if row.get("grad_norm") is not None]
-    kept = thinned(as_floats([row["grad_norm"] for row in rows]), MOST_POINTS)
-    return [rows[i]["step"] for i in kept], [rows[i]["grad_norm"] for i in kept]
-
-
 def _crossings_note(run: RunRecord) -> str:
-    """Return a note on the layers whose λ left the range in which they cancel noise, or an empty text."""
-    rows = run.split(lambda_range.SPLIT)
+    """Return a note on the layers whose λ left the range in which attention cancels noise, or an empty text."""
+    rows = run.split(metrics.LAMBDA_SPLIT)
     if not rows:
         return ""
     crossings = [
         f"layer {row['layer']} at step {row['step']:,} (λ = {shown(row['value'])})" for row in rows[:MOST_CROSSINGS]
     ]
     more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
-    inside = f"[{lambda_range.LOWEST:g}, {lambda_range.HIGHEST:g}]"
+    inside = f"[{metrics.LOWEST_LAMBDA:g}, {metrics.HIGHEST_LAMBDA:g}]"
     return (
         f"Warning: λ left {inside} in {', '.join(crossings)}{more}. Below it the second map is added to the first, "
         "above it the second map dominates: the layer no longer cancels noise."
@@ -300,23 +287,18 @@ def _panel_over_steps(title: str, lines: Lines, y_label: str, *, note: str = "",
     return _panel(title, chart, note)
 
 
-def _chart_panel(suite: str, chart: Mapping[str, Any]) -> Panel:
-    chart, note = _thinned_lines(chart) if chart["kind"] == "line" else _averaged_heatmap(chart)
-    return _panel(f"{suite}: {chart['title']}", chart, note)
-
-
 def _panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
-    if chart["kind"] == "line" and len(chart["series"]) > MOST_NAMED_LINES:
+    if chart["kind"] == "line" and len(chart["series"]) > interactive.MOST_NAMED_LINES:
         first, last = chart["series"][0]["name"], chart["series"][-1]["name"]
         note = f"{note} Colours run from {first}, dark, to {last}, bright; hovering over a line names it.".strip()
-    return Panel(title=title, figure=chart_figure(chart), values=chart_values(chart), note=note)
+    return Panel(title=title, figure=interactive.chart_figure(chart), values=_chart_values(chart), note=note)
 
 
 def _thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return a line chart with at most `MOST_POINTS` points per line, and a note if points were left out."""
     series, note = [], ""
     for line in chart["series"]:
-        kept = thinned(as_floats(line["y"]), MOST_POINTS)
+        kept = thinned(np.array(line["y"], float), MOST_POINTS)
         if len(kept) < len(line["y"]):
             note = f"Thinned to {MOST_POINTS:,} points a line."
             columns = [name for name in ("x", "y", "low", "high") if line.get(name) is not None]
@@ -334,9 +316,50 @@ def _averaged_heatmap(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]
     if block == 1:
         return chart, ""
     values = np.full((-(-rows // block) * block, -(-columns // block) * block), np.nan)
-    values[:rows, :columns] = [as_floats(row) for row in chart["values"]]
+    values[:rows, :columns] = heatmap_values(chart)
     blocks = values.reshape(len(values) // block, block, -1, block)
     counts = np.isfinite(blocks).sum((1, 3))
     means = np.where(counts > 0, np.nansum(blocks, (1, 3)) / np.maximum(counts, 1), np.nan)
     smaller = {"x": chart["x"][::block], "y": chart["y"][::block], "values": means.tolist()}
     return {**chart, **smaller}, f"Each cell is the mean of {block} × {block}."
+
+
+def _chart_values(chart: Mapping[str, Any]) -> Table | None:
+    """Return a chart's values as a table, or None for a heatmap of more than `MOST_VALUES` cells."""
+    if chart["kind"] == "line":
+        return _series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
+    if len(chart["x"]) * len(chart["y"]) > MOST_VALUES:
+        return None
+    header = [f"{chart['y_label']} \\ {chart['x_label']}", *map(shown, chart["x"])]
+    return Table(header, [[shown(y), *map(shown, row)] for y, row in zip(chart["y"], chart["values"], strict=True)])
+
+
+def _series_values(x_label: str, series: Lines) -> Table:
+    """Return the y values of lines at up to `MOST_ROWS` evenly spaced x of the first line, or at the nearest x."""
+    if not series:
+        return Table([x_label], [])
+    first = np.array(next(iter(series.values()))[0], float)
+    rows = []
+    for x in first[evenly_spaced(len(first), MOST_ROWS)]:
+        row = [shown(float(x))]
+        for xs, ys in series.values():
+            xs = np.array(xs, float)
+            row.append(shown(ys[int(np.argmin(np.abs(xs - x)))]) if len(xs) else "–")
+        rows.append(row)
+    return Table([x_label, *series], rows)
+
+
+def evenly_spaced(count: int, most: int) -> np.ndarray:
+    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))
+
+
+def shown(value: Any) -> str:
+    """Return a value as text for a table: whole numbers in full, fractions with four or five significant digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
+        return f"{int(value):,}"
+    return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:.4g}"

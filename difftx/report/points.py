@@ -35,18 +35,14 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
     `tokens` and `loss` (or `bits_per_byte`); other columns are ignored. Rows with the same architecture, size and seed
     form one run.
-
-    Raises:
-        UserError: Nothing matches, a table is invalid, the metric cannot compare the runs, or there are no points.
     """
     require_local("--scaling", pattern)
     files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
     tables = [file for file in files if str(file) == str(Path(pattern)) or not _is_other_output(file)]
     if tables:
-        points = [point for table in tables for point in _points_of_table(table, metric)]
-        if not points:
-            raise UserError(f"--scaling={pattern!r}: no points there")
-        return points, []
+        if points := [point for table in tables for point in _points_of_table(table, metric)]:
+            return points, []
+        raise UserError(f"--scaling={pattern!r}: no points there")
     runs = match_runs(pattern, "scaling")
     check_comparable(runs, metric)
     points, notes = [], []
@@ -60,7 +56,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
 
 
 def _is_other_output(path: Path) -> bool:
-    """Return whether a file is the output of another command: it has such a name, and contains no points."""
+    """Return whether a file has a name in `OTHER_OUTPUTS` and contains no points."""
     if path.name not in OTHER_OUTPUTS:
         return False
     content = read_json(path)
@@ -84,7 +80,7 @@ def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str
 
 def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
     runs: dict[tuple[Any, ...], list[LossPoint]] = {}
-    for where, row in _rows_of_csv(path) if path.suffix == ".csv" else _rows_of_json(path):
+    for where, row in _rows(path):
         size, tokens, loss = (_positive_number(row, name, where) for name in ("size", "tokens", metric))
         point = LossPoint(str(row["architecture"]), size, tokens, loss, is_last=False)
         runs.setdefault((point.architecture, size, str(row.get("seed"))), []).append(point)
@@ -95,17 +91,16 @@ def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
     return points
 
 
-def _rows_of_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text ({error})") from error
-    reader = csv.DictReader(io.StringIO(text))
-    for row in reader:
-        yield f"{path}: line {reader.line_num}", row
-
-
-def _rows_of_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a table, each with its position for messages."""
+    if path.suffix == ".csv":
+        try:
+            reader = csv.DictReader(io.StringIO(path.read_text()))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot be read as text ({error})") from error
+        for row in reader:
+            yield f"{path}: line {reader.line_num}", row
+        return
     rows = read_json(path)
     if not isinstance(rows, list):
         raise UserError(f'{path}: not a list of points, such as [{{"architecture": …, "size": …, …}}]')

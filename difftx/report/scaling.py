@@ -44,9 +44,6 @@ def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[lis
     """Fit loss against size and against tokens, if there are enough points; return the studies and files written.
 
     The files are `scaling.json` and, for each study, `scaling_size` or `scaling_tokens` as .png and .svg.
-
-    Raises:
-        UserError: There are too few points for both fits, or two curves never reach the same loss.
     """
     points, notes = read_points(pattern, metric)
     chosen = {"size": [point for point in points if point.is_last], "tokens": _points_of_one_size(points)}
@@ -60,7 +57,7 @@ def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[lis
     files = [file for study in studies for file in save_figure(_draw(study, metric), out / f"scaling_{study.quantity}")]
     written = {
         "metric": metric,
-        "studies": [_study_as_json(study) for study in studies],
+        "studies": [_as_json(study) for study in studies],
         "not_fitted": {quantity: reason for quantity, reason in missing.items() if reason},
     }
     write_atomically(out / "scaling.json", json.dumps(written, indent=2) + "\n")
@@ -98,14 +95,12 @@ def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
     """
     groups: list[list[LossPoint]] = []
     for point in sorted(points, key=lambda point: point.size):
-        if groups and point.size <= groups[-1][0].size * EQUAL_SIZES:
-            groups[-1].append(point)
-        else:
-            groups.append([point])
-    architectures = _architectures(points)
+        if not groups or point.size > groups[-1][0].size * EQUAL_SIZES:
+            groups.append([])
+        groups[-1].append(point)
 
     def rank(group: list[LossPoint]) -> tuple[int, float]:
-        tokens = [{point.tokens for point in group if point.architecture == name} for name in architectures]
+        tokens = [{point.tokens for point in group if point.architecture == name} for name in _architectures(points)]
         return min(*map(len, tokens), FEWEST_SIZES), group[0].size
 
     chosen = max(groups, key=rank)
@@ -138,21 +133,17 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
     reference = REFERENCE if REFERENCE in fits else next(iter(fits))
     matches = {name: _matches(quantity, name, reference, fits) for name in fits if name != reference}
     drawn = {name: _match_to_draw(found, fits[name], fits[reference]) for name, found in matches.items()}
-    if quantity == "tokens":
-        title = f"loss against tokens, models of {_count(points[0].size)} parameters"
-        return Study(quantity, title, fits, reference, matches, drawn, [*notes])
-    fewest, most = min(point.tokens for point in points), max(point.tokens for point in points)
-    if most > 1.01 * fewest:
-        notes = [*notes, f"the models have seen different numbers of tokens, {_count(fewest)} to {_count(most)}"]
-    return Study(quantity, "loss against parameters", fits, reference, matches, drawn, [*notes])
+    title = f"loss against tokens, models of {_count(points[0].size)} parameters"
+    if quantity == "size":
+        title = "loss against parameters"
+        fewest, most = min(point.tokens for point in points), max(point.tokens for point in points)
+        if most > 1.01 * fewest:
+            notes = [*notes, f"the models have seen different numbers of tokens, {_count(fewest)} to {_count(most)}"]
+    return Study(quantity, title, fits, reference, matches, drawn, [*notes])
 
 
 def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> list[Match]:
-    """Return the matches at each point of an architecture and at the largest point of the reference.
-
-    Raises:
-        UserError: The reference never reaches the losses of the architecture.
-    """
+    """Return the matches at each point of an architecture and at the largest point of the reference."""
     fit, other = fits[name], fits[reference]
     matches = [match for x in np.unique(fit.x) if (match := match_at(fit, other, x)) is not None]
     if not matches:
@@ -165,9 +156,9 @@ def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> 
 
 
 def _match_to_draw(matches: Sequence[Match], fit: Fit, reference: Fit) -> Match:
-    """Return the match at the largest point that lies within the reference's data, as in the paper's figure.
+    """Return the match at the largest point of `fit` whose counterpart lies within the reference's data.
 
-    If no match lies within the data, return the one at the smallest point.
+    The paper's figure shows this match. If no counterpart lies within the data, return the match at the smallest point.
     """
     measured = [match for match in matches if match.x in fit.x]
     within = [match for match in measured if match.reference_x <= reference.x.max()]
@@ -200,7 +191,12 @@ def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
     return figure
 
 
-def _study_as_json(study: Study) -> dict[str, Any]:
+def _as_json(study: Study) -> dict[str, Any]:
+    def of_match(match: Match) -> dict[str, Any]:
+        # JSON has no infinity, so an infinite end of an interval becomes null.
+        interval = [end if np.isfinite(end) else None for end in match.interval]
+        return dataclasses.asdict(match) | {"interval": interval}
+
     fits = {
         name: {
             "points": [{study.quantity: x, "loss": loss} for x, loss in zip(fit.x, fit.loss, strict=True)],
@@ -214,16 +210,10 @@ def _study_as_json(study: Study) -> dict[str, Any]:
         "title": study.title,
         "reference": study.reference,
         "fits": fits,
-        "matches": {name: [_match_as_json(match) for match in found] for name, found in study.matches.items()},
-        "drawn": {name: _match_as_json(match) for name, match in study.drawn.items()},
+        "matches": {name: [*map(of_match, found)] for name, found in study.matches.items()},
+        "drawn": {name: of_match(match) for name, match in study.drawn.items()},
         "notes": study.notes,
     }
-
-
-def _match_as_json(match: Match) -> dict[str, Any]:
-    # JSON has no infinity, so an infinite end of an interval becomes null.
-    interval = [end if np.isfinite(end) else None for end in match.interval]
-    return dataclasses.asdict(match) | {"interval": interval}
 
 
 def _law_text(fit: Fit) -> str:

@@ -21,28 +21,23 @@ SECTIONS = {
     "save": "saving",
     "lost_work": "steps done again",
 }
-STEPS = ("train", "data_wait")  # If an attempt repeats steps, the earlier time in these sections becomes "lost_work".
+STEPS = ("train", "data_wait")  # Time in these sections becomes "lost_work" if a later attempt repeats the steps.
 
 
 class Goodput:
     """A stopwatch that is always in exactly one section, so that the seconds of all sections add up to the wall time.
 
-    Its rows go to metrics.jsonl with split "goodput". Goodput is the share of the wall time in section "train".
+    Goodput is the share of the wall time in section "train".
     """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        """Start in section "init".
-
-        Args:
-            began: Value of `clock` when the section began, which may be in the past.
-            clock: Function that returns the time in seconds.
-        """
+        """Start in section "init", which began when `clock`, in seconds, returned `began`."""
         self._clock, self._began, self._since, self._section = clock, began, began, "init"
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._earlier_wall = 0.0  # Wall time of earlier attempts, in seconds.
 
     def switch(self, section: str) -> str:
-        """End the current section and begin another. Return the name of the section that ended."""
+        """Begin a section, and return the name of the section that ends."""
         now, before = self._clock(), self._section
         self._seconds[before] += now - self._since
         self._since, self._section = now, section
@@ -60,15 +55,11 @@ class Goodput:
     def resume(self, metrics: Path, step: int) -> None:
         """Add the time of the earlier attempts. The time of their steps after `step` counts as lost work.
 
-        The last goodput row has the time up to that row. If an attempt was killed after that row, its remaining time is
-        estimated from its train rows.
-
-        Args:
-            metrics: Path of metrics.jsonl, which must still have the rows after `step`. The file may be absent.
-            step: Step that this attempt resumes from, 0 without a checkpoint.
+        `metrics` is the path of metrics.jsonl, which must still have the rows after `step`. The last goodput row has
+        the time up to that row. If an attempt was killed later, its remaining time is estimated from its train rows.
         """
-        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # Seconds in the last goodput row, and in the last up to `step`.
-        unaccounted, last_step = 0.0, 0  # Seconds of train rows after the last goodput row.
+        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one up to `step`.
+        unaccounted, last_step = 0.0, 0  # `unaccounted` is the seconds of train rows after the last goodput row.
         for row in read_metrics(metrics)[0]:
             if row["split"] == "goodput":
                 numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
@@ -87,7 +78,7 @@ class Goodput:
         self._earlier_wall += sum(newest.values()) + unaccounted
 
     def row(self) -> dict[str, float]:
-        """Return the seconds of each section, the wall time of all attempts in seconds, and the goodput (0 to 1)."""
+        """Return the numbers for metrics.jsonl: the seconds of each section and of all attempts, and the goodput."""
         self.switch(self._section)
         wall = self._earlier_wall + self._since - self._began
         seconds = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
@@ -95,12 +86,10 @@ class Goodput:
 
 
 def format_goodput(row: dict[str, float]) -> rich.table.Table:
-    """Return a table of the sections' seconds and shares, made from a result of `Goodput.row`."""
+    """Return a table of the sections' seconds and shares from a result of `Goodput.row`."""
     wall = row["wall_seconds"]
-    table = rich.table.Table(title="wall time of the run")
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    numbers = [rich.table.Column(name, justify="right") for name in ("seconds", "share")]
+    table = rich.table.Table("", *numbers, title="wall time of the run")
     for name, text in [*SECTIONS.items(), ("wall", "all")]:
         seconds = row[f"{name}_seconds"]
         table.add_row(text, f"{seconds:,.1f}", f"{seconds / wall:.1%}" if wall > 0 else "-")

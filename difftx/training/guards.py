@@ -1,15 +1,15 @@
 """Detection of bad steps, and the stop or rewind that follows them.
 
-The train step itself skips an update whose loss or gradient is not finite (`state.py`). On the host, a `Guard` judges
-the metrics of each step. The metrics are replicated, so all processes make the same decision.
+A step is bad if its loss is a spike, or if the train step (`state.py`) skipped the update because the loss or the
+gradient was not finite. A `Guard` judges the metrics, which are replicated, so all processes make the same decision.
 
-A step is bad if its update was skipped or if its loss is a spike. After enough bad steps in a row, the run either stops
-or rewinds. A rewind continues from the last regular checkpoint that a good step followed. It skips the data of the bad
-steps and of `guards.skip_steps` more, and discards all later steps and checkpoints.
+After enough bad steps in a row, the run either stops or rewinds. A rewind continues from the last regular checkpoint
+that a good step followed. It skips the data of the bad steps and of `guards.skip_steps` more, and discards all later
+steps and checkpoints.
 
 A resumed run makes the same decisions as an uninterrupted run, because
 
-1. no checkpoint is written between bad steps, so a checkpoint never has to store counts of bad steps;
+1. no checkpoint is written after a bad step, so a checkpoint never has to store counts of bad steps;
 2. a rewind uses only regular checkpoints, at multiples of `checkpoint.every_steps`, not one that a signal triggered;
 3. a rewind first deletes the checkpoints after its target, and then adds a journal entry, which a restart reads. A run
    that is killed before the entry is written reaches the same bad steps and the same rewind again.
@@ -66,7 +66,7 @@ class Guard:
 
     @property
     def calm(self) -> bool:
-        """True if the last step was good, so that a checkpoint may be written."""
+        """Whether the last step was good, so that a checkpoint may be written."""
         return self._first_bad is None and self.tripped is None
 
     def observe(self, step: int, loss: float, *, skipped: bool) -> None:
@@ -79,13 +79,13 @@ class Guard:
             self._first_bad = step
         self._skipped += skipped
         self._spikes += not skipped
-        reasons = {
-            f"{self._skipped} updates skipped, loss or gradient not finite": self._skipped >= self._config.max_skipped,
-            f"{self._spikes} losses far above the median": self._spikes >= self._config.spike_patience_steps,
-        }
-        for reason, applies in reasons.items():
-            if applies and self.tripped is None:
-                self.tripped = BadSteps(self._first_bad, step, reason)
+        reason = None
+        if self._skipped >= self._config.max_skipped:
+            reason = f"{self._skipped} updates skipped, loss or gradient not finite"
+        elif self._spikes >= self._config.spike_patience_steps:
+            reason = f"{self._spikes} losses far above the median"
+        if reason is not None and self.tripped is None:
+            self.tripped = BadSteps(self._first_bad, step, reason)
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as JSON. It has no counts of bad steps, so call this after a good step."""
@@ -96,20 +96,16 @@ class Guard:
         self.rewinds = state["rewinds"]
 
     def _is_spike(self, loss: float) -> bool:
-        """Return whether the loss is far above the median of the window, which must be full, relative to its MAD."""
         threshold = self._config.spike_threshold
         if threshold is None or len(self._losses) < self._config.spike_window_steps:
             return False
         median = statistics.median(self._losses)
         deviation = MAD_OF_NORMAL * statistics.median(abs(x - median) for x in self._losses)
-        return deviation > 0 and loss - median > threshold * deviation  # A MAD of 0 allows no spikes.
+        return deviation > 0 and loss - median > threshold * deviation  # A deviation of 0 defines no scale for spikes.
 
 
 class GuardJournal:
-    """The entries of `<workdir>/journal.jsonl`, one per rewind or stop.
-
-    Every process holds the entries; the primary process writes the file.
-    """
+    """The entries of `<workdir>/journal.jsonl`, one per rewind or stop. Only the primary process writes the file."""
 
     def __init__(self, workdir: Path):
         self._file = JsonLines(workdir / "journal.jsonl")
@@ -121,7 +117,6 @@ class GuardJournal:
             self.entries.append(entry)
 
     def add(self, event: str, step: int, bad: BadSteps, attempt: int, **details: Any) -> None:
-        """Append an entry. The primary process writes the entry to disk before it returns."""
         steps = [bad.first, bad.last]
         self.entries.append(
             {"event": event, "step": step, "reason": bad.reason, "bad_steps": steps, "attempt": attempt, **details}
@@ -131,13 +126,13 @@ class GuardJournal:
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
         """Record a rewind to the checkpoint of `step`, which was written after `examples` examples."""
-        window = [examples, rewind.examples]
-        self.add("rewind", step, rewind.bad, attempt, skipped_examples=window, rewinds=rewind.number)
+        skipped = [examples, rewind.examples]
+        self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number)
 
     def resume(self, step: int, guard: Guard, loader: Loader) -> None:
-        """Apply the last rewind to `step` to a guard and a loader that were restored from the checkpoint of `step`.
+        """Count the last rewind to `step` in the guard, and let the loader skip the data that this rewind skipped.
 
-        The loader then skips the data that the rewind skipped.
+        Guard and loader must have been restored from the checkpoint of `step`.
         """
         rewinds = [entry for entry in self.entries if entry["event"] == "rewind" and entry["step"] == step]
         # The state of a checkpoint that was written after the rewind already includes the rewind.
@@ -151,8 +146,8 @@ def act_on_bad_steps(
 ) -> Rewind | int:
     """Prepare a rewind, or record that the run stops; return the rewind or the exit code.
 
-    All processes must call this function, after `guard` has tripped and `checkpointer` is closed. `examples` is the
-    number of examples consumed up to and including the last bad step.
+    All processes must call this function after `guard` has tripped and `checkpointer` was closed. `examples` is the
+    number of examples that the run had consumed after the last bad step.
     """
     bad, steps = guard.tripped, checkpointer.steps()
     assert bad is not None
@@ -172,9 +167,9 @@ def act_on_bad_steps(
         return EXIT_FAILED
     rewind = Rewind(bad, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
     if is_primary():
-        # Newest first: after a kill in between, the run resumes from an older step and repeats the rewind.
-        later = sorted((step for step in steps if step > target), reverse=True)
-        remove(checkpointer.folder / str(step) for step in later)
+        # A kill during the deletion must leave the older checkpoints, from which the run then repeats the rewind.
+        newest_first = sorted((step for step in steps if step > target), reverse=True)
+        remove(checkpointer.folder / str(step) for step in newest_first)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
     say(f"{where}; back to step {target}, on with example {rewind.examples}")
     return rewind
@@ -183,8 +178,8 @@ def act_on_bad_steps(
 def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
     """Return the step of the last regular checkpoint that a good step followed, or None if none is left.
 
-    The checkpoint right before the first bad step does not qualify, because it may contain the cause. If no checkpoint
-    that qualifies was due yet, return 0, the start of the run.
+    The checkpoint right before the first bad step does not qualify, because its parameters may have caused the bad
+    step. If no checkpoint that qualifies was due yet, return 0, the start of the run.
     """
     if first_bad <= every_steps + 1:
         return 0
@@ -192,7 +187,6 @@ def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> i
 
 
 def _is_valid(entry: dict[str, Any]) -> bool:
-    """Return whether an entry has the fields that `GuardJournal.resume` reads."""
     if entry.get("event") == "rewind":
         return schema_error(entry, REWIND_ENTRY) is None and len(entry["skipped_examples"]) == 2
     return "event" in entry

@@ -20,8 +20,7 @@ from difftx.progress import Advance, Work
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
-from difftx.training.lambda_range import SPLIT, LambdaRange, warning
-from difftx.training.metrics import MetricsWriter, read_newest_metrics
+from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, TrainState, make_train_step
@@ -39,11 +38,10 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
         run: Config, mesh and data.
         evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
         began: `time.perf_counter()` at the start of the process. None uses the current time.
-        allow_config_change: Resume although the config differs from the config of the checkpoint.
+        allow_config_change: Resume even if the config differs from the config of the checkpoint.
 
     Returns:
-        The exit code: 0 after the last step; 75 after SIGTERM or Ctrl-C, when the same command resumes the run; 1 if
-        the guards stopped the run.
+        The exit code: 0 after the last step, `EXIT_PREEMPTED` after a signal, `EXIT_FAILED` after bad steps.
     """
     interrupt = Interrupt()
     try:
@@ -53,14 +51,17 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step = jax.jit(make_train_step(run.config), donate_argnums=0)
             session = Session(run, evaluate, step, GuardJournal(run.workdir), interrupt, monitor, allow_config_change)
-            return session.train(time.perf_counter() if began is None else began)
+            outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
+            while isinstance(outcome, Rewind):
+                outcome = Attempt(session, Goodput(time.perf_counter()), outcome).train()
+            return outcome
     finally:
         interrupt.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The training in one process: attempts at the run until an attempt ends with an exit code."""
+    """The objects that all attempts at the run in this process share."""
 
     run: Run
     evaluate: Evaluate
@@ -70,18 +71,12 @@ class Session:
     monitor: Monitor
     allow_config_change: bool
 
-    def train(self, began: float) -> int:
-        outcome = Attempt(self, Goodput(began)).train()
-        while isinstance(outcome, Rewind):
-            outcome = Attempt(self, Goodput(time.perf_counter()), outcome).train()
-        return outcome
-
 
 class Attempt:
     """Training from a starting state to the last step, a signal or bad steps."""
 
     def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
-        """Restore or create the state, after `rewind`, the outcome of the session's previous attempt."""
+        """Restore or create the state. `rewind` is the outcome of the session's previous attempt, if there was one."""
         run, config = session.run, session.run.config
         self._session, self._goodput, self._config = session, goodput, config
         self._patience = config.multihost.barrier_timeout_seconds
@@ -142,7 +137,7 @@ class Attempt:
         with self._goodput.section("data_wait"):
             batch = next(self._loader)
         data_wait = time.perf_counter() - waited
-        # An accidental transfer between host and device would stall every device: make it an error.
+        # An accidental transfer between host and device would stall every device, so it raises an error.
         with jax.transfer_guard("disallow"):
             self._state, metrics = self._session.step(self._state, batch)
         self._goodput.switch("train")
@@ -205,7 +200,7 @@ class Attempt:
 
 
 class Reporter:
-    """A reporter of each step's metrics, one step late: it fetches them after the next step has been dispatched."""
+    """A reporter of each step's metrics. It fetches them after the next step was dispatched, so no device waits."""
 
     def __init__(self, run: Run, writer: MetricsWriter, display: Work, advance: Advance, guard: Guard):
         self._config, self._writer, self._guard = run.config, writer, guard
@@ -238,15 +233,15 @@ class Reporter:
             self._writer.write("train", step, row)
         for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers are numbered from 1.
             value = float(row["lambda"][layer - 1])
-            self._writer.write(SPLIT, step, {"layer": layer, "value": value})
-            self._display.note(warning(step, layer, value))
+            self._writer.write(LAMBDA_SPLIT, step, {"layer": layer, "value": value})
+            self._display.note(lambda_warning(step, layer, value))
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         self._advance(1, f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {speed}")
         if row["skipped"]:
             self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last step from the duration of the next step."""
+        """Exclude the time until now from the duration of the next step."""
         self._last = time.perf_counter()
 
     def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Logits exist for one chunk of tokens at a time, because all float32 logits of a row of 64K tokens would take 26 GB for a
 vocabulary of 100,288 entries. When the loss is differentiated, the forward pass also computes the gradient of each
-chunk, so no logit is stored or computed twice.
+chunk, so that the logits are neither stored nor computed again in the backward pass.
 """
 #   B = batch, T = tokens, D = model width, V = vocabulary; on one device: N = tokens of all rows, C = tokens of a chunk
 
@@ -29,13 +29,8 @@ def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> j
     return token_scores(x_BTD, table_VD, targets_BT)[0]
 
 
-def is_most_likely(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Return whether no token is more likely than the target, bool `[B, T]`. The arguments are those of `token_nll`."""
-    return token_scores(x_BTD, table_VD, targets_BT)[1]
-
-
 def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the results of `token_nll` and `is_most_likely`, computed from the same logits."""
+    """Return the result of `token_nll`, and whether no token is more likely than the target, bool `[B, T]`."""
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
     # check_vma is off here and below: the collectives are explicit, and no derivative is taken through them.
@@ -45,7 +40,7 @@ def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -
 
 @jax.custom_vjp
 def weighted_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
-    """Return Σ weight × -log p(target) in nats, float32. Weights are float32; `token_nll` describes other arguments."""
+    """Return Σ weight × -log p(target) in nats, float32. The weights are float32; `token_nll` explains the rest."""
     return jnp.sum(token_nll(x_BTD, table_VD, targets_BT) * weight_BT)
 
 
@@ -68,7 +63,7 @@ weighted_nll.defvjp(_weighted_nll_forward, _weighted_nll_backward)
 
 
 def _scores(x_BTD, table_VD, targets_BT):
-    """Return, for one device's tokens, the NLL and whether the target has the largest logit, both `[B, T]`."""
+    """Return the results of `token_scores` for one device's tokens."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(rows):
@@ -80,10 +75,7 @@ def _scores(x_BTD, table_VD, targets_BT):
 
 
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
-    """Return the NLL of one device's tokens, and the gradients of the weighted sum.
-
-    The gradients are with respect to this device's shards of `x_BTD` and of the table.
-    """
+    """Return the NLL of one device's tokens, and the weighted sum's gradients for its shards of x and the table."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(dtable_VD, rows):
@@ -102,19 +94,16 @@ def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Gather the full width of this device's rows of the table, once for all chunks."""
+    """Gather the full width D of this device's rows of the table."""
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 
 def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
-    """Return a chunk's logits on this device, their log-sum-exp and the target's logit over all devices, and a mask.
-
-    The mask marks the targets in this device's logits.
-    """
+    """Return this device's logits, the log-sum-exp over all devices' logits, the targets' logits, and their mask."""
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
-    # A comparison, not an index, because the target may be on another device.
+    # Compare with all rows instead of indexing the target's row, which may be on another device.
     target_logit_C = jax.lax.psum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "tensor")
     largest_C = jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
     sum_C = jax.lax.psum(jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=-1), "tensor")

@@ -1,8 +1,7 @@
-"""The numbers of a run: metrics.jsonl, TensorBoard and Weights & Biases."""
+"""The numbers of a run in metrics.jsonl, TensorBoard and Weights & Biases, and the watch over each layer's λ."""
 
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,26 @@ from tensorboardX.event_file_writer import EventsWriter, directory_check
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, UserError, install_hint
+from difftx.errors import RunError, UserError, import_extra
 from difftx.files import JsonLines, parse_json_lines, read_file
 
 NEWEST_BYTES = 65_536
+LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0  # The range of λ in which a layer cancels noise.
+LAMBDA_SPLIT = "lambda_crossing"  # Split of the rows that tell which layer (from 1) left the range, with which λ.
 ROW = {"split": str, "step": int, "attempt": int}
 # Fields that the rows of each split must have, in addition to those of `ROW`.
 REQUIRED = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
     "goodput": {"wall_seconds": int | float},
-    "lambda_crossing": {"layer": int, "value": int | float | None},
+    LAMBDA_SPLIT: {"layer": int, "value": int | float | None},
 }
 
 
 class MetricsWriter:
     """A writer of rows of numbers to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
-    It first drops the rows of earlier attempts after `start_step`. Unless it is `enabled`, it does nothing.
+    It first drops the rows of steps after `start_step`, from earlier attempts. It does nothing unless `enabled`.
     """
 
     def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
@@ -55,11 +56,7 @@ class MetricsWriter:
                 self._wandb.log(_scalars(row), step=row["step"])
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row without buffering; `values` are numbers or lists of numbers.
-
-        Raises:
-            RunError: a file cannot be written, for example because the disk is full.
-        """
+        """Write one row without buffering; `values` are numbers or lists of numbers."""
         if self._file is None:
             return
         numbers = {name: _plain(value) for name, value in values.items()}
@@ -93,14 +90,13 @@ class MetricsWriter:
 
     def _abandon(self) -> None:
         """Close the files and drop data that cannot be written, so that nothing retries the write at exit."""
-        for file in (self._file, self._tensorboard and self._tensorboard._py_recordio_writer):
+        for file in filter(None, (self._file, self._tensorboard and self._tensorboard._py_recordio_writer)):
             with contextlib.suppress(OSError):
-                if file:
-                    file.close()
+                file.close()
         self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Drop rows and evaluations after `start_step`; return the rest and the number of this attempt, from 1."""
+        """Drop rows and evaluations after `start_step`; return the other rows and this attempt's number, from 1."""
         rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
         JsonLines(self.path).rewrite(kept)
@@ -111,12 +107,12 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl, which may be absent, and the number of invalid lines, which are skipped."""
+    """Return the rows of a metrics.jsonl, and the number of invalid lines. An absent file has no rows."""
     return _parse_rows(read_file(path) or b"")
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in the last 64 KiB of a metrics.jsonl, some dozens; none if the file cannot be read."""
+    """Return the last rows of a metrics.jsonl, which fill up to 64 KiB, or none if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
@@ -136,11 +132,11 @@ def _has_numbers(row: dict[str, Any]) -> bool:
     required = REQUIRED.get(row["split"], {})
     if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
-    values = {name: value for name, value in row.items() if name not in ("split", "suite")}
-    lists = [
-        values.pop(name) for name, value in row.items() if isinstance(value, list) and not name.endswith("_seconds")
-    ]
-    return all(map(_is_number, itertools.chain(values.values(), *lists)))
+    for name, value in row.items():
+        numbers = value if isinstance(value, list) and not name.endswith("_seconds") else [value]
+        if name not in ("split", "suite") and not all(map(_is_number, numbers)):
+            return False
+    return True
 
 
 def _is_number(value: Any) -> bool:
@@ -167,15 +163,13 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
-    """Open an event file of TensorBoard.
-
-    tensorboardX's SummaryWriter would write in a thread, for which `flush` does not wait. A kill would drop steps that
-    metrics.jsonl has, and a full disk would end only the thread.
-    """
+    """Open an event file of TensorBoard."""
+    # tensorboardX's SummaryWriter is not used, because its `flush` does not wait for the thread that writes. A kill
+    # would lose steps that metrics.jsonl has, and the error of a full disk would end only the thread.
     directory_check(str(folder))
     # The name of an event file has the time in seconds. The attempt separates two files of the same second.
     writer = EventsWriter(str(folder / "events"), f".{attempt}")
-    # TensorBoard hides its earlier points from this step on, so a resumed run draws no line twice.
+    # TensorBoard hides the points of earlier files from this step on, so that a resumed run draws no line twice.
     restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
     writer.flush()
@@ -184,12 +178,47 @@ def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWri
 
 def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
     try:
-        import wandb  # pyrefly: ignore[missing-import]  # An extra.
-    except ImportError as error:
-        raise UserError(
-            f"logging.wandb_project={project!r}: wandb is not installed: {install_hint('wandb')}; or set it to none"
-        ) from error
+        wandb = import_extra("wandb", "wandb")
+    except UserError as error:
+        raise UserError(f"logging.wandb_project={project!r}: {error}; or set it to none") from error
     # W&B accepts each step once, so each attempt is a separate W&B run that begins with the rows of earlier attempts.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"
     return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")
+
+
+class LambdaRange:
+    """A tracker of the layers whose λ is outside of the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
+        """Start with the layers that were outside after `rows`, the metrics of earlier attempts."""
+        self._outside: set[int] = set()
+        for row in rows:
+            if row["split"] == "train":
+                self._outside = _layers_outside(row.get("lambda") or ())
+            elif row["split"] == LAMBDA_SPLIT:  # A crossing after a step without a train row.
+                self._outside.add(row["layer"])
+
+    def observe(self, lambda_L: Sequence[float]) -> list[int]:
+        """Return the layers, numbered from 1, that left the range in a step, given each layer's λ after the step."""
+        before, self._outside = self._outside, _layers_outside(lambda_L)
+        return sorted(self._outside - before)
+
+
+def lambda_warning(step: int, layer: int, value: float) -> str:
+    """Return the message about a layer whose λ left the range."""
+    if math.isnan(value):
+        what = "is not a number"
+    elif value < LOWEST_LAMBDA:
+        what = "the second attention weights are added to the first"
+    else:
+        what = "the second attention weights dominate the first"
+    return (
+        f"step {step}: λ of layer {layer} is {value:.4g}, outside of [{LOWEST_LAMBDA:g}, {HIGHEST_LAMBDA:g}]: {what}, "
+        'so that the layer no longer cancels noise; see "When λ leaves its range" in docs/operations.md'
+    )
+
+
+def _layers_outside(lambda_L: Sequence[float | None]) -> set[int]:
+    """Return the layers, numbered from 1, whose λ is outside the range or None, which stands for a non-finite λ."""
+    return {i for i, value in enumerate(lambda_L, 1) if value is None or not LOWEST_LAMBDA <= value <= HIGHEST_LAMBDA}

@@ -1,32 +1,81 @@
 """The starting state of a run, and the check of config changes since the checkpoint that it resumes from."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 
 from difftx.config import Config
+from difftx.config.fields import values_of
 from difftx.data.loader import Loader, signature_changes
 from difftx.errors import UserError
 from difftx.files import size_of
 from difftx.parallel.multihost import decide_on_primary, say
 from difftx.registry import changed_extensions
-from difftx.training.changes import changed_fields
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, config_of, restore_params
 from difftx.training.checkpoint.manifest import MANIFEST, package_versions, read_manifest, why_invalid
-from difftx.training.checkpoint.reading import read_newest
 from difftx.training.guards import Guard
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
+
+# A run may resume after a change of these groups or fields, although the change alters its numbers.
+RESUMABLE = ("guards", "train.steps", "checkpoint.init_from")
+# Changes of all other fields in these groups, and of these fields, alter a run's numbers by rounding at most.
+NEUTRAL = (
+    "mesh",
+    "multihost",
+    "checkpoint",
+    "eval",
+    "logging",
+    "model.remat",
+    "model.attention_implementation",
+    "train.accumulation",
+    "data.prefetch_batches",
+    "data.verify",
+    "data.cache_path",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A field whose value differs between two configs."""
+
+    field: str  # "group.name"
+    old: object
+    new: object
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.old} → {self.new}"
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether both values give the same results up to rounding."""
+        return self._is_in(NEUTRAL) and not self._is_in(RESUMABLE)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a run may resume with the new value."""
+        return self._is_in(NEUTRAL) or self._is_in(RESUMABLE)
+
+    def _is_in(self, names: tuple[str, ...]) -> bool:
+        return self.field in names or self.field.partition(".")[0] in names
+
+
+def changed_fields(old: Config, new: Config) -> list[Change]:
+    """Return the fields whose values differ."""
+    before, after = values_of(old), values_of(new)
+    return [
+        Change(f"{group}.{name}", before[group][name], value)
+        for group, fields in after.items()
+        for name, value in fields.items()
+        if before[group][name] != value
+    ]
 
 
 def starting_state(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
 ) -> tuple[TrainState, int]:
-    """Return the state and the step to continue from, and set `loader` and `guard` to match.
-
-    Raises:
-        UserError: checkpoints exist but none verifies, or the state found does not fit the config.
-    """
+    """Return the state and the step to continue from, and set `loader` and `guard` to match."""
     # The first available source is used, in this order (docs/operations.md has the same list):
     #   1. The newest checkpoint in the run's own workdir that verifies: parameters, optimizer, step, position in the
     #      data. If checkpoints exist and none verifies, the run does not start.
@@ -77,15 +126,13 @@ def _resume(
 
 
 def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
-    """Print the changed fields, and return the changes that require --allow_config_change to resume.
-
-    The fields of `data` name the data and how to read it. Only the data's signature shows whether rows changed.
-    """
+    """Print the changed fields, and return the changes that require --allow_config_change to resume."""
     refused, data_fields = [], []
     for change in changed_fields(old, new):
+        # A changed field of `data` may still give the same rows, which only the data's signature shows.
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or (is_data and not data_changes)
-        if safe or print_unsafe:  # The error of a refused run lists its unsafe changes.
+        if safe or print_unsafe:  # Otherwise an error lists the unsafe changes.
             say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
@@ -93,11 +140,11 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_
 
 
 def _weights_of(run: Run, source: Path) -> object:
-    """Return the parameters stored in `source`, the directory of a run or of one checkpoint."""
+    """Return the parameters in `source`, the directory of a run or the folder of one checkpoint."""
     if decide_on_primary(lambda: _is_checkpoint(source), DECISION_SECONDS):
         return _params_in(run, source, source.resolve())
     reader = Checkpointer(source)
-    params = read_newest(reader, lambda step: _params_in(run, source, reader.folder / str(step)))
+    params = reader.read_newest(lambda step: _params_in(run, source, reader.folder / str(step)))
     if params is None:
         raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
     return params

@@ -1,19 +1,22 @@
 """A run: the objects that training and evaluation share, and the files that describe the run."""
 
+import argparse
 import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import tiktoken
 
@@ -21,6 +24,7 @@ from difftx import kernels
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
+from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
@@ -28,16 +32,21 @@ from difftx.files import read_file, read_json, remove_temporaries, schema_error,
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
-from difftx.parallel.multihost import barrier, decide_on_primary, is_primary
+from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_primary
 from difftx.parallel.presets import apply_preset
-from difftx.registry import require_extensions
-from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, describe_extensions, package_versions
+from difftx.registry import loaded_extensions, require_extensions
+from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, package_versions
 from difftx.training.optimizer import make_optimizer
 
-RUN_FORMAT = 1  # Format of a run's files except checkpoints. Increase it when this version cannot read older files.
+# Number of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
+RUN_FORMAT = 1
 DESCRIPTION_SHAPE = {"format": int, "extensions": EXTENSIONS_SHAPE}
 LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
+# Flags that may differ. For --config and --extension, the config's fields and the files' contents are compared instead.
+OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
+# Fields of `data` that may differ, because `Run.open` compares the contents of the data.
+OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +61,33 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, workdir: Path, mesh: jax.sharding.Mesh | None = None) -> "Run":
-        """Open the tokenizer and the data. Without `mesh`, build the mesh of `config.mesh` over all devices.
+        """Open the tokenizer and the data, and compare the data with that of the other processes.
+
+        The default mesh is that of `config.mesh` over all devices.
 
         Raises:
-            UserError: the config does not fit the devices, the data or the tokenizer.
+            UserError: in any process, the config does not fit the devices, data or tokenizer, or the data differ.
+            RunError: another process failed with another error, or did not respond in time.
         """
-        mesh = mesh or make_mesh(config.mesh)
-        check_divisible(config, mesh)
-        check_attention(config)
-        make_optimizer(config)  # Raises for an unknown optimizer or schedule.
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        check_vocabulary(config, tokenizer)
-        return cls(config, workdir, mesh, tokenizer, load_sources(config.data, tokenizer))
+
+        def opened() -> Run:
+            run_mesh = mesh or make_mesh(config.mesh)
+            check_divisible(config, run_mesh)
+            check_attention(config)
+            make_optimizer(config)  # Raises for an unknown optimizer or schedule.
+            tokenizer = load_tokenizer(config.data.tokenizer)
+            check_vocabulary(config, tokenizer)
+            return cls(config, workdir, run_mesh, tokenizer, load_sources(config.data, tokenizer))
+
+        def contents(run: Run) -> dict[str, Any]:
+            signature = {f"data: {name}": value for name, value in run.data.signature.items()}
+            return signature | {f"data: validation set {key}": rows.fingerprint for key, rows in run.data.valid.items()}
+
+        return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
+
+    def check_everywhere(self, check: Callable[["Run"], None]) -> None:
+        """Call `check` with this run in every process, and raise `UserError` in every process if it fails in any."""
+        agree("the checks", lambda: check(self), lambda _: {}, self.config.multihost.barrier_timeout_seconds)
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
@@ -77,19 +101,14 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the workdir; raise `UserError` if another training holds the lock for a minute."""
+        """Lock the workdir, or raise `UserError` if another training holds the lock for a minute."""
         with _lock_of(self.workdir) if is_primary() else contextlib.nullcontext():
             # Until the primary process has the lock, another training may still save a newer checkpoint.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
     def check_records(self) -> None:
-        """Check that training can read and replace the files of an earlier attempt. All processes get the same result.
-
-        Raises:
-            UserError: one of the files is a folder, or the run has another format.
-            UnreadableError: one of the files cannot be read.
-        """
+        """Raise an error in every process unless training can read and replace the files of an earlier attempt."""
 
         def check() -> None:
             for name in RECORDS:
@@ -112,6 +131,39 @@ class Run:
             },
         }
         write_description(self.workdir, self.config, manifest)
+
+
+def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
+    """Raise `UserError` in every process if the source code, packages, extensions, flags or config of one differ.
+
+    Call this function as soon as the processes have joined, because a difference could make one process wait forever.
+    """
+
+    def fields() -> dict[str, Any]:
+        own = {
+            f"--{name}": os.path.abspath(value) if isinstance(value, Path) else value
+            for name, value in vars(flags).items()
+            if name not in OWN_FLAGS
+        }
+        packages = {f"package {name}": version for name, version in package_versions().items()}
+        loaded = sorted((Path(extension.path).name, extension.sha256) for extension in loaded_extensions())
+        extensions = {f"extension {number}, {name}": sha256 for number, (name, sha256) in enumerate(loaded, start=1)}
+        raw = values_of(config)
+        for group in (raw["data"], *raw["data"]["sources"]):
+            for name in OWN_DATA_FIELDS:
+                group.pop(name, None)
+        return source_files() | packages | extensions | own | flax.traverse_util.flatten_dict(raw, sep=".")
+
+    agree("the command", fields, dict, config.multihost.barrier_timeout_seconds)
+
+
+def source_files() -> dict[str, str]:
+    """Return the SHA-256 of each source file of difftx, keyed by names such as "difftx source training/run.py"."""
+    folder = Path(__file__).parents[1]
+    return {
+        f"difftx source {path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.py"))
+    }
 
 
 def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
@@ -151,34 +203,23 @@ def fit_to_devices(config: Config) -> Config:
 
 
 def write_description(workdir: Path, config: Config, details: Mapping[str, Any] | None = None) -> None:
-    """Write the files that make a folder the directory of a run, atomically: `manifest.json` and `config.json`.
-
-    Args:
-        workdir: Directory of the run. It is created if it does not exist.
-        config: Config of the run.
-        details: More fields of `manifest.json`.
-    """
+    """Write `manifest.json`, with the additional fields `details`, and `config.json`, which make a folder a run."""
     manifest = {
         "format": RUN_FORMAT,
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": package_versions(),
-        "extensions": describe_extensions(),
+        "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         **(details or {}),
     }
     workdir.mkdir(parents=True, exist_ok=True)
-    # The manifest first, because it names the extensions without which the config cannot be read.
+    # The manifest is written first, because reading the config may require the extensions that it names.
     write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     write_atomically(workdir / "config.json", config.to_json())
 
 
 def read_config(workdir: Path) -> Config:
-    """Return the config of an existing run directory.
-
-    Raises:
-        UserError: there is none, the run has another format, or it requires an extension that is not loaded.
-        UnreadableError: it cannot be read.
-    """
+    """Return the config of a run directory. Raise `UserError` if an extension that it requires is not loaded."""
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
@@ -187,12 +228,7 @@ def read_config(workdir: Path) -> Config:
 
 
 def read_description(workdir: Path) -> dict[str, Any]:
-    """Return the content of a run's `manifest.json`.
-
-    Raises:
-        UserError: the run has another format, or the file is corrupt.
-        UnreadableError: the file cannot be read.
-    """
+    """Return the content of a run's `manifest.json`. Raise `UserError` if it is corrupt or has another format."""
     path = workdir / MANIFEST
     manifest = read_json(path) if size_of(path) is not None else {}
     if isinstance(manifest, dict) and (number := manifest.get("format")) != RUN_FORMAT:
@@ -210,7 +246,7 @@ def read_description(workdir: Path) -> dict[str, Any]:
 def _lock_of(workdir: Path) -> Iterator[None]:
     """Lock the folder, and its file `.lock`, which names the process that holds the lock.
 
-    The lock of the folder remains if `.lock` is deleted. NFS cannot lock folders, only files.
+    The lock of the folder remains if a user deletes `.lock`. NFS can lock only files.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
@@ -230,8 +266,7 @@ def _lock_of(workdir: Path) -> Iterator[None]:
 def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
     """Lock an open file or folder; return False if the file system does not support this.
 
-    Raises:
-        UserError: at the deadline, the process that the file `path` names still holds the lock.
+    At the deadline, raise `UserError` with the name of the process that holds the lock, from the file `path`.
     """
     holder = None
     while True:
@@ -246,9 +281,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
                 raise
             return False
         if holder is None:
-            with contextlib.suppress(FileNotFoundError):
-                holder = path.read_text().strip()
-            holder = holder or "another process"
+            holder = (read_file(path) or b"").decode().strip() or "another process"
             print(printable(f"{path.parent}: waiting for {holder}, which trains there"), flush=True)
         if time.monotonic() > deadline:
             raise UserError(f"--workdir={path.parent}: {holder} trains there; stop it, or use another --workdir")

@@ -83,12 +83,12 @@ def draws_lost_steps() -> None:
 
 
 def deletes_the_newest() -> None:
-    keep = checkpoint.steps_to_keep
-    mock.patch.object(checkpoint, "steps_to_keep", lambda *args: keep(*args) - {max(keep(*args))}).start()
+    keep = checkpoint.retention.steps_to_keep
+    mock.patch.object(checkpoint.retention, "steps_to_keep", lambda *args: keep(*args) - {max(keep(*args))}).start()
 
 
 def deletes_all_but_one() -> None:
-    mock.patch.object(checkpoint, "steps_to_keep", lambda config, steps, workdir: {max(steps)}).start()
+    mock.patch.object(checkpoint.retention, "steps_to_keep", lambda config, steps, workdir: {max(steps)}).start()
 
 
 def says_that_a_stopped_run_is_done() -> None:

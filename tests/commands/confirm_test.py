@@ -11,7 +11,7 @@ from evals.chat_server import KEY, ChatServer, completion
 from helpers.evals_examples import long_bench, set_of, write_lines
 from helpers.report_runs import save_run
 
-from difftx.commands.confirm import confirm_outward
+from difftx.commands.evaluate import confirm_outward
 from difftx.config.build import override
 from difftx.config.recipes import load_config
 from difftx.errors import UserError

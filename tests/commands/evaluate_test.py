@@ -22,7 +22,6 @@ from difftx.config.recipes import load_config
 from difftx.errors import UNPRINTABLE, UserError
 from difftx.evals import loss
 from difftx.evals.result import Result
-from difftx.evals.resume import resumable
 from difftx.files import json_sha256
 from difftx.training.checkpoint import checkpointer as checkpoint_module
 from difftx.training.checkpoint.manifest import read_manifest
@@ -50,8 +49,9 @@ def run(saved, tmp_path):
 
 
 def evaluate(run, *suites, step=None, again=False, flags=()):
-    overrides = parse_overrides(flags, "eval", "mesh")
-    return run_suites(run.workdir, suites, step, overrides, again, ALONE)
+    flags_of_eval = {"workdir": run.workdir, "suite": ",".join(suites), "step": step, "again": again}
+    options = argparse.Namespace(**vars(ALONE), **flags_of_eval, trust_run_config=False)
+    run_suites(options, parse_overrides(flags, "eval", "mesh"))
 
 
 def results(run, suite):
@@ -68,30 +68,30 @@ def test_a_range_is_evaluated_once(run, capsys, monkeypatch):
     """All steps twice; then with another field, on another mesh, and again: only what is not done is computed."""
     passes = []
     replace_loss(monkeypatch, lambda evaluation: passes.append(1) or loss.evaluate(evaluation))
-    assert evaluate(run, "loss", step="6:12:3") == 0
+    evaluate(run, "loss", step="6:12:3")
     first = results(run, "loss")
     assert list(first) == [6, 9, 12]
     assert len({result["numbers"]["loss"] for result in first.values()}) == 3
     assert "skipped" not in capsys.readouterr().out
-    assert evaluate(run, "loss", step="all") == 0
+    evaluate(run, "loss", step="all")
     assert len(passes) == 4
     assert capsys.readouterr().out.count("was made with the same settings; --again evaluates the suite again") == 3
     assert results(run, "loss").items() >= first.items()
     flags = ["--mesh.fsdp=4", "--mesh.tensor=2"]
-    assert evaluate(run, "loss", step="6", flags=flags) == 0  # The mesh changes nothing.
+    evaluate(run, "loss", step="6", flags=flags)  # The mesh changes nothing.
     assert len(passes) == 4
-    assert evaluate(run, "loss", step="6", again=True, flags=flags) == 0
+    evaluate(run, "loss", step="6", again=True, flags=flags)
     assert len(passes) == 5
     on_another_mesh = results(run, "loss")[6]["numbers"]["loss"]
     assert on_another_mesh == pytest.approx(first[6]["numbers"]["loss"], rel=1e-6)
-    assert evaluate(run, "loss", step="6", flags=["--eval.loss_tokens=64"]) == 0
+    evaluate(run, "loss", step="6", flags=["--eval.loss_tokens=64"])
     assert results(run, "loss")[6]["details"]["sets"]["valid"]["tokens"] == 64
     with jax.set_mesh(run.mesh):  # The training loop's result is one of the same settings.
         params = jax.jit(lambda: init_state(run.config))().params
     weights = read_manifest(run.workdir / "checkpoints" / "3").weights
     evals.evaluate(run, params, 3, ["loss"], weights=weights)
     capsys.readouterr()
-    assert evaluate(run, "loss", step="3") == 0
+    evaluate(run, "loss", step="3")
     assert "skipped" in capsys.readouterr().out
 
 
@@ -112,13 +112,13 @@ def change_run(run, step, **changes):
 
 def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
     """Of two models, in one command; the data is opened once for each."""
-    assert evaluate(run, "loss", step="all") == 0
+    evaluate(run, "loss", step="all")
     before = results(run, "loss")
     change_run(run, 9, norm_eps=0.5)
     change_run(run, 12, norm_eps=0.5)
     opened, original = [], Run.open
     monkeypatch.setattr(Run, "open", lambda config, workdir: opened.append(config.model) or original(config, workdir))
-    assert evaluate(run, "loss", step="all", again=True) == 0
+    evaluate(run, "loss", step="all", again=True)
     assert [model.norm_eps for model in opened] == [run.config.model.norm_eps, 0.5]
     after = results(run, "loss")
     for step in STEPS:
@@ -128,7 +128,7 @@ def test_each_step_is_evaluated_by_its_own_config(run, monkeypatch):
 
 def test_data_that_moved_is_found_where_config_json_has_it_now(run, tmp_path):
     """Of old checkpoints too, if it is the same data; other data, as of a later stage, is not taken."""
-    assert evaluate(run, "loss", step="3") == 0
+    evaluate(run, "loss", step="3")
     before = results(run, "loss")[3]
     text = Path(run.config.data.path)
     (tmp_path / "moved.txt").write_bytes(text.read_bytes())
@@ -136,12 +136,12 @@ def test_data_that_moved_is_found_where_config_json_has_it_now(run, tmp_path):
     try:
         moved = dataclasses.replace(run, config=replace(run.config, "data", path=str(tmp_path / "moved.txt")))
         moved.write_description()
-        assert evaluate(run, "loss", step="3", again=True) == 0
+        evaluate(run, "loss", step="3", again=True)
         assert results(run, "loss")[3] == before
     finally:
         (tmp_path / "gone.txt").rename(text)
     (tmp_path / "moved.txt").write_text("".join(f"{i} and {i} is {2 * i}.\n" for i in range(8000)))
-    assert evaluate(run, "loss", step="3", again=True) == 0
+    evaluate(run, "loss", step="3", again=True)
     assert results(run, "loss")[3] == before
 
 
@@ -170,7 +170,7 @@ def test_the_newest_checkpoint_is_deleted_while_it_is_read(run, monkeypatch, cap
 
     monkeypatch.setattr(checkpoint_module, "why_invalid", deleting(12, checkpoint_module.why_invalid))
     monkeypatch.setattr(commands, "load_params", deleting(9, commands.load_params))
-    assert evaluate(run, "loss") == 0
+    evaluate(run, "loss")
     assert list(results(run, "loss")) == [6]
     printed = capsys.readouterr().out
     assert f"checkpoint {folder / '12'} was deleted while it was read; looking for the newest again" in printed
@@ -188,8 +188,8 @@ def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch
     def suite(evaluation):
         began.append(evaluation)
         items = [types.SimpleNamespace(id="a"), types.SimpleNamespace(id="b")]
-        answers = resumable(
-            evaluation, items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
+        answers = evaluation.answers(
+            items, lambda batch: [asked.append(x.id) or 1 for x in batch], what="items", batch_items=1
         )
         next(answers)
         if len(began) == 1:
@@ -200,7 +200,7 @@ def test_an_interrupted_suite_keeps_no_answers_of_other_weights(run, monkeypatch
     with pytest.raises(Killed):
         evaluate(run, "loss", step="3")
     change_run(run, 3)
-    assert evaluate(run, "loss", step="3") == 0
+    evaluate(run, "loss", step="3")
     assert asked == ["a", "a", "b"]
 
 
@@ -213,14 +213,14 @@ def test_charts_are_drawn_beside_the_result(run, monkeypatch, capsys):
         return [folder / "file.png"]
 
     monkeypatch.setitem(sys.modules, "difftx.report.charts", types.SimpleNamespace(draw_chart=draw_chart))
-    assert evaluate(run, "position") == 0
+    evaluate(run, "position")
     folder = run.workdir / "evals" / "position" / "12"
     assert drawn == [("loss_by_position", folder)]
     assert str(folder / "file.png") in capsys.readouterr().out
-    assert evaluate(run, "position") == 0
+    evaluate(run, "position")
     assert len(drawn) == 1
     folder.rmdir()  # As after an evaluation in the training loop, which draws nothing.
-    assert evaluate(run, "position") == 0
+    evaluate(run, "position")
     assert len(drawn) == 2
 
 

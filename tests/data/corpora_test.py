@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from difftx.data.corpora import DOCUMENT_BYTES, load_corpus, text_files
+from difftx.data.sources import DOCUMENT_BYTES, load_corpus, text_files
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 
@@ -13,8 +13,8 @@ ENCODING = load_tokenizer("bytes")
 
 
 def corpus_of(config, path, **changes):
-    data = dataclasses.replace(config().data, path=None if path is None else str(path), **changes)
-    return load_corpus(data, ENCODING)
+    data = dataclasses.replace(config().data, **changes)
+    return load_corpus(None if path is None else str(path), data, ENCODING)
 
 
 def documents_of(store):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from difftx.data.prepare import readers
 from difftx.data.prepare.readers import Document, Fields, sources_of
-from difftx.data.streams import zstd
+from difftx.data.records import zstd
 from difftx.errors import UserError
 
 FIELDS = Fields("text", "id")

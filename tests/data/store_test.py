@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from difftx.commands.data import main as data_command
-from difftx.data.corpora import load_corpus
-from difftx.data.store import TokenStore, open_store, read_meta, store_tokenizer, write_meta
+from difftx.data.sources import load_corpus
+from difftx.data.store import TokenStore, open_store, read_meta, write_meta
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import UserError
 
@@ -117,10 +117,10 @@ def test_a_flipped_bit_is_found(store, config, kind):
     assert result.returncode == 2
     assert f"{corrupt_file}: corrupt" in result.stderr
     assert "00000" not in result.stdout + result.stderr
-    settings = dataclasses.replace(config().data, path=str(store))
-    assert load_corpus(settings, load_tokenizer("bytes"))  # Not looked for unless asked.
+    settings = config().data
+    assert load_corpus(str(store), settings, load_tokenizer("bytes"))  # Not looked for unless asked.
     with pytest.raises(UserError, match=rf"00001\.{kind}: corrupt"):
-        load_corpus(dataclasses.replace(settings, verify=True), load_tokenizer("bytes"))
+        load_corpus(str(store), dataclasses.replace(settings, verify=True), load_tokenizer("bytes"))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_flipped_bit_is_found(store, config, kind):
 def test_what_is_not_a_whole_store_is_refused(store, config, change, message):
     change(store)
     with pytest.raises(UserError, match=message) as error:
-        load_corpus(dataclasses.replace(config().data, path=str(store)), load_tokenizer("bytes"))
+        load_corpus(str(store), config().data, load_tokenizer("bytes"))
     assert "\n" not in str(error.value)
     assert verify(store).returncode == 2
 
@@ -183,16 +183,16 @@ def test_verify_counts_and_finds_strangers(store):
 
 
 def test_the_tokenizer_must_be_the_stores(store, config):
-    assert store_tokenizer(store) == ("bytes", fingerprint(load_tokenizer("bytes")))
     meta = read_meta(store)
+    assert meta["tokenizer"]["vocabulary_sha256"] == fingerprint(load_tokenizer("bytes"))
     meta["tokenizer"] |= {"name": "other", "vocabulary_sha256": "f" * 64}
     write_meta(store, meta)
     with pytest.raises(UserError, match=r"data\.tokenizer='bytes' \(vocabulary 399f.*'other' \(vocabulary ffff"):
-        load_corpus(dataclasses.replace(config().data, path=str(store)), load_tokenizer("bytes"))
+        load_corpus(str(store), config().data, load_tokenizer("bytes"))
 
 
 def test_a_store_is_a_corpus(prepared, config):
-    train, valid = load_corpus(dataclasses.replace(config().data, path=str(prepared)), load_tokenizer("bytes"))
+    train, valid = load_corpus(str(prepared), config().data, load_tokenizer("bytes"))
     for split, opened in {"train": train, "valid": valid}.items():
         np.testing.assert_array_equal(opened.slice(0, len(opened)), whole(prepared, split)[0])
 

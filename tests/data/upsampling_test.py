@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from difftx.data.store import TokenStore
-from difftx.data.upsampling import UpsampledStore
+from difftx.data.store import TokenStore, UpsampledStore
 
 
 def store_of(lengths):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from difftx.data.prepare import readers
+from difftx.data.prepare.assembly import encode_unit, finished_units, unit_file, units_to_do
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Fields, sources_of
-from difftx.data.prepare.units import encode_unit, finished_units, unit_file, units_to_do
 from difftx.data.prepare.workers import Workers
 from difftx.errors import UserError
 

@@ -16,8 +16,7 @@ from difftx.config.recipes import load_config
 from difftx.errors import RunError, UserError
 from difftx.evals.hallucination import chat
 from difftx.evals.hallucination.chat import ChatEndpoint
-from difftx.evals.hallucination.judge import Case
-from difftx.evals.hallucination.judge_model import JudgeModel, read_verdict
+from difftx.evals.hallucination.judges import Case, JudgeModel, read_verdict
 from difftx.progress import Work
 from evals.chat_server import KEY, USAGE, ChatServer, completion
 
@@ -417,7 +416,7 @@ def test_turns_keep_their_distance(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(chat, "time", clock)
     pace = chat._Pace(30)
-    pace._stopped = clock
+    pace.stopped = clock
     taken = []
     for _ in range(4):
         pace.turn()

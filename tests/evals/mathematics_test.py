@@ -18,9 +18,9 @@ from difftx.commands.evaluate import load_params
 from difftx.config.build import override
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
-from difftx.evals.math.answers import final_answer, is_right
 from difftx.evals.math.formats import Problem, last_boxed, read_problems
 from difftx.evals.math.prompts import NUDGE, STOP, MathTask
+from difftx.evals.math.suite import final_answer, is_right
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -261,7 +261,7 @@ def test_one_of_given_texts_must_be_that_text(math_verify):
 
 @pytest.mark.long
 def test_an_endless_comparison_is_wrong(math_verify, monkeypatch):
-    monkeypatch.setattr("difftx.evals.math.answers.SECONDS", 1)
+    monkeypatch.setattr("difftx.evals.math.suite.SECONDS", 1)
     assert not is_right("The answer is 9^9^9^9", problem("5"))
 
 

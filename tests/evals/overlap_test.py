@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from difftx.config.recipes import load_config
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judge import Case, OfflineJudge
+from difftx.evals.hallucination.judges import Case, OfflineJudge
 from difftx.progress import Work
 
 texts = st.lists(st.sampled_from(["red", "Blue", "the", "x", "1,200", "yes"]), max_size=7).map(" ".join)

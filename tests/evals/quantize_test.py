@@ -85,15 +85,15 @@ def test_a_cache_and_a_mesh_change_nothing(config, mesh_of, architecture, granul
 
     changes = {"model__num_heads": 4, "model__attention_logit_granularity": granularity}
     lm = language_model(config, mesh_of(**TENSOR), architecture, model__attention_logit_bits=4, **changes)
-    host = prompts_of([40, 33, 64, 90, 1, 7, 12, 50], 8, 32, packed=False)
+    prompts = prompts_of([40, 33, 64, 90, 1, 7, 12, 50])
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, host, chunk=32, seed_B=np.zeros(8), limit_B=np.zeros(8))
+        rows = decode.prefill(lm, prompts, seeds=[0] * 8, limits=[0] * 8)
         hidden_BD = np.asarray(rows.x_BD)
     actual_BV = hidden_BD @ np.asarray(lm.params["embedding_VD"]).T
-    last_B = np.sum(host.segment_BT >= 0, axis=1) - 1
-    expected_BV = full_logits(lm, mesh_of(), host, host.tokens_BT)[np.arange(8), last_B]
+    tokens_BT, length_B, _ = decode.padded(prompts, lm.mesh)
+    expected_BV = full_logits(lm, mesh_of(), tokens_BT)[np.arange(8), length_B - 1]
     unquantized = dataclasses.replace(lm, config=replace(lm.config, "model", attention_logit_bits=None))
-    other_BV = full_logits(unquantized, mesh_of(), host, host.tokens_BT)[np.arange(8), last_B]
+    other_BV = full_logits(unquantized, mesh_of(), tokens_BT)[np.arange(8), length_B - 1]
     # A logit that lies on the edge of two levels may fall either way: most rows must agree.
     errors_B = np.abs(actual_BV - expected_BV).max(axis=1)
     assert np.median(errors_B) < 1e-5

@@ -5,9 +5,9 @@ import types
 import numpy as np
 import pytest
 
+from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.harness import requests
 from difftx.evals.harness.requests import GenerationRequest, complete_all, score_all
-from difftx.evals.resume import ItemJournal
 from difftx.inference.sampling import GREEDY, Sampling
 from difftx.inference.score import Score
 from difftx.progress import Work
@@ -20,10 +20,10 @@ class Killed(BaseException):
 
 
 def evaluation_of(path):
-    journal = ItemJournal(path, "s", None)
-    return types.SimpleNamespace(
-        journal=journal, work=Work(enabled=False), lm=None, run=types.SimpleNamespace(microbatch_rows=2)
-    )
+    run = types.SimpleNamespace(microbatch_rows=2)
+    evaluation = Evaluation(run, None, Work(enabled=False), ItemJournal(path, "s", None))
+    evaluation.lm = None
+    return evaluation
 
 
 def truth(context, continuation):

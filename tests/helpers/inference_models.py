@@ -1,14 +1,11 @@
 """Language models with random parameters, their prompts, and logits of a whole row to compare with."""
 
-import dataclasses
-
 import jax
 import numpy as np
 from flax import nnx
 
 from difftx.data.tokenizer import load_tokenizer
-from difftx.inference.decode import LanguageModel, Tokens
-from difftx.kernels.cached import EMPTY
+from difftx.inference.decode import LanguageModel
 from difftx.training.state import graph, init_state
 
 TENSOR = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -32,20 +29,15 @@ def language_model(config, mesh, architecture="diff", **overrides):
     return LanguageModel(c, mesh, jax.tree.map_with_path(draw, shapes), load_tokenizer("bytes"))
 
 
-def full_logits(lm, mesh, host, tokens_BT):
+def full_logits(lm, mesh, tokens_BT):
     """Return logits `[B, T, V]`, computed by the training kernels on one device."""
     with jax.set_mesh(mesh):
         params = jax.device_put(jax.device_get(lm.params), jax.NamedSharding(mesh, jax.P()))
         graphdef = graph(lm.config)
-        ids = {"positions_BT": host.positions_BT, "segment_ids_BT": host.segment_BT}
-        return np.asarray(jax.jit(lambda p: nnx.merge(graphdef, p)(tokens_BT, **ids)[0])(params))
+        return np.asarray(jax.jit(lambda p: nnx.merge(graphdef, p)(tokens_BT)[0])(params))
 
 
-def prompts_of(lengths, count, chunk, *, packed):
-    """Return `count` rows of random tokens, as single prompts or as documents of eleven tokens."""
+def prompts_of(lengths):
+    """Return prompts of random tokens."""
     rng = np.random.default_rng(0)
-    host = Tokens.of([rng.integers(0, 256, n).tolist() for n in lengths], count, chunk)
-    if packed:  # Positions restart in each document. Decoding extends the last document.
-        ids = np.where(host.segment_BT == EMPTY, EMPTY, host.positions_BT // 11)
-        host = dataclasses.replace(host, segment_BT=ids.astype(np.int32), positions_BT=host.positions_BT % 11)
-    return host
+    return [rng.integers(0, 256, n).tolist() for n in lengths]

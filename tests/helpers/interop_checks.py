@@ -10,7 +10,7 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.inference.decode import LanguageModel
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
-from difftx.interop.verify import our_logits
+from difftx.interop.runs import our_logits
 from difftx.model.attention import depth_schedule
 from difftx.model.decoder import Block
 from difftx.model.layers import rotary_angles

@@ -6,20 +6,19 @@ import pytest
 from helpers.inference_models import CONTEXT, TENSOR, full_logits, language_model, prompts_of
 
 from difftx.inference import decode
-from difftx.inference.decode import Tokens
 from difftx.inference.sampling import GREEDY
-from difftx.kernels.cached import EMPTY
 
 LENGTHS = [1, 40, 33, 64, 90]
 LIMITS = [20, 20, 5, 20, 0]
+SEEDS = [0] * len(LIMITS)
 
 
-def check_against_full_pass(lm, one, host, limits, chunk):
+def check_against_full_pass(lm, one):
     """Decode two blocks greedily; compare the tokens, and the logits after prefill and after each block."""
-    count, real_B = len(host.tokens_BT), np.sum(host.segment_BT != EMPTY, axis=1)
-    width = host.tokens_BT.shape[1] + 2 * decode.BLOCK_TOKENS
+    prompts = prompts_of(LENGTHS)
+    tokens_BT, _, _ = decode.padded(prompts, lm.mesh)
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, host, chunk=chunk, seed_B=np.zeros(count), limit_B=limits)
+        rows = decode.prefill(lm, prompts, seeds=SEEDS, limits=LIMITS)
         hidden, blocks = [np.asarray(rows.x_BD)], []
         for _ in range(2):
             rows, block_BN = decode.next_tokens(lm, rows, GREEDY)
@@ -27,27 +26,16 @@ def check_against_full_pass(lm, one, host, limits, chunk):
             blocks.append(block_BN)
     new_BN = np.concatenate(blocks, axis=1)
 
-    # The same rows, with the decoded tokens after each prompt, in the prompt's last segment.
-    def extend(x, fill):
-        return np.pad(x, [(0, 0), (0, width - x.shape[1])], constant_values=fill)
-
-    tokens_BT, ids_BT, positions_BT = (
-        extend(host.tokens_BT, 0),
-        extend(host.segment_BT, EMPTY),
-        extend(host.positions_BT, 0),
-    )
-    for b, length in enumerate(real_B):
+    # The same rows, with the decoded tokens after each prompt.
+    tokens_BT = np.pad(tokens_BT, [(0, 0), (0, 2 * decode.BLOCK_TOKENS)])
+    for b, length in enumerate(LENGTHS):
         new = new_BN[b][new_BN[b] != decode.NO_TOKEN]
-        assert len(new) <= limits[b]
-        place = slice(length, length + len(new))
-        tokens_BT[b, place], ids_BT[b, place] = new, ids_BT[b, length - 1]
-        positions_BT[b, place] = positions_BT[b, length - 1] + 1 + np.arange(len(new))
-    logits_BTV = full_logits(lm, one, Tokens(tokens_BT, positions_BT, ids_BT), tokens_BT)
+        assert len(new) <= LIMITS[b]
+        tokens_BT[b, length : length + len(new)] = new
+    logits_BTV = full_logits(lm, one, tokens_BT)
 
     embedding_VD = np.asarray(lm.params["embedding_VD"])
-    for b, length in enumerate(real_B):
-        if not length:
-            continue
+    for b, length in enumerate(LENGTHS):
         expected_NV = logits_BTV[b, length - 1 :]
         np.testing.assert_allclose(embedding_VD @ hidden[0][b], expected_NV[0], atol=1e-5)
         for i, token in enumerate(new_BN[b]):
@@ -55,32 +43,33 @@ def check_against_full_pass(lm, one, host, limits, chunk):
             assert ended or token == np.argmax(expected_NV[i, :257])
         for block, x_BD in enumerate(hidden[1:], start=1):
             at = block * decode.BLOCK_TOKENS
-            if at < limits[b] and not (new_BN[b, :at] == decode.NO_TOKEN).any():
+            if at < LIMITS[b] and not (new_BN[b, :at] == decode.NO_TOKEN).any():
                 np.testing.assert_allclose(embedding_VD @ x_BD[b], expected_NV[at], atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kv_heads", "sizes", "packed", "chunks"),
+    ("architecture", "kv_heads", "sizes", "chunks"),
     [
-        ("diff", None, {}, False, [16, 128]),
-        ("diff", 2, TENSOR, True, [32]),
-        ("transformer", None, CONTEXT, True, [32]),
-        pytest.param("transformer", 2, {}, False, [64], marks=pytest.mark.long),
+        ("diff", None, {}, [16, 128]),
+        ("diff", 2, TENSOR, [32]),
+        ("transformer", None, CONTEXT, [32]),
+        pytest.param("transformer", 2, {}, [64], marks=pytest.mark.long),
     ],
 )
-def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, architecture, kv_heads, sizes, packed, chunks):
+def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, architecture, kv_heads, sizes, chunks):
     heads = {"model__num_heads": 4, "model__num_kv_heads": kv_heads}
     lm = language_model(config, mesh_of(**sizes), architecture, **heads)
-    limits = np.array([*LIMITS, 0, 0, 0])
     for chunk in chunks:
-        check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS, 8, chunk, packed=packed), limits, chunk)
+        monkeypatch.setattr(decode, "chunk_for", lambda longest, rows, mesh, chunk=chunk: chunk)
+        check_against_full_pass(lm, mesh_of())
 
 
 @pytest.mark.long
-def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_of):
+def test_heads_need_not_divide_by_context_if_training_shards_rows(config, mesh_of, monkeypatch):
     mesh = mesh_of(context=8)
     lm = language_model(config, mesh, model__num_heads=2, mesh__context_method="zigzag")
-    check_against_full_pass(lm, mesh_of(), prompts_of(LENGTHS, 8, 32, packed=True), np.array([*LIMITS, 0, 0, 0]), 32)
+    monkeypatch.setattr(decode, "chunk_for", lambda longest, rows, mesh: 32)
+    check_against_full_pass(lm, mesh_of())
 
 
 def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
@@ -90,7 +79,6 @@ def test_casting_the_weights_once_changes_no_bit(config, mesh_of):
         assert lm.weights["blocks"]["mlp"]["up_DF"].dtype == "bfloat16"
         vars(lm)["weights"] = getattr(lm, name)
         with jax.set_mesh(lm.mesh):
-            host = prompts_of([20, 5], 2, 32, packed=False)
-            rows = decode.prefill(lm, host, chunk=32, seed_B=np.zeros(2), limit_B=np.zeros(2))
+            rows = decode.prefill(lm, prompts_of([20, 5]), seeds=[0, 0], limits=[0, 0])
         outputs.append(np.asarray(rows.x_BD, np.float32))
     np.testing.assert_array_equal(*outputs)

@@ -6,7 +6,6 @@ from helpers.inference_models import TENSOR, full_logits, language_model
 
 from difftx.errors import UserError
 from difftx.inference import cache, decode
-from difftx.inference.decode import Tokens
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY, Sampling
 
@@ -23,8 +22,8 @@ def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monke
     lm = language_model(config, mesh_of())
     completions = generate(lm, requests(), GREEDY)
     assert max(len(c.tokens) for c in completions) == 40
-    host = Tokens.of([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], 3, 1)
-    best_BT = np.argmax(full_logits(lm, mesh_of(), host, host.tokens_BT)[..., :257], axis=-1)
+    tokens_BT = decode.padded([p + c.tokens for p, c in zip(PROMPTS, completions, strict=True)], lm.mesh)[0][:3]
+    best_BT = np.argmax(full_logits(lm, mesh_of(), tokens_BT)[..., :257], axis=-1)
     for prompt, completion, best_T in zip(PROMPTS, completions, best_BT, strict=True):
         new = len(completion.tokens)
         assert completion.tokens == best_T[len(prompt) - 1 :][:new].tolist()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from difftx.inference.text import TextStream
+from difftx.inference.generate import TextStream
 
 
 def random_tokens(data, seed):

@@ -8,7 +8,7 @@ import pytest
 from helpers.inference_models import TENSOR, language_model
 from helpers.interop_checks import check_attention_weights, check_generation, check_logits
 
-from difftx.interop.verify import our_logits
+from difftx.interop.runs import our_logits
 from difftx.training.run import read_config
 from interop import official_oracle
 from interop.folders import FIXTURES, export, import_, parameters, run_of, tensors_of

@@ -13,7 +13,7 @@ from helpers.interop_checks import check_attention_weights, check_generation, ch
 from difftx.data.sources import load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.interop import tokenizers, verify
+from difftx.interop import runs, tokenizers
 from difftx.training.run import read_config
 from interop.folders import FIXTURES, export, import_, tensors_of, words_file
 
@@ -71,7 +71,7 @@ def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, architectu
 
 
 def test_logits_that_differ_end_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "TOLERANCE", 0.0)
+    monkeypatch.setattr(runs, "TOLERANCE", 0.0)
     with pytest.raises(RunError, match="more than rounding; nothing was written"):
         import_(FIXTURES / "diff", tmp_path / "run", "--verify", "--config.mesh.fsdp=8")
     assert not list(tmp_path.iterdir())

@@ -86,7 +86,8 @@ def pallas_calls(jaxpr):
 # With `copies` = 2 the body stands there for tiles with and without a mask, of which a step runs one; a window that
 # crosses all tiles leaves one.
 @pytest.mark.parametrize(("window", "block", "copies"), [(None, 128, 2), (None, 256, 2), (300, 128, 2), (300, 256, 1)])
-def test_tpu_kernels_state_what_their_bodies_do(window, block, copies):
+def test_tpu_kernels_state_what_their_bodies_do(window, block, copies, monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "_tiles", lambda _: pallas_tpu.Tiles(block, vmem_mib=16, dq_mib=0))
     b, t, h, k, d = 2, 640, 4, 2, 64
     q, key, v, lam = (
         struct(b, t, h, 2, d),
@@ -96,7 +97,7 @@ def test_tpu_kernels_state_what_their_bodies_do(window, block, copies):
     )
 
     def both(q, k, v, lam):
-        call = functools.partial(dict, window=window, block=block, interpret=True)
+        call = functools.partial(dict, window=window, interpret=True)
         out, saved = pallas_tpu.forward(q, k, v, lam, None, **call())
         return pallas_tpu.backward(q, k, v, lam, None, out, saved, out, **call())
 

@@ -19,8 +19,7 @@ from helpers.training_checkpoints import largest_file
 from difftx.commands import sweep
 from difftx.errors import UserError
 from difftx.launch.grid import make_points, parse_grid
-from difftx.launch.runner import find_reason
-from difftx.launch.status import RunStatus
+from difftx.launch.runner import RunStatus, find_reason
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import why_invalid
 from difftx.training.metrics import NEWEST_BYTES, read_metrics

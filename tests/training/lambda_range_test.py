@@ -6,9 +6,8 @@ import pytest
 from helpers.report_runs import write_run
 
 from difftx.report.page import write_page
-from difftx.training.lambda_range import LambdaRange, warning
 from difftx.training.loop import train
-from difftx.training.metrics import MetricsWriter, read_metrics
+from difftx.training.metrics import LambdaRange, MetricsWriter, lambda_warning, read_metrics
 from difftx.training.run import Run
 
 
@@ -36,7 +35,7 @@ def test_a_restart_remembers_what_the_rows_say():
     ("value", "meaning"), [(2.5, "dominate the first"), (-0.75, "are added to the first"), (math.nan, "not a number")]
 )
 def test_the_line_says_what_it_means_and_where_to_read_more(value, meaning):
-    line = warning(7, 3, value)
+    line = lambda_warning(7, 3, value)
     assert line.startswith(f"step 7: λ of layer 3 is {value:g}, outside of [-0.5, 2]: ")
     assert meaning in line
     assert "docs/operations.md" in line

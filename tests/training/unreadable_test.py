@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from difftx.errors import UnreadableError, UserError
 from difftx.files import json_sha256, retry_read
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.manifest import MANIFEST, why_invalid
-from difftx.training.checkpoint.reading import read_newest
 from difftx.training.run import write_description
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved, trainer, 
         trainer.newest,
         reader.newest,
         lambda: reader.verified(40),
-        lambda: read_newest(reader, lambda step: step),
+        lambda: reader.read_newest(lambda step: step),
         lambda: checkpoint_command(["verify", f"--workdir={tmp_path}"]),
     ]
     with unreadable(*UNREADABLE[name](folder)):
@@ -223,7 +223,7 @@ def test_quarantine_is_the_way_out_of_a_permanent_error(saved, trainer, tmp_path
 def test_a_training_that_cannot_read_ends_with_1_and_continues_later(text_file, tmp_path):
     workdir, reads = tmp_path / "run", failing_reads(tmp_path)
 
-    def train(steps):
+    def train(steps, **config):
         processes = Processes(
             text_file,
             workdir,
@@ -232,6 +232,7 @@ def test_a_training_that_cannot_read_ends_with_1_and_continues_later(text_file, 
             before=as_other_users(),
             environment=reads.environment,
             train__steps=steps,
+            **config,
         )
         return processes.wait(0)
 
@@ -251,6 +252,12 @@ def test_a_training_that_cannot_read_ends_with_1_and_continues_later(text_file, 
             refused(20, "Permission denied")
     reads.fail(errno.EIO, f"20/state/{largest_file(folder / '20').relative_to(folder / '20' / 'state')}")
     refused(20, "Input/output error")
+    code, text = train(30, checkpoint__verify="sizes")  # Only the restore itself reads the arrays.
+    assert code == 1
+    assert re.findall("^error: .*", text, re.M) == [
+        f"error: {folder / '20'} cannot be read: Input/output error; run the same command again"
+    ]
+    assert names(folder) == ["10", "20"]
     reads.fail(errno.ESTALE, "20/")
     refused(20, "Stale file handle")
     reads.fail(errno.ESTALE, f"20/{MANIFEST}", times=2)

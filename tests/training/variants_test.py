@@ -10,7 +10,8 @@ from jax.sharding import reshard
 from model.oracle import SIZES
 
 from difftx.inference.cache import ROWS as CACHE_ROWS
-from difftx.inference.cache import empty_cache, extend, write_chunk
+from difftx.inference.cache import empty_cache, write_chunk
+from difftx.kernels.cached import EMPTY, SegmentMask
 from difftx.parallel.layout import Layout
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.loss import batch_nll
@@ -48,8 +49,10 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
     cache, parts = empty_cache(model, ROWS, 16), []
     for start, end in [(0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)]:
         new = [reshard(jnp.asarray(x[:, start:end]), CACHE_ROWS) for x in (tokens_BT, positions_BT, segment_BT)]
-        x_BTD, entries = extend(model, cache, *new)
-        cache = write_chunk(cache, entries, new[2], jnp.int32(start))
+        cached_BS = np.where(np.arange(16) < start, np.pad(segment_BT, [(0, 0), (0, 16 - TOKENS)]), EMPTY)
+        segments = SegmentMask(new[2], jnp.zeros_like(new[2]), reshard(jnp.asarray(cached_BS), CACHE_ROWS))
+        x_BTD, entries = model.extend(new[0], positions_BT=new[1], cache=cache, segments=segments)
+        cache = write_chunk(cache, entries, jnp.int32(start))
         parts.append(x_BTD)
     whole_BTD, _ = model.hidden(tokens_BT, positions_BT=positions_BT, segment_ids_BT=segment_BT)
     return whole_BTD, jnp.concatenate(parts, axis=1)

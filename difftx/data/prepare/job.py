@@ -1,4 +1,4 @@
-"""The options of a `difftx prepare` call, and the journal by which a later call resumes an unfinished one."""
+"""The options of a `difftx prepare` call, and the journal from which a later call resumes an unfinished one."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,8 @@ from difftx.errors import UserError
 from difftx.files import read_record, write_record
 from difftx.registry import loaded_extensions
 
-# Fields of "source" in meta.json that do not affect the tokens of a unit. Some only assign documents to splits and
-# shards. Others describe the input files, whose changes the journal detects per source.
+# Fields of "source" in meta.json that may differ between two calls that share tokenised units. They assign documents to
+# splits and shards, or describe the input files, whose changes the journal detects per source.
 FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "valid_input",
     "files",
@@ -36,9 +36,12 @@ FIELDS_WITHOUT_EFFECT_ON_UNITS = (
 )
 
 
+_load_tokenizer = functools.cache(load_tokenizer)  # A worker gets a new copy of the job with every task.
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options of a call."""
+    """The options of a `difftx prepare` call, and the paths of its intermediate files."""
 
     input: str
     valid_input: str | None
@@ -47,7 +50,7 @@ class Job:
     fields: Fields
     valid_fraction: float  # Share of the documents held out, chosen by the hash of their text.
     shard_tokens: int  # A shard holds the documents that start within this many tokens.
-    skip_unreadable: bool  # Whether to leave out unreadable documents instead of stopping.
+    skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
     workers: int  # Number of local processes.
     runner: str  # "local", or a runner of Apache Beam.
     runner_options: str
@@ -63,7 +66,7 @@ class Job:
 
     @property
     def shard_records(self) -> Path:
-        """Folder of the finished shards' entries for meta.json."""
+        """Folder with one JSON file per finished shard: the shard's entry in the future `meta.json`."""
         return self.work / "shards"
 
     @property
@@ -72,21 +75,15 @@ class Job:
 
     @property
     def encoding(self) -> tiktoken.Encoding:
-        return _load_tokenizer(self.tokenizer)
+        return _load_tokenizer(self.tokenizer, field="--tokenizer")
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the stored tokens."""
         return np.dtype("<u2" if self.encoding.n_vocab <= 2**16 else "<u4")
 
 
-@functools.cache  # A job is sent to the workers with every task, and each worker loads the tokenizer once.
-def _load_tokenizer(name: str) -> tiktoken.Encoding:
-    return load_tokenizer(name, field="--tokenizer")
-
-
 def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
-    """Return the fields of meta.json that are known before the work. Stores with equal fields are equal."""
+    """Return the fields of `meta.json` that are known before the work. They determine the content of the store."""
     files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
     return {
         "format": FORMAT,
@@ -108,8 +105,8 @@ def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
             "prompt_field": job.fields.prompt,
             "valid_fraction": job.valid_fraction,
             "shard_tokens": job.shard_tokens,
-            **({"extensions": extensions} if extensions else {}),
-        },
+        }
+        | ({"extensions": extensions} if extensions else {}),
         "versions": {"tiktoken": importlib.metadata.version("tiktoken")},
     }
 
@@ -129,12 +126,7 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[bool]:
-    """Lock the folder `job.out` for this process; yield False if it already holds the finished store, else True.
-
-    Raises:
-        UserError: If `job.out` holds another store, another unfinished run or other files, or if another process works
-            there.
-    """
+    """Lock the folder `job.out` for this process; yield False if it already holds the finished store, else True."""
     if is_store(job.out):
         meta = read_meta(job.out)
         if difference := _difference({name: meta[name] for name in description}, description):
@@ -157,57 +149,39 @@ def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -
 
 
 def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
-    """Delete the outdated files of an earlier run, write the journal, and create the folders.
-
-    The units of unchanged sources are kept. Shards are kept only if the whole journal is unchanged.
-
-    Raises:
-        UserError: If the earlier run had another input or tokenizer, or other fields.
-    """
+    """Delete the units of changed sources, delete the shards if anything has changed, and write the journal."""
     shard_folders = (job.shard_records, *(job.out / split for split in SPLITS))
     if job.journal.exists():
         before = read_record(job.journal)
         if before is None:
             print(f"{job.journal}: corrupt; preparing everything again", file=sys.stderr)
             before = {"description": {}, "inputs": []}
-        elif difference := _difference(_unit_settings(before["description"]), _unit_settings(journal["description"])):
-            raise UserError(
-                f"{difference}: differs from the unfinished run in {job.work}; choose another --out, or delete "
-                f"{job.out}"
-            )
-        for index, (old, new) in enumerate(itertools.zip_longest(before["inputs"], journal["inputs"])):
+        elif difference := _difference(before["description"], journal["description"], FIELDS_WITHOUT_EFFECT_ON_UNITS):
+            advice = f"choose another --out, or delete {job.out}"
+            raise UserError(f"{difference}: differs from the unfinished run in {job.work}; {advice}")
+        inputs = itertools.zip_longest(before["inputs"], journal["inputs"], fillvalue={})
+        for source, (old, new) in enumerate(inputs):
             if old != new:
-                _delete_units(job, index, old or {}, new or {})
+                if changed := [name for name in old if name in new and old[name] != new[name]]:
+                    what = changed[-1] if changed != ["held_out"] else "--valid_fraction"
+                    print(f"{what}: changed since the unfinished run; tokenising again", file=sys.stderr)
+                for unit in job.units.glob(f"{source:05d}-*.npz"):
+                    unit.unlink()
         if before != journal:
             for folder in shard_folders:
                 shutil.rmtree(folder, ignore_errors=True)
-    write_record(job.journal, journal)  # Written first, because `open_job` rejects the folders without a journal.
+    write_record(job.journal, journal)  # Before the folders, because `open_job` rejects folders without a journal.
     for folder in (job.units, *shard_folders):
         folder.mkdir(exist_ok=True)
 
 
-def _delete_units(job: Job, source: int, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Delete the units of a source whose state in the journal has changed, and print the reason."""
-    if changed := [name for name in old if name in new and old[name] != new[name]]:
-        what = changed[-1] if changed != ["held_out"] else "--valid_fraction"
-        print(f"{what}: changed since the unfinished run; tokenising again", file=sys.stderr)
-    for unit in job.units.glob(f"{source:05d}-*.npz"):
-        unit.unlink()
-
-
-def _unit_settings(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a description that determines the content of the units' files."""
-    source = {k: value for k, value in description["source"].items() if k not in FIELDS_WITHOUT_EFFECT_ON_UNITS}
-    return description | {"source": source}
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the name and both values of the first field that differs, or ""."""
+def _difference(old: dict[str, Any], new: dict[str, Any], ignored: Sequence[str] = ()) -> str:
+    """Return the name and both values of the first field that differs, as text, or "" if all are equal."""
     for name in old | new:
         before, value = old.get(name), new.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
-            if inner := _difference(before, value):
+            if inner := _difference(before, value, ignored):
                 return f"{name}.{inner}"
-        elif before != value:
+        elif before != value and name not in ignored:
             return f"{name} ({before!r}, now {value!r})"
     return ""

@@ -1,7 +1,7 @@
 """Readers that split input files into units of about `UNIT_BYTES` of text.
 
-The boundaries of the units depend on the input alone. One process reads and decompresses a unit, and a worker parses it
-into documents.
+The boundaries of the units depend only on the input. The main process reads and decompresses a unit, and a worker
+parses it into documents.
 """
 
 import dataclasses
@@ -9,11 +9,11 @@ import functools
 import glob
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from difftx.data.streams import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
+from difftx.data.records import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
 from difftx.errors import UserError, import_extra
 from difftx.registry import Registry
 
@@ -23,11 +23,11 @@ HUGGING_FACE = "hf:"
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Names of the record fields to read."""
+    """Names of the fields to read from JSON lines and tables."""
 
     text: str
     id: str | None
-    prompt: str | None = None  # Its text precedes the document's text, and the loss does not count it.
+    prompt: str | None = None  # Field with the text before the document's text, which the loss does not count.
 
     @property
     def names(self) -> list[str]:
@@ -39,14 +39,14 @@ class Document:
     """A document of the input."""
 
     text: str  # Without the prompt.
-    utf8: bytes  # Prompt and text.
+    utf8: bytes  # The prompt followed by the text.
     id: str | None
     prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Whole lines of JSON, from byte `start` of a decompressed file. Each line that is not blank is a document."""
+    """Whole lines of JSON from byte `start` of a decompressed file. Each line that is not blank is a document."""
 
     file: Path
     start: int
@@ -63,20 +63,17 @@ class Lines:
         try:
             record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
         except UnicodeDecodeError as error:
-            return UserError(f"{self._name(index)}: byte {position + error.start} of the file is not UTF-8")
+            return UserError(f"{self.line_name(index)}: byte {position + error.start} of the file is not UTF-8")
         except json.JSONDecodeError as error:
-            return UserError(f"{self._name(index)}: broken JSON ({error.msg}, column {error.colno})")
+            return UserError(f"{self.line_name(index)}: broken JSON ({error.msg}, column {error.colno})")
         except (ValueError, RecursionError) as error:  # Numbers with too many digits, or brackets nested too deeply.
-            return UserError(f"{self._name(index)}: broken JSON ({error})")
+            return UserError(f"{self.line_name(index)}: broken JSON ({error})")
         if not isinstance(record, dict):
-            return UserError(f"{self._name(index)}: not a JSON object")
-        return _document_of(record, fields, lambda: self._name(index))
+            return UserError(f"{self.line_name(index)}: not a JSON object")
+        return _document_of(record, fields, lambda: self.line_name(index))
 
-    def _name(self, index: int) -> str:
-        return f"{self.file}: line {self.line_number(index)}"
-
-    def line_number(self, index: int) -> int:
-        """Return a line's number in the file. This reads the file again to count the lines before this unit."""
+    def line_name(self, index: int) -> str:
+        """Return the file and number of a line, for messages. This reads the file again to count earlier lines."""
         before = 0
         if self.start:
             with open_stream(self.file) as stream:
@@ -84,33 +81,32 @@ class Lines:
                 while left and (data := stream.read(min(left, 2**20))):
                     before += data.count(b"\n")
                     left -= len(data)
-        return before + index + 1
+        return f"{self.file}: line {before + index + 1}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Text files, each a document with its path as id."""
+    """Text files, each of which is a document with its path as id."""
 
-    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or why it cannot be read.
-    start: int = 0  # Byte at which the content starts in its file; not 0 for the second part of a split file.
+    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or the error of reading it.
+    start: int = 0  # Byte of the file at which the content starts; not 0 for the held-out end of a single text.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
         for file, data in self.files:
             if isinstance(data, UserError):
                 yield data
-                continue
-            if fields.prompt is not None:
+            elif fields.prompt is not None:
                 yield UserError(f"{file}: a text file has no field {fields.prompt!r}; --prompt_field is for JSON lines")
-                continue
-            try:
-                yield Document(data.decode(), data, fields.id and str(file))
-            except UnicodeDecodeError as error:
-                yield UserError(f"{file}: byte {self.start + error.start} is not UTF-8")
+            else:
+                try:
+                    yield Document(data.decode(), data, fields.id and str(file))
+                except UnicodeDecodeError as error:
+                    yield UserError(f"{file}: byte {self.start + error.start} is not UTF-8")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a table from row `start` on, each a document."""
+    """Consecutive rows of a table from row `start` on. Each row is a document."""
 
     table: str
     start: int
@@ -121,80 +117,76 @@ class Rows:
             yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
 
 
-type Content = Lines | Texts | Rows  # `documents` yields an error for each unreadable document.
-type Chunk = tuple[Content, int, int]  # The fields content, end and input_bytes of a `Unit`.
+type Content = Lines | Texts | Rows  # The method `documents` yields a `UserError` for each unreadable document.
+type Chunk = tuple[Content, int, int]  # `content`, `end` and `input_bytes` of a `Unit`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A chunk of a source that one worker tokenises."""
+    """A part of a source that one worker tokenises."""
 
     source: int  # Index of the source.
     index: int  # Index of the unit within the source.
     content: Content
-    end: int  # Position at which the next unit starts: a decompressed byte for lines, a row for tables.
-    input_bytes: int  # The unit's share of the source's size as stored.
+    end: int  # Position at which the next unit starts: a byte of the decompressed file, or a row of the table.
+    input_bytes: int  # Size of the unit in the (compressed) file.
     last: bool = False  # Whether this is the last unit of the source.
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Files that one reader reads in order."""
+    """An input file, several small text files, or a data set of Hugging Face."""
 
     index: int
     kind: str  # "texts", "hf", or a name in `READERS`.
     files: tuple[Path, ...]  # For "hf", the name NAME[:SPLIT[:CONFIG]].
-    size: int  # Bytes as stored.
+    size: int  # Bytes on disk.
     valid: bool  # Whether the source is validation text.
-    held_out: float | None = None  # Share of a split text file, at its end, that is validation text.
+    held_out: float | None = None  # For a single text: the share at its end that is validation text.
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
-        """Read and yield the units from `position` on, where unit `index` starts."""
-        read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
-        chunks = _end_at_read_error(read(self, fields, position), self.files[0])
-        numbered = (Unit(self.index, i, *chunk) for i, chunk in enumerate(chunks, start=index))
+        """Read and yield unit `index`, which starts at `position`, and all later units."""
+        numbered = (Unit(self.index, i, *chunk) for i, chunk in enumerate(self._chunks(fields, position), start=index))
         # Read one unit ahead to identify the last unit.
         for unit, following in itertools.pairwise(itertools.chain(numbered, [None])):
             assert unit is not None
             yield dataclasses.replace(unit, last=following is None)
 
+    def _chunks(self, fields: Fields, position: int) -> Iterator[Chunk]:
+        read = {"texts": _read_texts, "hf": _read_hugging_face}.get(self.kind) or READERS[self.kind]
+        try:
+            yield from read(self, fields, position)
+        except READ_ERRORS as error:  # The documents before the error are kept, and the last chunk is the error.
+            yield _unreadable(self.files[0], why_unreadable(self.files[0], error))
 
-# Keyed by the ending of a file; a file with another ending is one text. A reader yields the chunks of a source from a
-# position on, and the same chunks in each call. Readers of tables can use `read_rows`.
+
+# Readers by the ending of the file's name. Files with other endings are texts. A reader takes a source, the fields, and
+# a position (the `end` of a chunk, or 0). It yields all later chunks, the same ones in each call. Readers of tables can
+# use `read_rows`.
 READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
     "reader",
     {
-        "jsonl": "difftx.data.prepare.readers:_read_lines",
-        "ndjson": "difftx.data.prepare.readers:_read_lines",
-        "json": "difftx.data.prepare.readers:_read_lines",
+        **dict.fromkeys(("jsonl", "ndjson", "json"), "difftx.data.prepare.readers:_read_lines"),
         "parquet": "difftx.data.prepare.readers:_read_parquet",
     },
 )
 
 
 def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
-    """List the sources of a file, folder, glob or `hf:` name, in the order of the paths.
-
-    Raises:
-        UserError: If there are no files, or the `hf:` name cannot be loaded.
-    """
+    """List the sources of a file, folder, glob or `hf:` name, in the order of the paths."""
     if pattern.startswith(HUGGING_FACE):
         name = pattern.removeprefix(HUGGING_FACE)
         return [Source(first_index, "hf", (Path(name),), load_hugging_face(name).data.nbytes, valid)]
     files = _input_files(pattern, "--valid_input" if valid else "--input")
-    sizes = {file: file.stat().st_size for file in files}
-    groups: list[tuple[str, list[Path]]] = []
+    sources: list[Source] = []
     for file in files:
-        kind = _kind(file)
-        group = groups[-1] if groups else ("", [])
-        if kind == "texts" == group[0] and sum(sizes[f] for f in group[1]) < UNIT_BYTES:
-            group[1].append(file)
+        kind, size = _kind(file), file.stat().st_size
+        if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
+            group = sources[-1]  # Small texts are read together, as one source.
+            sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
         else:
-            groups.append((kind, [file]))
-    return [
-        Source(index, kind, tuple(group), sum(sizes[file] for file in group), valid)
-        for index, (kind, group) in enumerate(groups, start=first_index)
-    ]
+            sources.append(Source(first_index + len(sources), kind, (file,), size, valid))
+    return sources
 
 
 def _input_files(pattern: str, flag: str) -> list[Path]:
@@ -214,8 +206,7 @@ def _input_files(pattern: str, flag: str) -> list[Path]:
 
 
 def _kind(file: Path) -> str:
-    plain = file.with_suffix("") if file.suffix in OPENERS else file
-    ending = plain.suffix.removeprefix(".")
+    ending = (Path(file.stem) if file.suffix in OPENERS else file).suffix.removeprefix(".")
     return ending if ending in READERS else "texts"
 
 
@@ -226,7 +217,7 @@ def load_hugging_face(name: str) -> Any:
     dataset, split, config, *_ = [*name.split(":"), "", ""]
     try:
         return datasets.load_dataset(dataset, config or None, split=split or "train")
-    except Exception as error:  # It raises many types, for wrong names, network errors or corrupt files.
+    except Exception as error:  # `datasets` raises many types of exceptions.
         reason = next(iter(str(error).splitlines()), "")
         raise UserError(f"--input={HUGGING_FACE}{name}: {type(error).__name__}: {reason}") from error
 
@@ -242,10 +233,10 @@ def _read_lines(source: Source, fields: Fields, position: int) -> Iterator[Chunk
             data += stream.readline(LONGEST_DOCUMENT - (len(data) - last) + 1)
             if len(data) - last > LONGEST_DOCUMENT and not data.endswith(b"\n"):
                 whole = Lines(file, position, data[:last])
-                number = whole.line_number(data.count(b"\n", 0, last))
+                name = whole.line_name(data.count(b"\n", 0, last))
                 if whole.data:
                     yield whole, position + last, stored.tell() - before
-                yield _unreadable(file, f"{file}: line {number} {TOO_LONG}; the lines after it are not read")
+                yield _unreadable(file, f"{name} {TOO_LONG}; the lines after it are not read")
                 return
             end, read = position + len(data), stored.tell() - before
             yield Lines(file, position, data), end, read
@@ -273,11 +264,9 @@ def _read_texts(source: Source, fields: Fields, position: int) -> Iterator[Chunk
 
 
 def validation_start(text: bytes, share: float) -> int:
-    """Return the byte at which the held-out end of a text starts: the start of a line, or else of a character.
-
-    The end is at least `share` of the text. If it starts at a line, it is at most twice that.
-    """
+    """Return the byte at which the last `share` of a text starts, moved back to the start of a line or character."""
     start = min(round((1 - share) * len(text)), len(text) - 1)
+    # The start of a line is used only if the last part then is at most twice as long as required.
     start = text.rfind(b"\n", max(0, round((1 - 2 * share) * len(text))), start) + 1 or start
     while start > 0 and text[start] & 0xC0 == 0x80:  # Inside a multi-byte character.
         start -= 1
@@ -289,16 +278,14 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
     try:
         table = parquet.ParquetFile(source.files[0])
         columns = [name for name in fields.names if name in table.schema_arrow.names]
-        rows = (row for batch in table.iter_batches(batch_size=1024, columns=columns) for row in _rows_of(batch))
+        batches = table.iter_batches(batch_size=1024, columns=columns)
+        # The list of a batch without columns is empty.
+        rows = (row for batch in batches for row in batch.to_pylist() or [{}] * batch.num_rows)
         rows_left = itertools.islice(rows, position, None)
         yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
     except (pyarrow.ArrowException, OSError) as error:
         reason = next(iter(str(error).splitlines()), "")
         yield _unreadable(source.files[0], f"{source.files[0]}: not readable as Parquet ({reason})")
-
-
-def _rows_of(batch: Any) -> Iterable[dict[str, Any]]:
-    return batch.to_pylist() if batch.num_columns else ({} for _ in range(batch.num_rows))
 
 
 def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterator[Chunk]:
@@ -310,14 +297,14 @@ def _read_hugging_face(source: Source, fields: Fields, position: int) -> Iterato
 def read_rows(
     source: Source, rows: Iterator[dict[str, Any]], position: int, total: int, fields: Fields
 ) -> Iterator[Chunk]:
-    """Group the rows of a table into units of about `UNIT_BYTES` of text.
+    """Group the rows of a table into chunks of about `UNIT_BYTES` of text.
 
     Args:
-        source: The table, as a source of one file.
-        rows: Values by field of each row, from row `position` on.
-        position: Index of the first row of `rows` in the table.
-        total: Number of rows of the table.
-        fields: As passed to the reader.
+        source: The source that the reader got; its only file is the table.
+        rows: All rows from row `position` on, each a dictionary of the values by field.
+        position: The position that the reader got: a number of rows.
+        total: Number of rows of the whole table.
+        fields: The fields that the reader got.
     """
     batch: list[dict[str, Any]] = []
     size = 0
@@ -335,21 +322,12 @@ def read_rows(
         yield _unreadable(source.files[0], f"{name}: the table has no rows", source.size)
 
 
-def _end_at_read_error(chunks: Iterator[Chunk], file: Path) -> Iterator[Chunk]:
-    """Yield the chunks of a file. If reading fails, the last chunk is the reason."""
-    try:
-        yield from chunks
-    except READ_ERRORS as error:
-        yield _unreadable(file, why_unreadable(file, error))
-
-
 def _unreadable(file: Path, reason: str, input_bytes: int = 0) -> Chunk:
-    """Return the chunk of a file, or of the rest of it, that cannot be read."""
+    """Return a chunk that stands for a file, or for the rest of it, that cannot be read."""
     return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 
 def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Document | UserError:
-    texts = []
     for field, flag in ((fields.text, "--text_field"), (fields.prompt, "--prompt_field")):
         if field is None:
             continue
@@ -358,11 +336,10 @@ def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callabl
             return UserError(f"{name_of_record()}: no field {field!r}; its fields: {names}; choose with {flag}")
         if not isinstance(record[field], str):
             return UserError(f"{name_of_record()}: field {field!r} is not text but {type(record[field]).__name__}")
-        texts.append(record[field])
     if fields.id is not None and fields.id not in record:
         return UserError(f"{name_of_record()}: no field {fields.id!r}; choose with --id_field")
     document_id = None if fields.id is None else str(record[fields.id])
-    text, prompt = texts[0], "".join(texts[1:])
+    text, prompt = record[fields.text], "" if fields.prompt is None else record[fields.prompt]
     try:
         return Document(text, (prompt + text).encode(), document_id, prompt)
     except UnicodeEncodeError as error:

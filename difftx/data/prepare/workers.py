@@ -1,43 +1,42 @@
-"""Local worker processes for `difftx prepare`."""
+"""Workers of `difftx prepare`: processes of this machine, or an Apache Beam pipeline on many machines."""
 
 import concurrent.futures
 import contextlib
 import itertools
 import multiprocessing
 import os
+import re
+import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
+from difftx.data.prepare.assembly import Shard, encode_unit, finished_units, units_to_do, write_shard
 from difftx.data.prepare.job import Job
 from difftx.data.prepare.readers import Source
-from difftx.data.prepare.shards import Shard, write_shard
-from difftx.data.prepare.units import encode_unit, finished_units, units_to_do
-from difftx.errors import UserError
+from difftx.errors import UserError, import_extra
 from difftx.progress import Work
 
 
-class Workers:
-    """A context manager for a pool of worker processes. On exit, it finishes running tasks and cancels waiting ones."""
+class Workers(contextlib.AbstractContextManager):
+    """A pool of local processes. On exit, it waits for the running tasks and cancels the other tasks."""
 
     def __init__(self, job: Job):
-        """Start `job.workers` processes, which load the tokenizer at the same time as the parent."""
+        """Start `job.workers` processes, which load the tokenizer while this process does the same."""
         self._job = job
         context = multiprocessing.get_context("spawn")
         self._pool = concurrent.futures.ProcessPoolExecutor(job.workers, context, initializer=_start_worker)
         for _ in range(job.workers):
             self._pool.submit(_load_tokenizer, job)
 
-    def __enter__(self) -> "Workers":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def encode_units(self, sources: Sequence[Source]) -> None:
-        """Tokenise the units that have no file yet: this process reads them, and the workers do the rest."""
+        """Tokenise the units that have no file yet: this process reads them, and the workers tokenise them."""
         before = [summary.input_bytes for source in sources for summary in finished_units(self._job, source)]
         size = max(1, sum(source.size for source in sources))
         line = f"{{share:.0%}} of {size / 1e6:,.1f} MB, {{text}}, {{seconds:,.0f}} s left"
@@ -52,19 +51,17 @@ class Workers:
                     work.note(f"left out: {problem}")
 
     def write_shards(self, shards: Sequence[Shard]) -> None:
-        """Write the shards that are not written yet."""
+        """Write the shards that are not finished yet."""
         for _ in self._map(write_shard, shards):
             pass
 
     def _map[Task, Result](self, function: Callable[[Job, Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield results as tasks complete; if several tasks fail, raise the error of the earliest submitted one.
-
-        At most two tasks per worker are held in memory.
-        """
+        """Yield results as tasks complete; if several tasks fail, raise the error of the earliest submitted one."""
         pending: list[concurrent.futures.Future[Result]] = []
         remaining = iter(tasks)
         try:
             while True:
+                # A task may hold a whole unit of text, so at most two tasks per worker are in memory.
                 for task in itertools.islice(remaining, 2 * self._job.workers - len(pending)):
                     pending.append(self._pool.submit(function, self._job, task))
                 if not pending:
@@ -81,14 +78,56 @@ class Workers:
             ) from error
 
 
+class BeamWorkers:
+    """Workers on the machines of an Apache Beam runner, with the methods of `Workers`.
+
+    Every machine must have difftx installed and must see the input and --out under the same paths (NFS, or a mounted
+    bucket). Each method waits until its pipeline has finished.
+    """
+
+    def __init__(self, job: Job):
+        self._job, self._beam = job, import_extra("apache_beam", "beam")
+        name = job.runner if job.runner.lower().endswith("runner") else f"{job.runner}Runner"
+        self._options = [f"--runner={name}", *shlex.split(job.runner_options)]
+        try:
+            self._beam.runners.create_runner(name)
+        except ValueError as error:
+            raise UserError(f"--runner={job.runner}: {error}") from error
+
+    def encode_units(self, sources: Sequence[Source]) -> None:
+        beam, job = self._beam, self._job
+        read = beam.FlatMap(lambda source: units_to_do(job, [source]))
+        self._run(sources, read, beam.Reshuffle(), beam.Map(lambda unit: encode_unit(job, unit)))
+
+    def write_shards(self, shards: Sequence[Shard]) -> None:
+        job = self._job
+        self._run(shards, self._beam.Map(lambda shard: write_shard(job, shard)))
+
+    def _run(self, elements: Sequence[Any], *steps: Any) -> None:
+        beam = self._beam
+        try:
+            options = beam.options.pipeline_options.PipelineOptions(self._options)
+            with beam.Pipeline(options=options) as pipeline:
+                values = pipeline | beam.Create(list(elements)) | "Spread" >> beam.Reshuffle()
+                for number, step in enumerate(steps):
+                    values = values | f"Step {number}" >> step
+        except Exception as error:
+            # Beam appends the step's name to the message of an exception. If a step fails in another process, Beam
+            # raises its own exception, whose text contains the original exception.
+            text = f"UserError: {error}" if isinstance(error, UserError) else str(error)
+            if reason := re.search(r"UserError: (.+?)(?: \[while running|$)", text, re.MULTILINE):
+                raise UserError(reason[1]) from error
+            raise
+
+
 def _load_tokenizer(job: Job) -> None:
-    # The parent reports the error of a tokenizer that cannot be loaded.
+    # The parent process reports the error of a tokenizer that cannot be loaded.
     with contextlib.suppress(UserError):
         _ = job.encoding
 
 
 def _start_worker() -> None:
-    # Ctrl-C signals the whole process group. Only the parent reacts, so that workers finish their current units.
+    # Ctrl-C signals the whole process group. Only the parent reacts, so that workers finish their current tasks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Without this thread, workers would wait forever after their parent was killed.
@@ -96,7 +135,6 @@ def _start_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)

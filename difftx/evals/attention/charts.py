@@ -1,6 +1,5 @@
 """Charts of suite `attention`: Table 3, Figure 1, attention maps, and each measure by layer."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -11,16 +10,6 @@ from difftx.evals.result import Heatmap, LineChart, Series
 
 LABELS = {"answer": "answer", "others": "other needles", "noise": "noise", "question": "question", FIRST: "position 0"}
 MOST_CHARACTERS = 24  # Largest number of characters of prompt text in a label of an attention map.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Example:
-    """Attention maps of one prompt, with the last tokens as queries."""
-
-    prompt: NeedlePrompt
-    tokens_a_bin: int
-    maps: dict[str, np.ndarray]  # The arrays of `row_pictures`, averaged over layers, `[queries, bins]`.
-    text_of: Callable[[list[int]], str]  # Decodes tokens for labels.
 
 
 def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heatmap:
@@ -39,18 +28,32 @@ def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> H
     )
 
 
-def example_charts(example: Example) -> list[LineChart | Heatmap]:
-    """Return a chart of the last token's attention over the context (Figure 1), and the last tokens' attention maps."""
-    names, size, tokens = _map_names("a1" in example.maps), example.tokens_a_bin, example.prompt.tokens
-    by_bin = f", sums of {size} tokens" if size > 1 else ""
-    starts = range(0, len(tokens), size)
+def example_charts(
+    prompt: NeedlePrompt, maps: Mapping[str, np.ndarray], tokens_a_bin: int, text_of: Callable[[list[int]], str]
+) -> list[LineChart | Heatmap]:
+    """Return a chart of the last token's attention over the context (Figure 1), and the last tokens' attention maps.
+
+    Args:
+        prompt: prompt of the maps.
+        maps: arrays `[queries, bins]` by the names of `row_pictures`; the queries are the prompt's last tokens.
+        tokens_a_bin: number of tokens of a bin.
+        text_of: function that decodes tokens for labels.
+    """
+    names, tokens = _map_names("a1" in maps), prompt.tokens
+    by_bin = f", sums of {tokens_a_bin} tokens" if tokens_a_bin > 1 else ""
+    starts = range(0, len(tokens), tokens_a_bin)
+
+    def label(start: int, stop: int) -> str:
+        text = text_of(tokens[start:stop])[:MOST_CHARACTERS]
+        return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"
+
     # The weights that multiply V are drawn by their share of Σ|A|.
-    rows = {label: example.maps["share" if name == "map" else name][-1] for name, label in names.items()}
+    rows = {title: maps["share" if name == "map" else name][-1] for name, title in names.items()}
     top = max(float(np.max(row_N)) for row_N in rows.values())
-    lines = [Series(name=label, x=[float(i) for i in starts], y=row_N.tolist()) for label, row_N in rows.items()]
+    lines = [Series(name=title, x=[float(i) for i in starts], y=row_N.tolist()) for title, row_N in rows.items()]
     spans = [
         Series(name="answer", x=[float(start), float(stop - 1)], y=[0.0, 0.0], low=[0.0, 0.0], high=[top, top])
-        for start, stop in example.prompt.asked
+        for start, stop in prompt.asked
     ]
     context = LineChart(
         name="attention_context",
@@ -59,21 +62,21 @@ def example_charts(example: Example) -> list[LineChart | Heatmap]:
         y_label="share",
         series=[*lines, *spans],
     )
-    where = " and ".join(f"{start} … {stop - 1}" for start, stop in example.prompt.asked)
-    maps = [
+    where = " and ".join(f"{start} … {stop - 1}" for start, stop in prompt.asked)
+    heatmaps = [
         Heatmap(
             name=f"attention_{name}",
-            title=f"{label} of the last tokens; the answer is at {where}",
+            title=f"{title} of the last tokens; the answer is at {where}",
             x_label=f"context, tokens{by_bin}",
             y_label="query",
-            x=[_label(example, start, start + size) for start in starts],
-            y=[_label(example, i, i + 1) for i in range(len(tokens) - len(example.maps[name]), len(tokens))],
-            values=example.maps[name].tolist(),
+            x=[label(start, start + tokens_a_bin) for start in starts],
+            y=[label(i, i + 1) for i in range(len(tokens) - len(maps[name]), len(tokens))],
+            values=maps[name].tolist(),
             value_label="weight",
         )
-        for name, label in names.items()
+        for name, title in names.items()
     ]
-    return [context, *maps]
+    return [context, *heatmaps]
 
 
 def layer_charts(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[LineChart]:
@@ -116,9 +119,3 @@ def layer_charts(by_layer: Mapping[str, np.ndarray], l0_share: float) -> list[Li
 
 def _map_names(is_pair: bool) -> dict[str, str]:
     return {"map": "A1 − λ A2", "a1": "A1", "a2": "A2"} if is_pair else {"map": "A"}
-
-
-def _label(example: Example, start: int, stop: int) -> str:
-    """Return the positions and the beginning of the text of tokens `start` to `stop - 1`."""
-    text = example.text_of(example.prompt.tokens[start:stop])[:MOST_CHARACTERS]
-    return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"

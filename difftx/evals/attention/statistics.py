@@ -1,8 +1,6 @@
-"""The measures of suite `attention`, computed on the device from one query's attention weights.
+"""The measures of suite `attention`, computed on the device from one query's attention weights (docs/suites.md).
 
-A row consists of the attention weights a_s of one query for the tokens s that it sees. Measures use the normalised
-weights w = |a| / Σ|a|, since the weights of A1 - λ A2 have both signs and sum to 1 - λ. Position 0, the usual position
-of attention sinks, is a separate part of the prompt.
+A row consists of the attention weights a_s of one query for the tokens s that it sees.
 """
 #   B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of tokens
 
@@ -23,17 +21,7 @@ def row_statistics(
 ) -> dict[str, jax.Array]:
     """Return the measures of one query's attention weights by name, each a mean over heads, float32 `[B]`.
 
-    - `<part>` and `<part>_signed`: Σ w and Σ a over a part of the prompt, without position 0.
-    - `first` and `first_signed`: w and a at position 0.
-    - `gini`, `entropy` (nats), and `l0`, the share of entries with w > `l0_share`.
-
-    If the weights are A1 - λ A2, the result has in addition:
-
-    - `lambda`: λ.
-    - `<measure>_a1` and `<measure>_a2`: `first`, `gini`, `entropy` and `l0` of A1 and of A2.
-    - `cosine_<part>` and `kl_<part>` (nats): cosine of A1 and A2, and KL(A1 ‖ A2), both restricted to a part without
-      position 0 and normalised to 1.
-    - `cosine_<part>_with_first` and `kl_<part>_with_first`: the same with position 0, if the part contains it.
+    docs/suites.md defines the measures. Measures of A1, A2 and λ exist only if the weights are A1 - λ A2.
 
     Args:
         rows: attention weights of one query per prompt, C = 1.
@@ -67,7 +55,7 @@ def row_statistics(
 def row_pictures(rows: MapRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
     """Return the attention weights to draw, as means over heads, summed over bins of tokens, float32 `[B, C, N]`.
 
-    The names are `share` (w) and those of `MAPS`; `a1` and `a2` exist only if the weights are A1 - λ A2.
+    `share` is |a| / Σ|a|. The other names are those of `MAPS`.
     """
     found = {"share": _share(rows.map_BCHS), "map": rows.map_BCHS}
     if rows.lam_BCH is not None:
@@ -104,10 +92,7 @@ def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str
 
 
 def _similarity(logits_BHGS: jax.Array, inside_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cosine and KL(A1 ‖ A2), `[B, H]` each, of A1 and A2 normalised over the tokens in `inside_BS`.
-
-    The inputs are logits, since the weights of a part may underflow to zero.
-    """
+    """Return the cosine and KL(A1 ‖ A2), `[B, H]` each, of A1 and A2 normalised over the tokens in `inside_BS`."""
     log_p_BHGS = jax.nn.log_softmax(jnp.where(inside_BS[:, None, None], logits_BHGS, -jnp.inf), axis=-1)
     p1_BHS, p2_BHS = jnp.exp(log_p_BHGS[:, :, 0]), jnp.exp(log_p_BHGS[:, :, 1])
     norms_BH = jnp.sqrt(jnp.sum(p1_BHS**2, axis=-1) * jnp.sum(p2_BHS**2, axis=-1))

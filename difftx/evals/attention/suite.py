@@ -1,12 +1,6 @@
-"""Suite `attention`: the attention weights of the last token of a needle prompt (arXiv 2410.05258, Table 3, Figure 1).
+"""Suite `attention`: attention weights of a prompt's last token (Table 3, Figure 1; docs/suites.md)."""
+#   B = prompts of a batch, T = tokens, C = queries, L = layers, N = bins of tokens, D = depths
 
-The suite also measures the similarity of A1 and A2, and the sparsity of the attention weights. `statistics.py` and
-docs/suites.md define all measures.
-"""
-#   B = prompts of a batch, T = tokens, C = queries, L = layers, N = bins of tokens
-
-import collections
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,22 +11,16 @@ from flax import nnx
 from jax import P
 from jax.sharding import reshard
 
-from difftx.config import Config
-from difftx.config.eval import NeedleCaseConfig
-from difftx.data.synthetic import SyntheticRows
-from difftx.errors import UserError
-from difftx.evals.attention.charts import Example, example_charts, layer_charts, part_table
-from difftx.evals.attention.retrieval import RetrievalPrompts
+from difftx.evals.attention.charts import example_charts, layer_charts, part_table
+from difftx.evals.attention.prompts import chosen_layers, prompts_of
 from difftx.evals.attention.statistics import PARTS, UNSEEN, row_pictures, row_statistics
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
-from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt, NeedlePrompts
+from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
 from difftx.evals.result import Result
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference import decode
 from difftx.parallel.layout import Layout
-from difftx.training.run import Run
 from difftx.training.state import graph
 
 MOST_BINS = 256  # Largest number of columns of an attention map; columns of longer prompts sum several tokens.
@@ -46,92 +34,51 @@ NUMBERS = tuple(NAMES.split())
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Measure the attention weights of the last token in every layer, for prompts at each of `eval.needle.depths`.
-
-    Numbers are means over prompts, heads and `eval.attention.layers`. Details and charts also have values per layer.
-
-    Raises:
-        UserError: a length exceeds the context, the model lacks a layer, or there is no text to hide needles in.
-    """
+    """Measure the attention weights of the last token in every layer, for prompts at each of `eval.needle.depths`."""
     run, settings = evaluation.run, evaluation.run.config.eval.attention
     prompts, layers = prompts_of(run), chosen_layers(run)
-    rows = decode.rows_for(run.microbatch_rows, run.mesh)
-    measure = functools.partial(_statistics, evaluation, prompts, rows)
-    of_depth: dict[float, list[dict[str, list[float]]]] = collections.defaultdict(list)
-    for item, found in resumable(evaluation, prompts.items, measure, what="prompts", batch_items=rows):
-        of_depth[item.depth].append(found)
-    # Maps names to arrays [depth, layer]. Every depth has the same number of prompts, so means of means are exact.
-    names = next(iter(of_depth.values()))[0]
-    means = {
-        name: np.array([np.mean([f[name] for f in found], axis=0) for found in of_depth.values()]) for name in names
-    }
+    case, rows = prompts.items[0].case, decode.rows_for(run.microbatch_rows, run.mesh)
+    compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
+    # This layout does not shard tokens, so that prompts may have any length.
+    graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).for_inference())
+
+    def measure(items: Sequence[NeedleItem]) -> list[dict[str, list[float]]]:
+        batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
+        found = _measure_rows(graphdef, evaluation.params, batch, l0_share=settings.l0_share, compared=compared)
+        found = {name: np.asarray(value_LB) for name, value_LB in found.items()}
+        return [{name: value_LB[:, row].tolist() for name, value_LB in found.items()} for row in range(len(items))]
+
+    found = [values for _, values in evaluation.answers(prompts.items, measure, what="prompts", batch_items=rows)]
+    # Each depth has `settings.samples` adjacent items, so that means of means are exact.
+    shape = len(prompts.depths), settings.samples, run.config.model.num_layers
+    means = {name: np.reshape([values[name] for values in found], shape).mean(axis=1) for name in found[0]}
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
     by_depth = {name: np.mean(mean_DL[:, layers], axis=1) for name, mean_DL in means.items()}
-    example = _example(evaluation, prompts, layers)
+    example = prompts.prompt(prompts.items[len(prompts.depths) // 2 * settings.samples])
+    tokens_a_bin = -(-len(example.tokens) // MOST_BINS)
+    maps = _maps(evaluation, graphdef, example, layers, tokens_a_bin)
     return Result(
-        numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in names},
+        numbers={name: float(np.mean(by_layer[name][layers])) for name in NUMBERS if name in means},
         details={
             "prompts_a_depth": settings.samples,
-            "needles": prompts.items[0].case.needles,
-            "asked_for": prompts.items[0].case.queries,
+            "needles": case.needles,
+            "asked_for": case.queries,
             "tokens": prompts.lengths[0],
             "layers": [layer + 1 for layer in layers],
             "l0_share": settings.l0_share,
             "by_depth": {
-                f"{depth:g}": {n: float(v[i]) for n, v in by_depth.items()} for i, depth in enumerate(of_depth)
+                f"{depth:g}": {name: float(mean_D[i]) for name, mean_D in by_depth.items()}
+                for i, depth in enumerate(prompts.depths)
             },
             "by_layer": {name: values.tolist() for name, values in by_layer.items()},
-            "example": example.prompt.item.id,
+            "example": example.item.id,
         },
         charts=[
-            part_table(list(of_depth), by_depth),
-            *example_charts(example),
+            part_table(prompts.depths, by_depth),
+            *example_charts(example, maps, tokens_a_bin, prompts.text_of),
             *layer_charts(by_layer, settings.l0_share),
         ],
     )
-
-
-type Prompts = NeedlePrompts | RetrievalPrompts
-
-
-def prompts_of(run: Run) -> Prompts:
-    """Return the prompts that suite `needle` makes with the case and the length of `eval.attention`.
-
-    If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
-    prompts are examples of that task.
-
-    Raises:
-        UserError: the prompts do not fit the context, there is no text, or the model lacks a chosen layer.
-    """
-    chosen_layers(run)
-    settings, needle = run.config.eval.attention, run.config.eval.needle
-    tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
-    retrieval = [rows for rows in tasks if rows.task == "retrieval"]
-    if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
-        return RetrievalPrompts(run, retrieval[0])
-    return NeedlePrompts(
-        run,
-        dataclasses.replace(
-            needle,
-            cases=(NeedleCaseConfig(needles=settings.needles, queries=settings.queries),),
-            lengths=() if settings.length is None else (settings.length,),
-            samples=settings.samples,
-        ),
-        length_field="eval.attention.length",
-        case_field="eval.attention.needles",
-    )
-
-
-def chosen_layers(run: Run) -> list[int]:
-    """Return the indices, from 0, of the layers to average over.
-
-    Raises:
-        UserError: `eval.attention.layers` names a layer that the model does not have.
-    """
-    layers, count = run.config.eval.attention.layers, run.config.model.num_layers
-    if layers and max(layers) > count:
-        raise UserError(f"eval.attention.layers={layers}: the model has {count} layers; use 1 … {count}")
-    return [layer - 1 for layer in layers] or list(range(count))
 
 
 class _Batch(NamedTuple):
@@ -156,41 +103,16 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
     return _Batch(*(decode.put(evaluation.run.mesh, x) for x in (tokens_BT, part_BT, queries_BC)))
 
 
-def _statistics(
-    evaluation: Evaluation, prompts: Prompts, rows: int, items: Sequence[NeedleItem]
-) -> list[dict[str, list[float]]]:
-    """Return each item's measures by name, with one number per layer."""
-    batch = _batch(evaluation, [prompts.prompt(item) for item in items], rows, 1)
-    case = items[0].case
-    compared = ("answer", "noise", "others") if case.needles > case.queries else ("answer", "noise")
-    config = evaluation.run.config
-    l0_share = config.eval.attention.l0_share
-    found = _measure_rows(_graph(config), evaluation.params, batch, l0_share=l0_share, compared=compared)
-    found = {name: np.asarray(value_LB) for name, value_LB in found.items()}
-    return [{name: value_LB[:, row].tolist() for name, value_LB in found.items()} for row in range(len(items))]
-
-
-def _example(evaluation: Evaluation, prompts: Prompts, layers: Sequence[int]) -> Example:
-    """Return the attention maps of the first prompt of the middle depth."""
-    run, depth = evaluation.run, prompts.depths[len(prompts.depths) // 2]
-    prompt = prompts.prompt(next(item for item in prompts.items if item.depth == depth))
+def _maps(
+    evaluation: Evaluation, graphdef: nnx.GraphDef, prompt: NeedlePrompt, layers: Sequence[int], tokens_a_bin: int
+) -> dict[str, np.ndarray]:
+    """Return `row_pictures` of a prompt's last tokens, averaged over layers, `[C, N]` each."""
+    run = evaluation.run
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
-    tokens_a_bin = -(-len(prompt.tokens) // MOST_BINS)
     bins = -(-len(prompt.tokens) // tokens_a_bin)
     batch = _batch(evaluation, [prompt], decode.rows_for(1, run.mesh), queries)
-    found = _draw_rows(_graph(run.config), evaluation.params, batch, tokens_a_bin=tokens_a_bin)
-    return Example(
-        prompt=prompt,
-        tokens_a_bin=tokens_a_bin,
-        maps={name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in found.items()},
-        text_of=prompts.text_of,
-    )
-
-
-@functools.cache
-def _graph(config: Config) -> nnx.GraphDef:
-    """Return the graph with a layout that does not shard tokens, so that prompts may have any length."""
-    return graph(config, Layout.of(config.mesh.context_method).for_inference())
+    found = _draw_rows(graphdef, evaluation.params, batch, tokens_a_bin=tokens_a_bin)
+    return {name: np.mean(np.asarray(x)[layers, 0, :, :bins], axis=0, dtype=np.float64) for name, x in found.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "l0_share", "compared"))

@@ -23,7 +23,7 @@ class Response(NamedTuple):
 
 
 class RequestError(Exception):
-    """Error for a request that got no complete response; the message may contain text from the server."""
+    """Error of a request without a complete and small response; the message may contain text from the server."""
 
 
 def may_carry_key(url: str) -> bool:
@@ -32,17 +32,13 @@ def may_carry_key(url: str) -> bool:
 
 
 def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Response:
-    """Send `body` as JSON and return the response. Redirects are not followed.
+    """Send `body` as JSON and return the response, or raise `RequestError`. Redirects are not followed.
 
     Args:
         url: an address for which `may_carry_key` is true, unless `key` is None.
         body: a JSON value.
         key: sent as a bearer token; None: no key.
         seconds: largest time from the start of the connection to the last byte of the response.
-
-    Raises:
-        RequestError: the server cannot be reached, the time runs out, or the response has more than
-            `MOST_RESPONSE_BYTES` bytes.
     """
 
     def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:

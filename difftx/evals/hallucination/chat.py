@@ -1,4 +1,4 @@
-"""A client for endpoints of OpenAI's chat completions API, with retries, a rate limit, and no key in its messages."""
+"""A client of OpenAI's chat completions API, with retries, a rate limit, and messages that do not contain the key."""
 
 import json
 import os
@@ -34,9 +34,9 @@ class Reply(NamedTuple):
 
 
 class AttemptError(Exception):
-    """Error of an attempt that is worth repeating; `wait_seconds` is the wait that the endpoint asks for, or None."""
+    """Error of an attempt that is worth repeating, after the wait that the endpoint asks for."""
 
-    def __init__(self, reason: str, wait_seconds: float | None = None):
+    def __init__(self, reason: str, wait_seconds: float = 0.0):
         super().__init__(reason)
         self.wait_seconds = wait_seconds
 
@@ -49,11 +49,7 @@ class ChatEndpoint:
     """A chat endpoint that any number of threads may use; failed requests are repeated."""
 
     def __init__(self, config: JudgeConfig):
-        """Read the key from the environment.
-
-        Raises:
-            UserError: the key is missing, is not a valid key, or would be sent unencrypted to another machine.
-        """
+        """Read the key from the environment; raise `UserError` if it is invalid or would be sent unencrypted."""
         self._config, self._key = config, _key(config.key_variable)
         if self._key is not None and not may_carry_key(config.base_url):
             raise UserError(
@@ -78,8 +74,8 @@ class ChatEndpoint:
             raise
 
     def stop(self) -> None:
-        """Stop all requests: threads that wait or send another request get a `StoppedError`."""
-        self._pace.stop()
+        """Raise `StoppedError` in every thread that waits, or that sends another request."""
+        self._pace.stopped.set()
 
     def public(self, text: str) -> str:
         """Return a text with the key masked; a server may repeat the key in its answer."""
@@ -99,7 +95,7 @@ class ChatEndpoint:
             try:
                 return read(self._post(body))
             except AttemptError as error:
-                reason, wait = str(error), error.wait_seconds or 0.0
+                reason, wait = str(error), error.wait_seconds
             if wait > longest:
                 raise RunError(
                     f"{self.url} asks to wait {wait:.0f} s, longer than eval.judge.longest_wait_seconds={longest:g} "
@@ -111,12 +107,7 @@ class ChatEndpoint:
         raise RunError(f"{self.url}: eval.judge.attempts={attempts} failed, the last: {reason}; {RESUMES}")
 
     def _post(self, body: dict[str, Any]) -> Reply:
-        """Send a request once.
-
-        Raises:
-            AttemptError: another attempt may succeed.
-            UserError: another attempt would get the same response.
-        """
+        """Send a request once; raise `AttemptError` if another attempt may succeed, else `UserError`."""
         try:
             response = post_json(self.url, body, key=self._key, seconds=self._config.timeout_seconds)
         except RequestError as error:
@@ -133,7 +124,7 @@ class ChatEndpoint:
                 f"{self.url} refuses the request: {self._reason(response)}; see eval.judge.base_url and "
                 "eval.hallucination.judge_model"
             )
-        raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After")))
+        raise AttemptError(self._reason(response), _retry_after(response.headers.get("Retry-After", "")))
 
     def _reply(self, response: Response) -> Reply:
         try:
@@ -164,7 +155,7 @@ class _Pace:
 
     def __init__(self, per_minute: float | None):
         self._gap = 60 / per_minute if per_minute else 0.0
-        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._lock, self.stopped = threading.Lock(), threading.Event()
         self._free_at = time.monotonic()
 
     def turn(self) -> None:
@@ -185,12 +176,9 @@ class _Pace:
             self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Block the calling thread; raise a `StoppedError` if `stop` is called, or was called before."""
-        if self._stopped.wait(seconds):
+        """Block the calling thread; raise `StoppedError` as soon as `stopped` is set."""
+        if self.stopped.wait(seconds):
             raise StoppedError
-
-    def stop(self) -> None:
-        self._stopped.set()
 
 
 def _key(variable: str | None) -> str | None:
@@ -225,13 +213,11 @@ def _without_parts(text: str, key: str) -> str:
     return "".join(kept)
 
 
-def _retry_after(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None if the header is missing or invalid."""
-    if value is None:
-        return None
+def _retry_after(value: str) -> float:
+    """Return the seconds of a Retry-After header, a number or a date; 0 if the header is empty or invalid."""
     try:
         seconds = urllib3.util.Retry().parse_retry_after(value)
     # ValueError and OverflowError: a number or a year is too large.
     except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
-        return None
+        return 0.0
     return float(min(seconds, LONGEST_RETRY_SECONDS))

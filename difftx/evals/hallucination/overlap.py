@@ -20,7 +20,7 @@ ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # Whole ans
 def words(text: str) -> list[str]:
     """Return a text's words as SQuAD compares them: in lower case, without punctuation and articles.
 
-    A text of articles alone keeps them. Commas within numbers are removed: 1,200 becomes 1200.
+    A text that has only articles keeps them. Commas within numbers are removed: 1,200 becomes 1200.
     """
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", unicodedata.normalize("NFKC", text).casefold())
     found = re.findall(r"\w+", plain)
@@ -63,7 +63,7 @@ def support(answer: str, sources: Sequence[str], length: int) -> float:
 
 def recall(answer: str, reference: str) -> float:
     """Return the share of a reference's words that the answer contains; repeated words must be repeated there too."""
-    return _share(_common(words(answer), words(reference)), len(words(reference)))
+    return _common(words(answer), words(reference)) / max(len(words(reference)), 1)
 
 
 def f1(answer: str, reference: str) -> float:
@@ -77,11 +77,7 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def _f1(common: int, answer: str, reference: str) -> float:
-    return _share(2 * common, len(words(answer)) + len(words(reference)))
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+    return 2 * common / max(len(words(answer)) + len(words(reference)), 1)
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:

@@ -1,13 +1,8 @@
-"""Prompts of suite `hallucination`: a document, then a question or a request for a summary.
-
-The paper does not print its prompts. The prompts here were written for difftx, for models without instruction tuning.
-An answer ends at a line break, a summary at an empty line. The document and the text around it are tokenised
-separately.
-"""
+"""Prompts of suite `hallucination`: a document, then a question or a request for a summary."""
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -34,78 +29,61 @@ class HallucinationItem:
     """A sample of a set, and its prompt."""
 
     id: str  # Name in a journal: set and index of the record.
-    tokens: tuple[int, ...]  # The prompt.
+    name: str  # File and line, for messages.
     document: str  # The part of the document that the prompt contains.
-    cut: bool  # Whether the document was shortened.
     question: str | None  # None for summarisation.
     references: tuple[str, ...]  # Reference answers.
-
-
-class _Sample(NamedTuple):
-    name: str  # File and line, for messages.
-    document: str
-    question: str | None
-    references: tuple[str, ...]
+    tokens: tuple[int, ...] = ()  # The prompt.
+    cut: bool = False  # Whether the document was shortened.
 
 
 class HallucinationSet:
     """The samples of a file; the same file, settings and tokenizer always give the same samples."""
 
     def __init__(self, run: Run, config: HallucinationSetConfig):
-        """Read the file.
-
-        Raises:
-            UserError: the file cannot be read or is empty, a line lacks a field or has one of the wrong type, or the
-                context does not hold a prompt.
-        """
+        """Read the file; raise `UserError` if it is invalid, or the context does not hold a prompt."""
         self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
-        self._config, self._tokenizer = config, run.tokenizer
+        self._config = config
+        self._encode, self._decode = run.tokenizer.encode_ordinary, run.tokenizer.decode
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
         self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
-        samples = [self._read(record) for record in read_records(Path(config.path), field=field, what="documents")]
+        records = read_records(Path(config.path), field=field, what="documents")
+        samples = [self._sample(f"{self.name}/{number}", record) for number, record in enumerate(records)]
         chosen = np.random.default_rng(settings.seed).permutation(len(samples))[: settings.samples]
-        items = [self._item(number, samples[number]) for number in sorted(chosen.tolist())]
+        items = [self._with_prompt(samples[number]) for number in sorted(chosen.tolist())]
         # Items of similar length share a batch, since a batch takes as long as its longest row.
         self.items = sorted(items, key=lambda item: len(item.tokens))
 
-    def _read(self, record: Record) -> _Sample:
+    def _sample(self, name: str, record: Record) -> HallucinationItem:
+        """Return a record's sample without its prompt."""
         question = None if self._config.question is None else record.text(self._config.question).strip()
         document = _document(record, self._config.document).strip()
         if not document:
             raise UserError(f"{record.name}: {self._config.document} is only white space")
-        return _Sample(record.name, document, question, _references(record, self._config.answers))
+        references = _references(record, self._config.answers)
+        return HallucinationItem(id=name, name=record.name, document=document, question=question, references=references)
 
-    def _item(self, number: int, sample: _Sample) -> HallucinationItem:
+    def _with_prompt(self, item: HallucinationItem) -> HallucinationItem:
         before = self._encode(BEFORE[self.kind])
-        after = self._encode(AFTER[self.kind].format(question=sample.question))
-        tokens, document = self._encode(sample.document), sample.document
+        after = self._encode(AFTER[self.kind].format(question=item.question))
+        tokens, document = self._encode(item.document), item.document
         room = self._window - len(before) - len(after) - self.new_tokens
         if room < FEWEST_TOKENS:
             raise UserError(
-                f"{sample.name}: question, instruction and new_tokens={self.new_tokens} leave {max(room, 0)} tokens of "
+                f"{item.name}: question, instruction and new_tokens={self.new_tokens} leave {max(room, 0)} tokens of "
                 f"data.sequence_length={self._window} for the document; they must leave {FEWEST_TOKENS}"
             )
         is_long = len(tokens) > room
         if is_long and self._refuse_long:
             raise UserError(
-                f"{sample.name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves "
+                f"{item.name}: the document has {len(tokens)} tokens, and data.sequence_length={self._window} leaves "
                 f"{room} for it; leave it out, or set eval.hallucination.long_documents=cut_middle"
             )
         if is_long:
             tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
-            document = self._tokenizer.decode(tokens)
-        return HallucinationItem(
-            id=f"{self.name}/{number}",
-            tokens=(*before, *tokens, *after),
-            document=document,
-            cut=is_long,
-            question=sample.question,
-            references=sample.references,
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_ordinary(text)
+            document = self._decode(tokens)
+        return dataclasses.replace(item, tokens=(*before, *tokens, *after), document=document, cut=is_long)
 
 
 def _document(record: Record, field: str) -> str:

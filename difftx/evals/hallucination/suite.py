@@ -1,4 +1,4 @@
-"""Suite `hallucination`: summaries and answers faithful to a given document (arXiv 2410.05258, §3.6, Table 4)."""
+"""Suite `hallucination`: summaries and answers faithful to a given document (§3.6, Table 4; docs/suites.md)."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,11 +10,9 @@ from difftx.config.eval import KINDS
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.hallucination import overlap
-from difftx.evals.hallucination.judge import Case, OfflineJudge, Verdict
-from difftx.evals.hallucination.judge_model import JudgeModel
+from difftx.evals.hallucination.judges import Case, JudgeModel, OfflineJudge, Verdict
 from difftx.evals.hallucination.prompts import STOP, HallucinationItem, HallucinationSet
 from difftx.evals.result import Heatmap, LineChart, Result
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
@@ -36,20 +34,17 @@ AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
 def evaluate(evaluation: Evaluation) -> Result:
     """Generate answers greedily; a judge decides whether each is accurate and free of hallucinations.
 
-    `accuracy_by_<judge>` is the share of accurate answers among all samples. `accuracy_when_answered_by_<judge>` is the
-    share among answered samples: those whose answer is neither empty nor an abstention. `answer_rate`,
-    `abstention_rate` and `empty_rate`, which sum to 1, show whether a model is wrong less often only because it answers
-    less often. Numbers named after a kind are means over its sets.
-
-    Raises:
-        UserError: the config has no set, or a set's file, the context or the judge cannot be used.
-        RunError: the judge cannot be reached.
+    `accuracy_when_answered_by_<judge>` counts only answers that are neither empty nor abstentions. `answer_rate`,
+    `abstention_rate` and `empty_rate` sum to 1. Numbers named after a kind are means over its sets.
     """
     sets, judge = sets_and_judge(evaluation.run)
     entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
     for data_set in sets:
         _judge(evaluation, judge, data_set, entries[data_set.name])
-    measures = {data_set.name: _measures(data_set, entries[data_set.name], judge) for data_set in sets}
+    measures = {
+        one.name: _mean([_measures(one.kind, item, entries[one.name][item.id], judge) for item in one.items])
+        for one in sets
+    }
     tables: list[LineChart | Heatmap] = []
     for kind in KINDS:
         if names := [data_set.name for data_set in sets if data_set.kind == kind]:
@@ -63,12 +58,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
-    """Read the sets of the config, and return them with its judge.
-
-    Raises:
-        UserError: the config has no set, a file is invalid, the context does not hold a prompt, the environment has no
-            valid key for the judge, or the key would be sent unencrypted.
-    """
+    """Return the sets and the judge of the config; raise `UserError` if there is no set, or one cannot be used."""
     settings = run.config.eval.hallucination
     if not settings.sets:
         raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
@@ -93,8 +83,7 @@ def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, E
             {"answer": done.text.strip(), "tokens": len(done.tokens), "ended_by": done.ended_by} for done in completions
         ]
 
-    rows, what = evaluation.run.microbatch_rows, f"answers to {data_set.name}"
-    found = resumable(evaluation, data_set.items, answer, what=what, batch_items=rows)
+    found = evaluation.answers(data_set.items, answer, what=f"answers to {data_set.name}")
     return {
         item.id: {"question": item.question, "references": list(item.references), "document_cut": item.cut, **given}
         for item, given in found
@@ -114,42 +103,33 @@ def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, ent
         entry |= {"judge": judge.name, "accurate": verdict.accurate, "why": verdict.why}
 
 
-def _measures(data_set: HallucinationSet, entries: dict[str, Entry], judge: Judge) -> Measures:
-    """Return the numbers of a set, each a share of its samples or a mean over them."""
-    answers = [entry["answer"] for entry in entries.values()]
-    accurate = [entry["accurate"] for entry in entries.values()]
-    abstains = [overlap.is_abstention(answer) for answer in answers]
-    is_answered = [bool(answer) and not abstained for answer, abstained in zip(answers, abstains, strict=True)]
-    measures = {f"accuracy_by_{judge.label}": statistics.fmean(accurate)}
-    if any(is_answered):
-        of_answers = [right for right, answered in zip(accurate, is_answered, strict=True) if answered]
-        measures[f"accuracy_when_answered_by_{judge.label}"] = statistics.fmean(of_answers)
+def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) -> Measures:
+    """Return the measures of an item; the numbers of a set are their means over the items that have them."""
+    answer, (agreement, _, agreement_of) = entry["answer"], AGREEMENT[kind]
+    abstains = overlap.is_abstention(answer)
+    is_answered = bool(answer) and not abstains
+    measures = {f"accuracy_by_{judge.label}": entry["accurate"]}
+    if is_answered:
+        measures[f"accuracy_when_answered_by_{judge.label}"] = entry["accurate"]
     measures |= {
-        "answer_rate": statistics.fmean(is_answered),
-        "abstention_rate": statistics.fmean(abstains),
-        "empty_rate": statistics.fmean(not answer for answer in answers),
-        "answer_tokens": statistics.fmean(entry["tokens"] for entry in entries.values()),
-        "answer_words": statistics.fmean(len(answer.split()) for answer in answers),
-        "unfinished_rate": statistics.fmean(entry["ended_by"] == "limit" for entry in entries.values()),
+        "answer_rate": is_answered,
+        "abstention_rate": abstains,
+        "empty_rate": not answer,
+        "answer_tokens": entry["tokens"],
+        "answer_words": len(answer.split()),
+        "unfinished_rate": entry["ended_by"] == "limit",
+        agreement: max(agreement_of(answer, reference) for reference in item.references),
+        "recall": max(overlap.recall(answer, reference) for reference in item.references),
+        "documents_cut": item.cut,
     }
-    name, _, agreement = AGREEMENT[data_set.kind]
-    for measure, compare in ((name, agreement), ("recall", overlap.recall)):
-        measures[measure] = statistics.fmean(
-            max(compare(entry["answer"], reference) for reference in entry["references"]) for entry in entries.values()
-        )
-    measures["documents_cut"] = statistics.fmean(entry["document_cut"] for entry in entries.values())
     # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
-    if has_reference := [
-        any(overlap.contains(item.document, reference) for reference in item.references)
-        for item in data_set.items
-        if data_set.kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references))
-    ]:
-        measures["reference_in_document"] = statistics.fmean(has_reference)
+    if kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references)):
+        measures["reference_in_document"] = any(overlap.contains(item.document, text) for text in item.references)
     return measures
 
 
 def _mean(found: Sequence[Measures]) -> Measures:
-    """Return the mean of each measure over the sets that have it."""
+    """Return the mean of each measure over the elements of `found` that have it."""
     names = dict.fromkeys(name for measures in found for name in measures)
     return {name: statistics.fmean(measures[name] for measures in found if name in measures) for name in names}
 

@@ -29,7 +29,7 @@ MARKS = re.compile(r"\[(title|header|step|substeps)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form of the rows that lm-eval's task makes from the data set of the Hugging Face hub."""
+    """The form of a task's rows."""
 
     texts: tuple[int, ...]  # Allowed numbers of choices, or of contexts for winogrande.
     query: str  # Regular expression that matches a whole query.
@@ -60,9 +60,6 @@ def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test
         num_fewshot: examples in a prompt; the file needs one more, since lm-eval may draw the question itself.
         list_field: name of the field that holds one text per answer.
         test: name of the questions' split, which is also part of the file name.
-
-    Raises:
-        UserError: a file is missing or too short, or a line is invalid.
     """
     text_field = "continuation" if list_field == "context_options" else "query"
     examine = functools.partial(_question, form=FORMS[task], text_field=text_field, list_field=list_field)

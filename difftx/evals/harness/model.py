@@ -19,10 +19,7 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top
 
 
 class HarnessModel(TemplateLM):
-    """An lm-eval model; lm-eval itself splits texts into context and continuation.
-
-    Every process of a run gets the same requests and returns the same answers, so lm-eval sees a single process.
-    """
+    """An lm-eval model. lm-eval sees a single process, since all processes get the same requests and answers."""
 
     def __init__(self, evaluation: Evaluation):
         super().__init__()
@@ -33,7 +30,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that replaces an empty context and precedes each text."""
+        """The token that replaces an empty context, and that precedes each text of `loglikelihood_rolling`."""
         return self._evaluation.lm.tokenizer.eot_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -41,7 +38,7 @@ class HarnessModel(TemplateLM):
         return self._evaluation.lm.tokenizer.encode_ordinary(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Return log p(continuation | context), and whether greedy decoding would produce the continuation."""
+        """Call the base class, without its progress bar by default."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
@@ -53,12 +50,12 @@ class HarnessModel(TemplateLM):
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of whole texts, conditioned on <|endoftext|>.
-
-        A long text is split into windows that score each token once. Each window is conditioned on the last token of
-        the previous window.
-        """
-        windows = [self._windows(request.args[0]) for request in requests]
+        """Return log p of whole texts, conditioned on <|endoftext|>, from windows that score each token once."""
+        windows = []
+        for request in requests:
+            text = self.tok_encode(request.args[0])
+            parts = get_rolling_token_windows(text, self.eot_token_id, self._window, context_len=1)
+            windows.append([(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, parts)])
         scores = iter(score_all(self._evaluation, [pair for text in windows for pair in text], what="windows of texts"))
         return [sum(next(scores).loglikelihood for _ in text) for text in windows]
 
@@ -73,12 +70,8 @@ class HarnessModel(TemplateLM):
             repeats[key] += 1
         return complete_all(self._evaluation, found, what="texts to write")
 
-    def _windows(self, text: str) -> list[tuple[Tokens, Tokens]]:
-        windows = get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, self._window, context_len=1)
-        return [(tuple(context), tuple(tokens)) for context, tokens in map(make_disjoint_window, windows)]
-
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
-        """Return a request; `repeat`, the number of equal earlier requests, gives each repetition its own seed."""
+        """Return a request; `repeat`, the number of earlier requests that equal it, is added to the seed."""
         options = normalize_gen_kwargs(options)
         if unknown := options.keys() - GENERATION:
             raise UserError(
@@ -101,11 +94,7 @@ class HarnessModel(TemplateLM):
         )
 
     def _truncated(self, tokens: Tokens, room: int) -> Tokens:
-        """Return the last `room` tokens, or all if they are fewer.
-
-        Raises:
-            UserError: the tokens do not fit and `eval.harness.truncate` is False, or `room` is not positive.
-        """
+        """Return the last `room` tokens; raise `UserError` if tokens are lost and `eval.harness.truncate` is False."""
         if len(tokens) <= room:
             return tokens
         if room < 1 or not self._settings.truncate:

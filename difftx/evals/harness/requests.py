@@ -1,4 +1,4 @@
-"""Likelihoods and completions for lm-eval's tasks: each request is answered once, also after a kill."""
+"""Likelihoods and completions for lm-eval's tasks; equal requests are answered once, also after a kill."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.resume import resumable
 from difftx.files import json_sha256
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
@@ -34,14 +33,11 @@ class _Choices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """A prompt to complete, with the settings of its completion."""
+class GenerationRequest(Request):
+    """A request with the settings that `generate` takes for a whole batch."""
 
-    prompt: Tokens
-    new_tokens: int  # Largest number of new tokens.
     stop: tuple[str, ...]
     sampling: Sampling
-    seed: int
 
     @functools.cached_property
     def id(self) -> str:
@@ -49,13 +45,7 @@ class GenerationRequest:
 
 
 def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
-    """Return the log-likelihood of each continuation after its context.
-
-    Args:
-        evaluation: evaluation with the model, and the journal of finished items.
-        pairs: contexts and continuations of at least one token each, which together fit the model's context.
-        what: name of the pairs in the progress display.
-    """
+    """Return the log-likelihood of the continuation in each (context, continuation) pair, at least a token each."""
     by_context: dict[Tokens, dict[Tokens, None]] = {}
     for context, continuation in pairs:
         by_context.setdefault(context, {})[continuation] = None
@@ -74,20 +64,14 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
         return [list(itertools.islice(scores, len(item.continuations))) for item in batch]
 
     found = {}
-    for item, scores in resumable(evaluation, items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
+    for item, scores in evaluation.answers(items, answer, what=what, batch_items=rows * ITEMS_PER_ROW):
         for continuation, score in zip(item.continuations, scores, strict=True):
             found[item.context, continuation] = Score(*score)
     return [found[pair] for pair in pairs]
 
 
 def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], *, what: str) -> list[str]:
-    """Return the completion of each prompt, up to the first of its stop strings.
-
-    Args:
-        evaluation: evaluation with the model, and the journal of finished items.
-        requests: prompts that fit the model's context together with their new tokens.
-        what: name of the prompts in the progress display.
-    """
+    """Return the completion of each prompt, up to the first of its stop strings."""
     texts: dict[GenerationRequest, str] = {}
     groups: dict[tuple[Sampling, tuple[str, ...]], list[GenerationRequest]] = {}
     for item in dict.fromkeys(requests):
@@ -95,9 +79,8 @@ def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], 
     for (sampling, stop), items in groups.items():
 
         def answer(batch: Sequence[GenerationRequest], sampling=sampling, stop=stop) -> list[str]:
-            prompts = [Request(prompt=item.prompt, new_tokens=item.new_tokens, seed=item.seed) for item in batch]
-            return [completion.text for completion in generate(evaluation.lm, prompts, sampling, stop=stop)]
+            return [completion.text for completion in generate(evaluation.lm, batch, sampling, stop=stop)]
 
         items.sort(key=lambda item: -len(item.prompt))  # Longest first, so that a lack of memory shows immediately.
-        texts |= resumable(evaluation, items, answer, what=what, batch_items=evaluation.run.microbatch_rows)
+        texts |= evaluation.answers(items, answer, what=what)
     return [texts[item] for item in requests]

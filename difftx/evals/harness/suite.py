@@ -1,4 +1,4 @@
-"""Suite `harness`: tasks of EleutherAI's lm-eval, built in or from YAML files (arXiv 2410.05258, Tables 1 and 8)."""
+"""Suite `harness`: tasks of EleutherAI's lm-eval, built in or from YAML files (Tables 1 and 8; docs/suites.md)."""
 
 import difflib
 import functools
@@ -15,33 +15,20 @@ from difftx.config import Config
 from difftx.config.eval import HarnessConfig
 from difftx.errors import UserError, import_extra
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.harness.data import data_files
+from difftx.evals.harness.data import FORMS, data_files
 from difftx.evals.result import Heatmap, Result
 from difftx.evals.suite import Suite
 
-PAPER_METRICS = {
-    "arc_challenge": "acc",
-    "arc_easy": "acc",
-    "boolq": "acc",
-    "hellaswag": "acc_norm",
-    "openbookqa": "acc",
-    "piqa": "acc",
-    "winogrande": "acc",
-}
+# The paper does not name its metrics. With these, the row of OpenLLaMA-3B-v2 in Table 1 equals the rounded column of
+# that model in the README of github.com/openlm-research/open_llama; the alternatives differ by up to 0.18.
+PAPER_METRICS = dict.fromkeys(FORMS, "acc") | {"hellaswag": "acc_norm"}
 LOCAL_TASKS = Path(__file__).parent / "tasks"
 # Resamples for standard errors of metrics that are not means, such as F1. lm-eval's default, 100,000, takes minutes.
 BOOTSTRAPS = 1000
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run lm-eval's tasks on the model.
-
-    Numbers named `<task>_<metric>`, and their standard errors, are those of lm-eval. `averages` describes the means
-    over `eval.harness.tasks`.
-
-    Raises:
-        UserError: lm-eval is not installed, a task or its data is not available, or a request does not fit the context.
-    """
+    """Run lm-eval's tasks on the model."""
     settings = evaluation.run.config.eval.harness
     manager, tasks = load_tasks(settings)
     import lm_eval
@@ -66,7 +53,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
+    """Return the files of the tasks and of their data."""
     settings = config.eval.harness
     data = [] if settings.data_path is None else data_files(settings.data_path, settings.tasks)
     others = [] if settings.include_path is None else sorted(Path(settings.include_path).rglob("*"))
@@ -76,8 +63,7 @@ def files(config: Config) -> list[Path]:
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data.
 
-    Raises:
-        UserError: lm-eval is not installed, a task does not exist, or its data is not available.
+    Raises `UserError` if lm-eval is not installed, a task does not exist, or its data is not available.
     """
     for module in ("lm_eval", "datasets"):
         import_extra(module, "eval")
@@ -130,7 +116,6 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> Result:
-    """Return lm-eval's numbers and the means over `tasks`."""
     scores = {task: _numbers(values) for task, values in found["results"].items()}
     rows = {task: scores[task] for task in tasks if "acc" in scores.get(task, {})}  # Some groups have no mean accuracy.
     numbers = averages(rows)
@@ -159,16 +144,9 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
 
 
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the means over tasks.
+    """Return the means over tasks, where `acc` replaces a missing `acc_norm`.
 
-    `average_acc` is the mean of `acc`. `average_acc_norm` is the mean of `acc_norm`, the accuracy of choices by
-    likelihood per character, with `acc` for tasks without it. `average_paper`, the "Avg" of Tables 1 and 8, exists only
-    if all of `PAPER_METRICS` were evaluated.
-
-    The paper does not name its metrics; `PAPER_METRICS` is an inference. With these metrics, the row of OpenLLaMA-3B-v2
-    in Table 1 equals, when rounded, the column of that model in the README of github.com/openlm-research/open_llama.
-    With the alternatives, the numbers differ (HellaSwag 70.0: acc_norm 0.70, acc 0.52; OpenBookQA 26.0: acc 0.26,
-    acc_norm 0.38).
+    `average_paper`, the "Avg" of Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
     """
     numbers = {}
     if rows:

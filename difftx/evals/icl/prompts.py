@@ -1,12 +1,11 @@
-"""Prompts of suite `icl`: demonstrations of a classification task, then a question.
+"""Prompts of suite `icl`: demonstrations of a classification task, then a question without its label.
 
 A demonstration is a labelled text, followed by an empty line:
 
     Question: How far is it from Denver to Aspen ?
     Type: NUM
 
-The question has the same form, without the label. Each part is tokenised separately, so that a label has the same
-tokens everywhere.
+Each part is tokenised separately, so that a label has the same tokens everywhere.
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from difftx.training.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A text with its label."""
+    """A text with its label, as tokens."""
 
     question: tuple[int, ...]  # Tokens of "Question: …\nType:".
     label: int  # Index into `IclTask.labels`.
@@ -54,24 +52,16 @@ class IclItem:
 
 
 class IclTask:
-    """The demonstrations, questions and labels of a task.
-
-    The same files, settings and tokenizer always give the same task.
-    """
+    """The demonstrations, questions and labels of a task; the same files, settings and tokenizer give the same task."""
 
     def __init__(self, run: Run, config: IclTaskConfig):
-        """Read the files.
-
-        Demonstrations are drawn from the training file without regard to labels. Prompts with fewer demonstrations use
-        the first of them.
-
-        Raises:
-            UserError: a file cannot be read or is empty, a line lacks a field or has an unknown label, or the context
-                does not hold a demonstration and the longest question.
-        """
+        """Read the files; raise `UserError` if one is invalid, or the context is too short for a demonstration."""
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings: IclConfig = run.config.eval.icl
-        train, test = self._read("train"), self._read("test")
+        train, test = (
+            list(read_records(Path(path), field=f"eval.icl.tasks, {config.name}.{name}", what="examples"))
+            for name, path in (("train", config.train), ("test", config.test))
+        )
         self._label_names = sorted({_one_line(record, config.label) for record in train})
         # The line break ensures that a label is never a prefix of another, as `most_likely` requires.
         self.labels = tuple(self._encode(f" {name}\n") for name in self._label_names)
@@ -111,21 +101,16 @@ class IclTask:
         return items
 
     def prompts(self, item: IclItem) -> list[Prompt]:
-        """Return a prompt for each question, with an item's demonstrations before it."""
+        """Return a prompt for each question, with the item's demonstrations as its context."""
         context = tuple(itertools.chain(*(self._demonstrations[i].demonstration for i in item.permutation)))
         return [Prompt(context, example.question) for example in self.questions]
 
     def accuracy(self, answers: list[int]) -> float:
-        """Return the share of questions whose chosen label is right."""
-        return float(
-            np.mean([example.label == answer for example, answer in zip(self.questions, answers, strict=True)])
-        )
+        """Return the share of questions whose chosen label is right; `answers` are indices into `labels`."""
+        return float(np.mean(np.equal([example.label for example in self.questions], answers)))
 
     def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
-        """Return `eval.icl.permutations` distinct permutations, or all if there are fewer.
-
-        Both orders process the same sequence of shuffles, and skip duplicates.
-        """
+        """Return `eval.icl.permutations` distinct permutations of `shots` demonstrations, or all if there are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
         # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.
@@ -149,10 +134,6 @@ class IclTask:
         rounds = itertools.zip_longest(*by_label.values())
         return [i for one_round in rounds for i in one_round if i is not None]
 
-    def _read(self, field: Literal["train", "test"]) -> list[Record]:
-        path = Path(getattr(self._config, field))
-        return list(read_records(path, field=f"eval.icl.tasks, {self.name}.{field}", what="examples"))
-
     def _example(self, record: Record) -> Example:
         text, name = _one_line(record, self._config.text), _one_line(record, self._config.label)
         if name not in self._label_names:
@@ -169,11 +150,7 @@ class IclTask:
 
 
 def _one_line(record: Record, field: str) -> str:
-    """Return a field's text on one line, without surrounding space; line breaks would end a label.
-
-    Raises:
-        UserError: the field is missing, is not text, or is only white space.
-    """
+    """Return a field's text on one line, since a line break ends a label; raise `UserError` if there is no text."""
     text = " ".join(record.text(field).split())
     if not text:
         raise UserError(f"{record.name}: {field} is only white space")

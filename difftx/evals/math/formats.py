@@ -15,7 +15,7 @@ BOXED = r"\boxed{"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """The fields of a set, and the rules for combining them into a problem."""
+    """The fields of a set's records, and the rules for making a problem of them."""
 
     question: tuple[str, ...]  # Fields whose texts form the question, in this order.
     solution: str | None  # Field of the reasoning; None: the set has none.
@@ -66,15 +66,9 @@ class Problem:
 
 
 def read_problems(path: str, name: MathFormat, *, field: str) -> list[Problem]:
-    """Return the problems of a file of JSON lines, plain or compressed.
+    """Return the problems of a file of JSON lines, plain or compressed, or raise `UserError` for an invalid file.
 
-    Args:
-        path: path of the file.
-        name: name of its format.
-        field: config field that holds the path, for messages.
-
-    Raises:
-        UserError: the file cannot be read or is empty, or a line lacks a field of the format or has no answer.
+    `name` is the name of the file's format. `field` is the config field that holds the path, for messages.
     """
     return [_problem(record, name, FORMATS[name]) for record in read_records(Path(path), field=field, what="problems")]
 

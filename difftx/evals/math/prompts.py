@@ -15,20 +15,19 @@ from difftx.config import Config
 from difftx.config.eval import MathTaskConfig
 from difftx.errors import UserError
 from difftx.evals.math.formats import Problem, read_problems
+from difftx.inference.generate import Request
 from difftx.training.run import Run
 
 STOP = ("\nQuestion:",)  # The beginning of the next problem, as in the demonstrations.
 NUDGE = " Let's think step by step."  # For prompts without demonstrations (arXiv 2205.11916).
 
 
-@dataclasses.dataclass(frozen=True)
-class MathItem:
-    """A problem, its prompt, and the seed to sample its answer."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathItem(Request):
+    """The request for an answer to a problem."""
 
     id: str
     problem: Problem
-    prompt: tuple[int, ...]
-    seed: int
 
 
 class MathTask:
@@ -37,12 +36,10 @@ class MathTask:
     def __init__(self, run: Run, config: MathTaskConfig):
         """Read the files and draw the demonstrations, which are the same for all questions.
 
-        Raises:
-            UserError: a file cannot be read or is empty, a line lacks a field, there are fewer demonstrations than
-                `eval.math.shots` or they lack solutions, or the context does not hold a prompt and one token.
+        Raises `UserError` for a file that is invalid or has too few demonstrations, and for a prompt that is too long.
         """
         settings = run.config.eval.math
-        self.name, self._run, self._settings = config.name, run, settings
+        self.name, self._settings = config.name, settings
         rng = np.random.default_rng(settings.seed)
         field = f"eval.math.tasks, {config.name}"
         context = self._demonstrations(config, field, rng)
@@ -50,26 +47,24 @@ class MathTask:
         if settings.questions is not None:
             problems = [problems[i] for i in sorted(rng.permutation(len(problems))[: settings.questions])]
         nudge = NUDGE if settings.chain_of_thought and not settings.shots else ""
-        self.items = [
-            MathItem(
-                f"{self.name}/{number}",
-                problem,
-                tuple(run.tokenizer.encode_ordinary(f"{context}Question: {problem.question}\nAnswer:{nudge}")),
-                (settings.seed + number) % 2**32,
-            )
-            for number, problem in enumerate(problems)
-        ]
-        for item in self.items:
-            if self.room(item) < 1:
+        window = run.config.data.sequence_length
+        self.items: list[MathItem] = []
+        for number, problem in enumerate(problems):
+            prompt = run.tokenizer.encode_ordinary(f"{context}Question: {problem.question}\nAnswer:{nudge}")
+            if len(prompt) >= window:
                 raise UserError(
-                    f"{item.problem.name}: the prompt has {len(item.prompt)} tokens, and the model's context "
-                    f"data.sequence_length={run.config.data.sequence_length}; remove the line"
+                    f"{problem.name}: the prompt has {len(prompt)} tokens, and the model's context "
+                    f"data.sequence_length={window}; remove the line"
                     + (f", or use fewer demonstrations than eval.math.shots={settings.shots}" if settings.shots else "")
                 )
-
-    def room(self, item: MathItem) -> int:
-        """Return the largest number of tokens that the answer may have."""
-        return min(self._settings.new_tokens, self._run.config.data.sequence_length - len(item.prompt))
+            item = MathItem(
+                id=f"{self.name}/{number}",
+                problem=problem,
+                prompt=prompt,
+                new_tokens=min(settings.new_tokens, window - len(prompt)),
+                seed=(settings.seed + number) % 2**32,
+            )
+            self.items.append(item)
 
     def _demonstrations(self, config: MathTaskConfig, field: str, rng: np.random.Generator) -> str:
         settings, form = self._settings, config.train_format or config.format
@@ -95,6 +90,6 @@ class MathTask:
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files that the suite reads in addition to the run's data."""
+    """Return the files of the problems, and of the demonstrations if prompts have any."""
     read = config.eval.math.shots > 0
     return [Path(path) for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]

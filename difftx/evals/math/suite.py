@@ -1,6 +1,7 @@
-"""Suite `math`: accuracy and length of answers to word problems (arXiv 2410.05258, ICLR camera-ready, App. C)."""
+"""Suite `math`: accuracy and length of answers to word problems (ICLR camera-ready, App. C; docs/suites.md)."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,29 +9,25 @@ import numpy as np
 
 from difftx.errors import UserError, import_extra
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.math.answers import is_right
+from difftx.evals.math.formats import Problem, last_boxed
 from difftx.evals.math.prompts import STOP, MathItem, MathTask, files
 from difftx.evals.result import LineChart, Result, Series
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
-from difftx.inference.generate import Request, generate
+from difftx.inference.generate import generate
 from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
 
+ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
+# Time limit of math-verify to parse an expression, and to compare two; an answer that takes longer counts as wrong.
+# math-verify uses SIGALRM, which works only in the main thread.
+SECONDS = 5
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 SHOWN = 3  # Answers of each task in the details, each truncated to `SHOWN_CHARACTERS`.
 SHOWN_CHARACTERS = 4000
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Generate an answer to each problem, and return numbers for each task and their means over tasks.
-
-    `accuracy` is the share of answers that end with the right result. `tokens` is the mean length of answers.
-    `truncated` is the share of answers that ended at the token limit.
-
-    Raises:
-        UserError: `open_tasks` raises it.
-    """
+    """Generate an answer to each problem, and return numbers for each task and their means over tasks."""
     by_task, details, lines = {}, {}, []
     for task in open_tasks(evaluation.run):
         answers = _answers(evaluation, task)
@@ -39,14 +36,14 @@ def evaluate(evaluation: Evaluation) -> Result:
         percentiles = np.percentile(lengths, PERCENTILES).tolist()
         by_task[task.name] = {
             "accuracy": float(np.mean(right)),
-            "tokens": float(np.mean(lengths)),
+            "tokens": float(np.mean(lengths)),  # Of an answer.
             "truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
         }
         details[task.name] = {
             "problems": len(answers),
             "accuracy_stderr": float(np.std(right, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else None,
             "tokens_by_percentile": dict(zip(map(str, PERCENTILES), percentiles, strict=True)),
-            "least_tokens_allowed": min(task.room(item) for item in task.items),
+            "least_tokens_allowed": min(item.new_tokens for item in task.items),
             "first": [_shown(item, answer) for item, answer in answers[:SHOWN]],
         }
         lines.append(Series(name=task.name, x=[float(value) for value in PERCENTILES], y=percentiles))
@@ -63,25 +60,54 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def open_tasks(run: Run) -> list[MathTask]:
-    """Read the tasks of `eval.math.tasks`.
-
-    Raises:
-        UserError: math-verify is not installed, the config has no task, a file is invalid, or the context does not hold
-            a prompt.
-    """
+    """Read the tasks of the config; raise `UserError` if there is none, one is invalid, or math-verify is missing."""
     import_extra("math_verify", "eval")
     if not run.config.eval.math.tasks:
         raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")
     return [MathTask(run, config) for config in run.config.eval.math.tasks]
 
 
+def is_right(text: str, problem: Problem) -> bool:
+    """Return whether a text's final answer and the problem's answer are the same text or the same mathematical object.
+
+    In a text without a final answer, the number or expression that math-verify finds counts. Problems with choices
+    accept only the same text.
+    """
+    math_verify = import_extra("math_verify", "eval")
+    final = final_answer(text)
+    if final is not None and _plain(final) == _plain(problem.answer):
+        return True
+    if problem.choices:
+        return False
+    if final is None:
+        final = text
+    elif problem.latex and "$" not in final:
+        final = f"${final}$"
+    right = math_verify.parse(f"${problem.answer}$", parsing_timeout=SECONDS)
+    given = math_verify.parse(final, parsing_timeout=SECONDS)
+    return math_verify.verify(right, given, timeout_seconds=SECONDS)
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the last \boxed{…}, else the rest of the line after the last "answer is" or "####", else None."""
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    *before, last = ANSWER.split(text)
+    return last.partition("\n")[0].strip().rstrip(".") if before else None
+
+
+def _plain(answer: str) -> str:
+    r"""Return an answer in lower case, without dollar signs, \text{…} and similar, extra space or a final period."""
+    bare = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer)
+    return " ".join(bare.replace("$", "").casefold().split()).rstrip(".")
+
+
 def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dict[str, Any]]]:
-    settings = evaluation.run.config.eval.math
-    sampling = Sampling(repetition_penalty=None, temperature=settings.temperature, top_k=None, top_p=None)
+    temperature = evaluation.run.config.eval.math.temperature
+    sampling = Sampling(repetition_penalty=None, temperature=temperature, top_k=None, top_p=None)
 
     def answer(items: Sequence[MathItem]) -> list[dict[str, Any]]:
-        requests = [Request(prompt=item.prompt, new_tokens=task.room(item), seed=item.seed) for item in items]
-        completions = generate(evaluation.lm, requests, sampling, stop=STOP)
+        completions = generate(evaluation.lm, items, sampling, stop=STOP)
         return [
             {
                 "text": completion.text,
@@ -92,17 +118,12 @@ def _answers(evaluation: Evaluation, task: MathTask) -> list[tuple[MathItem, dic
             for item, completion in zip(items, completions, strict=True)
         ]
 
-    rows = evaluation.run.microbatch_rows
-    return list(resumable(evaluation, task.items, answer, what=f"problems of {task.name}", batch_items=rows))
+    return list(evaluation.answers(task.items, answer, what=f"problems of {task.name}"))
 
 
 def _shown(item: MathItem, answer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "problem": item.problem.name,
-        **answer,
-        "text": answer["text"][:SHOWN_CHARACTERS],
-        "right_answer": item.problem.answer,
-    }
+    text, right = answer["text"][:SHOWN_CHARACTERS], item.problem.answer
+    return {"problem": item.problem.name, **answer, "text": text, "right_answer": right}
 
 
 SUITE = Suite(evaluate=evaluate, reads=("math",), check=open_tasks, files=files)

@@ -9,9 +9,9 @@ import numpy as np
 import tiktoken
 
 from difftx.config import Config
-from difftx.data.corpora import open_split, read_texts, text_files
 from difftx.data.packing import PackedRows
-from difftx.data.store import META, TokenStore
+from difftx.data.sources import open_split, read_texts, text_files
+from difftx.data.store import META
 from difftx.data.tokenizer import token_bytes
 from difftx.errors import UserError
 from difftx.training.run import Run
@@ -25,7 +25,7 @@ LINE_END = re.compile(rb"\n[ \t]*$")
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A tokenised text with its boundaries; entry i of a boundary array is about the position before token i."""
+    """A tokenised text; entry i of a boundary array describes the position before token i."""
 
     tokens_N: np.ndarray  # int32
     is_sentence_end: np.ndarray  # bool [N + 1]
@@ -48,10 +48,9 @@ class Text:
         return Text(self.tokens_N[start : start + length], sentence[boundaries], character[boundaries])
 
     def position_at(self, depth: float) -> int:
-        """Return the number of tokens before a depth, which is a share from 0 to 1 of the text.
+        """Return the position nearest to a depth, a share from 0 to 1 of the text, as the number of tokens before it.
 
-        The position is the nearest sentence end within `TOLERANCE`, else the nearest character boundary within
-        `TOLERANCE`, else the depth rounded to a token.
+        Positions are sentence ends within `TOLERANCE`, else character boundaries within `TOLERANCE`, else all tokens.
         """
         exact, farthest = depth * len(self.tokens_N), TOLERANCE * len(self.tokens_N)
         if depth not in (0, 1):
@@ -64,7 +63,7 @@ class Text:
 
 
 def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest: int) -> Text:
-    """Return a text with its boundaries; a text with fewer than `longest` tokens, the longest excerpt, is repeated."""
+    """Return a text with its boundaries, after repeating it until it has at least `longest` tokens."""
     tokens_N = np.resize(tokens, max(len(tokens), longest)).astype(np.int32)
     before_N, after_N = tokens_N[:-1], tokens_N[1:]
     values = [value or b"" for value in token_bytes(tokenizer)]
@@ -83,20 +82,18 @@ def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest
 def read_haystack(run: Run, *, longest: int) -> np.ndarray:
     """Return the token ids of the text at `eval.needle.haystack`, or of the run's first validation set of text.
 
-    Args:
-        run: run with the tokenizer and the validation sets.
-        longest: number of tokens of the longest excerpt.
-
-    Raises:
-        UserError: there is no text, or it cannot be read.
+    Raises `UserError` if there is no text. `longest` is the number of tokens of the longest excerpt.
     """
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
     if path is not None and not Path(path).is_dir():
         tokens = _encode_files(run, path, limit)
     else:
-        data = run.config.data
-        store = _validation_text(run) if path is None else open_split(data, path, "valid", run.tokenizer, FIELD)
-        tokens = store.slice(0, min(len(store), limit))
+        stores = [rows.store for rows in run.data.valid.values() if isinstance(rows, PackedRows)]
+        if path is not None:
+            stores = [open_split(run.config.data, path, "valid", run.tokenizer, FIELD)]
+        if not stores:
+            raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
+        tokens = stores[0].slice(0, min(len(stores[0]), limit))
     tokens = tokens[tokens != run.tokenizer.eot_token]
     if not len(tokens):
         raise UserError(f"{FIELD}={path!r}: there is no text; use a file that contains text")
@@ -109,13 +106,6 @@ def haystack_files(config: Config) -> list[Path]:
     if path is None:
         return []
     return [Path(path) / META] if Path(path).is_dir() else text_files(path, FIELD)
-
-
-def _validation_text(run: Run) -> TokenStore:
-    for rows in run.data.valid.values():
-        if isinstance(rows, PackedRows):
-            return rows.store
-    raise UserError(f"{FIELD} is not set, and no validation set is text; set it to the path of a text")
 
 
 def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:

@@ -1,8 +1,6 @@
 """Prompts of suite `needle`: magic numbers of cities hidden in a long text, then a question about some of them.
 
-The protocol is that of LWM (arXiv 2402.08268) as §3.4 of the paper applies it: numbers have seven digits, the queried
-needles are at a given depth, and the remaining needles are at random positions. Neither paper prints a prompt for
-models without instruction tuning, so the prompts below were written for difftx.
+The protocol is that of LWM (arXiv 2402.08268).
 """
 
 import dataclasses
@@ -35,7 +33,7 @@ SMALLEST_HAYSTACK = 16  # Tokens; a shorter haystack has no meaningful depths.
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """The parameters of a prompt: a cell and the index of a sample in it."""
+    """The parameters of a prompt. The prompts of a cell differ only in their sample."""
 
     length: int  # Tokens of prompt and answer.
     case: NeedleCaseConfig
@@ -77,42 +75,33 @@ class NeedlePrompts:
         length_field: str = "eval.needle.lengths",
         case_field: str = "eval.needle.cases",
     ):
-        """Read the haystack.
+        """Read the haystack; raise `UserError` if there is none, or the context or a length is too short.
 
         Args:
             run: run with the tokenizer, the context length and the haystack.
             settings: settings of the prompts, except the haystack; None: the run's `eval.needle`.
             length_field: config field of the lengths, for messages.
             case_field: config field of the cases, for messages.
-
-        Raises:
-            UserError: a length exceeds the context or does not hold a case, or there is no haystack.
         """
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
         window = run.config.data.sequence_length
         self.cases, self.depths = settings.cases, settings.depths
         self.lengths = sorted(settings.lengths) or [window]
-        for length in self.lengths:
-            if length > window:
-                raise UserError(
-                    f"{length_field}: {length} tokens are more than the model's context "
-                    f"data.sequence_length={window}; use at most that"
-                )
+        if self.lengths[-1] > window:
+            raise UserError(
+                f"{length_field}: {self.lengths[-1]} tokens are more than the model's context "
+                f"data.sequence_length={window}; use at most that"
+            )
         for case in self.cases:
             self._check_length(case, length_field, case_field)
         tokens = read_haystack(run, longest=self.lengths[-1])
         self.haystack_tokens = len(tokens)
         self._text = find_boundaries(tokens, run.tokenizer, longest=self.lengths[-1])
-        self.items = [
-            NeedleItem(length, case, depth, sample)
-            for length, case, depth, sample in itertools.product(
-                self.lengths, self.cases, self.depths, range(settings.samples)
-            )
-        ]
+        parameters = itertools.product(self.lengths, self.cases, self.depths, range(settings.samples))
+        self.items = list(itertools.starmap(NeedleItem, parameters))
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
-        """Return the prompt of an item."""
         needles, queries = item.case.needles, item.case.queries
         rng = np.random.default_rng([self._settings.seed, item.length, needles, queries, item.sample])
         cities = [CITIES[i] for i in rng.choice(len(CITIES), needles, replace=False)]
@@ -121,8 +110,9 @@ class NeedlePrompts:
         question = self._question(cities[:queries])
         length = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
         haystack = self._text.excerpt(length, rng)
-        # The first `queries` needles are the queried ones. They are adjacent, in random order. If other needles fall on
-        # the same position, the queried ones come before them in the first half of the haystack, else after them.
+        # The first `queries` needles are the queried ones. They are adjacent, in random order. If other needles get the
+        # same position, the queried ones come before them in the first half of the haystack, and after them in the
+        # second half.
         position, side = haystack.position_at(item.depth), 1 if item.depth > 0.5 else -1
         placed = [(position, side, needle) for needle in rng.permutation(queries).tolist()]
         placed += [(haystack.position_at(rng.random()), 0, needle) for needle in range(queries, needles)]

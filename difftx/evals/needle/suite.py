@@ -1,37 +1,24 @@
-"""Suite `needle`: retrieval of magic numbers hidden in a long text (arXiv 2410.05258, §3.4, Table 2, Figure 5)."""
+"""Suite `needle`: retrieval of magic numbers hidden in a long text (§3.4, Table 2, Figure 5; docs/suites.md)."""
+#   L = prompt lengths, C = cases, D = depths
 
-import collections
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from difftx.config.eval import NeedleCaseConfig
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.needle.haystack import haystack_files
 from difftx.evals.needle.prompts import NeedleItem, NeedlePrompts
 from difftx.evals.result import Heatmap, Result
-from difftx.evals.resume import resumable
 from difftx.evals.suite import Suite
 from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import GREEDY
 
-type Cell = tuple[NeedleCaseConfig, int, float]  # case, length, depth
-
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Ask for the magic numbers and generate greedily; accuracy is the share of numbers that the answer contains.
-
-    A cell is a case, length and depth; its accuracy is the mean over `eval.needle.samples` prompts. A result such as
-    `n4_r2_4096` is the mean over all depths for 4 needles, 2 of them asked for, in 4,096 tokens. Results that end with
-    `_lwm` use LWM's rule (`lwm_share_found`).
-
-    Raises:
-        UserError: a length exceeds the context or does not hold a case, or there is no text to hide needles in.
-    """
-    run, settings = evaluation.run, evaluation.run.config.eval.needle
-    prompts = NeedlePrompts(run)
+    """Ask for the magic numbers and generate greedily; accuracy is the share of numbers that the answer contains."""
+    settings, prompts = evaluation.run.config.eval.needle, NeedlePrompts(evaluation.run)
 
     def answer(items: Sequence[NeedleItem]) -> list[dict[str, Any]]:
         made = [prompts.prompt(item) for item in items]
@@ -42,27 +29,25 @@ def evaluate(evaluation: Evaluation) -> Result:
             for prompt, completion in zip(made, completions, strict=True)
         ]
 
-    shares: dict[Cell, list[float]] = collections.defaultdict(list)
-    lwm_shares: dict[Cell, list[float]] = collections.defaultdict(list)
-    first = []
-    rows = run.microbatch_rows
-    for item, given in resumable(evaluation, prompts.items, answer, what="needles", batch_items=rows):
-        cell = item.case, item.length, item.depth
-        shares[cell].append(share_found(given["answer"], given["numbers"]))
-        lwm_shares[cell].append(lwm_share_found(given["answer"], given["numbers"]))
-        if item.sample == 0:
-            first.append({"id": item.id, **given})
-    accuracy = {cell: float(np.mean(found)) for cell, found in shares.items()}
-    lwm_accuracy = {cell: float(np.mean(found)) for cell, found in lwm_shares.items()}
+    found = list(evaluation.answers(prompts.items, answer, what="needles"))
+    shape = len(prompts.lengths), len(prompts.cases), len(prompts.depths), settings.samples
+    accuracy_LCD, lwm_accuracy_LCD = (
+        np.reshape([rule(given["answer"], given["numbers"]) for _, given in found], shape).mean(axis=-1)
+        for rule in (share_found, lwm_share_found)
+    )
+    first = [(item, given) for item, given in found if item.sample == 0]
     return Result(
-        numbers=_numbers(prompts, accuracy, "") | _numbers(prompts, lwm_accuracy, "_lwm"),
+        numbers=_numbers(prompts, accuracy_LCD, "") | _numbers(prompts, lwm_accuracy_LCD, "_lwm"),
         details={
             "haystack_tokens": prompts.haystack_tokens,
             "samples_a_cell": settings.samples,
-            "cells": [{"id": NeedleItem(n, case, d, 0).cell, "accuracy": a} for (case, n, d), a in accuracy.items()],
-            "first_of_each_cell": first,
+            "cells": [
+                {"id": item.cell, "accuracy": accuracy}
+                for (item, _), accuracy in zip(first, accuracy_LCD.ravel().tolist(), strict=True)
+            ],
+            "first_of_each_cell": [{"id": item.id, **given} for item, given in first],
         },
-        charts=_charts(prompts, accuracy),
+        charts=_charts(prompts, accuracy_LCD),
     )
 
 
@@ -80,46 +65,41 @@ def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
     return sum(number in text for number in numbers) / len(numbers)
 
 
-def _numbers(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], suffix: str) -> dict[str, float]:
-    return {f"accuracy{suffix}": float(np.mean(list(accuracy.values())))} | {
-        f"n{case.needles}_r{case.queries}_{length}{suffix}": _over_depths(prompts, accuracy, case, length)
-        for case in prompts.cases
-        for length in prompts.lengths
-    }
+def _numbers(prompts: NeedlePrompts, accuracy_LCD: np.ndarray, suffix: str) -> dict[str, float]:
+    numbers = {f"accuracy{suffix}": float(np.mean(accuracy_LCD))}
+    for case, mean_L in zip(prompts.cases, accuracy_LCD.mean(axis=2).T.tolist(), strict=True):
+        for length, mean in zip(prompts.lengths, mean_L, strict=True):
+            numbers[f"n{case.needles}_r{case.queries}_{length}{suffix}"] = mean
+    return numbers
 
 
-def _charts(prompts: NeedlePrompts, accuracy: Mapping[Cell, float]) -> list[Heatmap]:
+def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
     """Return Table 2, and Figure 5 for each case."""
-    lengths = prompts.lengths
-    means = [[_over_depths(prompts, accuracy, case, length) for length in lengths] for case in prompts.cases]
 
-    def chart(name: str, title: str, y_label: str, y: list[str], values: list[list[float]]) -> Heatmap:
+    def chart(name: str, title: str, y_label: str, y: list[str], values: np.ndarray) -> Heatmap:
         return Heatmap(
             name=name,
             title=title,
             x_label="tokens of prompt and answer",
             y_label=y_label,
-            x=[f"{length:,}" for length in lengths],
+            x=[f"{length:,}" for length in prompts.lengths],
             y=y,
-            values=values,
+            values=values.tolist(),
             value_label="accuracy",
             low=0.0,
             high=1.0,
         )
 
+    mean_CL = accuracy_LCD.mean(axis=2).T
     cases = [f"N={case.needles}, R={case.queries}" for case in prompts.cases]
-    charts = [chart("needle", "Numbers found, mean over depths", "needles N, asked for R", cases, means)]
-    for case, mean in zip(prompts.cases, means, strict=True):
+    charts = [chart("needle", "Numbers found, mean over depths", "needles N, asked for R", cases, mean_CL)]
+    depths = [*(f"{100 * depth:g} %" for depth in prompts.depths), "mean"]
+    for i, case in enumerate(prompts.cases):
         name = f"needle_n{case.needles}_r{case.queries}"
         title = f"Numbers found: {case.queries} of {case.needles} asked for"
-        by_depth = [[accuracy[case, length, depth] for length in lengths] for depth in prompts.depths]
-        depths = [*(f"{100 * depth:g} %" for depth in prompts.depths), "mean"]
-        charts.append(chart(name, title, "depth of what is asked for", depths, [*by_depth, mean]))
+        values = np.vstack([accuracy_LCD[:, i].T, mean_CL[i]])
+        charts.append(chart(name, title, "depth of what is asked for", depths, values))
     return charts
-
-
-def _over_depths(prompts: NeedlePrompts, accuracy: Mapping[Cell, float], case: NeedleCaseConfig, length: int) -> float:
-    return float(np.mean([accuracy[case, length, depth] for depth in prompts.depths]))
 
 
 SUITE = Suite(evaluate=evaluate, reads=("needle",), check=NeedlePrompts, files=haystack_files)

@@ -48,15 +48,13 @@ def order_statistics(
 ) -> dict[str, Statistics]:
     """Return the statistics of several sets of values, from two passes over the values.
 
+    Raises `UserError` if a set has fewer values than a rank, and `RunError` if the passes counted different values.
+
     Args:
         count: function that makes a pass for the digit of each set, and returns each set's counts, int64 `[P, V]`.
         names: names of the sets.
         ranks: ranks of the values to return.
         field: config field that holds the ranks, for messages.
-
-    Raises:
-        UserError: a set has fewer values than a rank.
-        RunError: the two passes counted different values.
     """
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
     high = {name: counts_PV[0] for name, counts_PV in count(dict.fromkeys(names, everything)).items()}
@@ -75,20 +73,17 @@ def order_statistics(
 
 
 def slots_for(ranks: Sequence[int]) -> int:
-    """Return the largest number of high digits that values can have: one per rank, and two for the median."""
+    """Return the largest number of high digits of the requested values: one per rank, and two for the median."""
     return len(ranks) + 2
 
 
 def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
-    """Return counts of zero for every device."""
+    """Return counts of zero, sharded over all devices."""
     return jnp.zeros((mesh.size, slots, 2, V), jnp.uint32, out_sharding=P(mesh.axis_names))
 
 
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
-    """Return one device's counts plus those of the magnitudes of `values` where `counted` is True.
-
-    A call may count fewer than 2**32 values.
-    """
+    """Return one device's counts plus those of the magnitudes of fewer than 2**32 `values` where `counted` is True."""
     slots = counts_P2V.shape[0]
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
@@ -114,7 +109,7 @@ def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
 def _statistics(
     high_V: np.ndarray, low_PV: np.ndarray, digit: Digit, indices: Sequence[int], ranks: Sequence[int]
 ) -> Statistics:
-    """Return the statistics of a set from its counts. `indices` are positions in ascending order."""
+    """Return the statistics of a set from its counts; `indices` are positions of the values in ascending order."""
     until_V = np.cumsum(high_V)
 
     def value_at(index: int) -> float:

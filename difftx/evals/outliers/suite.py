@@ -1,4 +1,4 @@
-"""Suite `outliers`: largest and median magnitudes of attention logits and hidden states (arXiv 2410.05258, Table 5)."""
+"""Suite `outliers`: largest and median magnitudes of logits and hidden states (Table 5; docs/suites.md)."""
 #   B = batch, T = query tokens, S = key tokens (= T), D = model width, H = heads, K = key/value heads,
 #   R = H / K query heads per key/value head, G = groups (A1 and A2), C = queries of a chunk, N = devices
 
@@ -35,12 +35,7 @@ CHUNK_VALUES = 2**20  # Hidden-state values that a device counts per chunk; for 
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Return the exact largest and median magnitudes over at most `eval.outliers.tokens` of each validation set.
-
-    Logits are q·k/√d in float32, for every query and every key that it sees, in all layers, heads and groups. Logits of
-    a noise head of grouped differential attention count once. Hidden states are the outputs of all layers, including
-    the residual stream, before the final norm. Padding does not count.
-    """
+    """Return the exact largest and median magnitudes over at most `eval.outliers.tokens` of each validation set."""
     run, settings = evaluation.run, evaluation.run.config.eval.outliers
     passes = iter(range(1, 3))
 
@@ -93,18 +88,10 @@ def _add_batch(
 
     def visit(counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, out_BTD: jax.Array) -> dict[str, Counts]:
         spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
-        count_logits = jax.shard_map(
-            functools.partial(_add_logits, shared="context" not in over_heads),
-            in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()),
-            out_specs=per_device,
-            check_vma=False,
-        )
-        count_hidden = jax.shard_map(
-            _add_hidden,
-            in_specs=(per_device, layout.act_BTD, layout.act_BT, P()),
-            out_specs=per_device,
-            check_vma=False,
-        )
+        add = functools.partial(jax.shard_map, out_specs=per_device, check_vma=False)
+        add_logits = functools.partial(_add_logits, shared="context" not in over_heads)
+        count_logits = add(add_logits, in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()))
+        count_hidden = add(_add_hidden, in_specs=(per_device, layout.act_BTD, layout.act_BT, P()))
         return {
             "logits": count_logits(counts["logits"], q, k, own_HG, by_row, digits["logits"]),
             "hidden": count_hidden(counts["hidden"], out_BTD, real_BT, digits["hidden"]),
@@ -114,7 +101,7 @@ def _add_batch(
 
 
 def _is_own(config: ModelConfig) -> np.ndarray:
-    """Return whether to count each head and group, bool `[H, G]`: of the copies of a noise head, only the first."""
+    """Return which heads and groups to count, bool `[H, G]`: of the copies of a noise head, only the first."""
     if config.signal_heads is None:
         return np.ones((config.query_heads // config.groups, config.groups), bool)
     is_first_H = np.arange(config.num_heads) % config.signal_heads == 0

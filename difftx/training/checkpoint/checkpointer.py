@@ -1,13 +1,12 @@
 """Checkpoints of a run: train state, loader state and config.
 
 Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
-part, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
+arrays, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
 processes share the file system, but only the primary process checks, renames and deletes checkpoints.
 """
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import json_sha256, list_folder, read_json
 from difftx.parallel.multihost import decide_on_primary, is_primary, say
 from difftx.registry import require_names
+from difftx.training.checkpoint import retention
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
     describe_arrays,
@@ -35,14 +35,6 @@ from difftx.training.checkpoint.manifest import (
     steps_in,
     why_invalid,
     write_manifest,
-)
-from difftx.training.checkpoint.retention import (
-    quarantine,
-    quarantine_order,
-    remove,
-    remove_leftovers,
-    rename,
-    steps_to_keep,
 )
 from difftx.training.state import TrainState
 
@@ -54,27 +46,35 @@ CONFIG_FILE = "config/metadata"  # Path that orbax's JsonCheckpointHandler uses.
 class Checkpointer:
     """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
 
-    def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int | None = None):
+    def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int = 1200):
         """Open the folder of checkpoints.
 
         Args:
             workdir: Directory of the run.
             config: Checkpoint settings for training. None opens the folder for reading, which changes nothing.
-            save_seconds: Timeout of a save, for example when another process fails meanwhile. None: 20 minutes.
+            save_seconds: Timeout of a save in seconds, for example if another process fails meanwhile.
         """
         self.folder = workdir.resolve() / "checkpoints"
         self._workdir, self._config = workdir, config
-        self._orbax = _open_orbax(self._finish_folder, save_seconds)
+        # Orbax's CheckpointManager is not used, because it would treat any folder with a numeric name as a checkpoint.
+        handler = ocp.CompositeCheckpointHandler(
+            state=ocp.StandardCheckpointHandler(),
+            loader=ocp.JsonCheckpointHandler(),
+            config=ocp.JsonCheckpointHandler(),
+        )
+        # Orbax calls this function in a thread before it renames a finished folder.
+        options = ocp.AsyncOptions(timeout_secs=save_seconds, post_finalization_callback=lambda: self._write_manifest())
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
         self._unfinished = self.folder  # Temporary folder of the save in progress.
-        self._describe: Callable[[Path], None] | None = None  # Writes the manifest of that save.
+        self._write_manifest: Callable[[], None] = lambda: None  # Writes the manifest of that save.
         self._verified: set[int] = set()  # Steps that this process has restored or saved.
         self._failures = 0  # Failed saves in a row.
         self._attempt = ""
         if config is not None:
             _hide_late_writes()
-            # Each attempt creates its own checkpointer, so the attempt's id and a step identify parameters.
+            # Each attempt creates its own checkpointer, so this id and a step together identify parameters.
             self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
             decide_on_primary(self._make_folder, DECISION_SECONDS)
 
@@ -88,11 +88,8 @@ class Checkpointer:
         """Return the newest step that verifies, or None if there has never been a checkpoint.
 
         Training quarantines each checkpoint that does not verify. If no checkpoint verifies, training checks the
-        quarantined checkpoints again and renames the newest one that verifies back to its step.
-
-        Raises:
-            UserError: checkpoints exist, but none verifies.
-            UnreadableError: a checkpoint that would be used cannot be read. It is not renamed.
+        quarantined checkpoints again and renames the newest one that verifies back to its step. If none verifies
+        either, raise `UserError`. A checkpoint that cannot be read is not renamed, but raises `UnreadableError`.
         """
         self._settle()
         step = decide_on_primary(self.find_newest, DECISION_SECONDS)
@@ -100,45 +97,65 @@ class Checkpointer:
             self._verified.add(step)
         return step
 
+    def read_newest[T](self, read: Callable[[int], T]) -> T | None:
+        """Return `read(step)` of the step that `newest` returns, or None if there has never been a checkpoint.
+
+        If training deletes the checkpoint meanwhile, call `read` again with the step that is then the newest. With
+        several processes, raise `RunError` instead, because the other processes may have read it.
+        """
+        while (step := self.newest()) is not None:
+            folder = self.folder / str(step)
+            try:
+                return read(step)
+            except Exception as error:  # Orbax raises many exception types for a missing file.
+                if folder.exists():
+                    raise
+                if jax.process_count() > 1:
+                    raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
+                say(f"checkpoint {folder} was deleted while it was read; reading the newest again")
+        return None
+
     def verified(self, step: int) -> int:
         """Return `step`, or raise `UserError` if its checkpoint does not exist or does not verify."""
-        decide_on_primary(lambda: self._require_verified(step), DECISION_SECONDS)
+
+        def check() -> None:
+            existing = f"{self.folder} has {', '.join(map(str, self.steps())) or 'none'}"
+            if step not in self.steps():
+                raise UserError(f"step {step}: no such checkpoint; {existing}")
+            if why := self._damage(step):
+                raise UserError(f"step {step}: the checkpoint does not verify: {why}; {existing}")
+
+        decide_on_primary(check, DECISION_SECONDS)
         return step
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
-        """Return the train state, sharded over `mesh` like `abstract`, and the loader's state.
-
-        Raises:
-            UserError: the checkpoint's arrays differ from those of `abstract` in name, shape or dtype.
-        """
-        folder, wanted = self.folder / str(step), _on_mesh(_as_tree(abstract), mesh)
-        saved = _check_arrays(folder, wanted)
-        if saved:
-            raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's train state")
+        """Return the train state, sharded over `mesh` like `abstract`, and the loader's state."""
+        folder, wanted = self.folder / str(step), _on_mesh(vars(abstract), mesh)
+        _check_arrays(folder, wanted)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
         with _reading(folder):
             restored = self._orbax.restore(folder, args=args)
         return TrainState(**restored["state"]), restored["loader"]
 
     def weights_id(self, step: int) -> str:
-        """Return the identifier of this attempt's parameters after `step`, for the manifest."""
+        """Return the identifier of this attempt's parameters after `step`."""
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
         """Return the result of `newest`, computed in this process alone."""
-        if self._config is not None and (leftovers := remove_leftovers(self.folder)):
+        if self._config is not None and (leftovers := retention.remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
         for step in reversed(self.steps()):
-            why = self._damage(step)
+            folder, why = self.folder / str(step), self._damage(step)
             if why is None:
                 return step
-            if self._config is None and not (self.folder / str(step)).exists():
-                say(f"checkpoint {self.folder / str(step)} was deleted while it was read; looking for the newest again")
+            if self._config is None and not folder.exists():
+                say(f"checkpoint {folder} was deleted while it was read; looking for the newest again")
                 return self.find_newest()
             reasons.append(f"{step}: {why}")
-            fate = "skipped" if self._config is None else f"renamed {quarantine(self.folder / str(step)).name}"
-            say(f"checkpoint {self.folder / str(step)} does not verify: {why}; {fate}")
+            fate = "skipped" if self._config is None else f"renamed {retention.quarantine(folder).name}"
+            say(f"checkpoint {folder} does not verify: {why}; {fate}")
         if self._config is not None and (step := self._take_back(quarantined)) is not None:
             return step
         if reasons := reasons or [path.name for path in quarantined]:
@@ -158,19 +175,19 @@ class Checkpointer:
     def _take_back(self, quarantined: Sequence[Path]) -> int | None:
         """Rename the newest quarantined checkpoint that verifies back to its step, and return the step.
 
-        Call this method only if no other checkpoint verifies: a user may have quarantined checkpoints to resume from an
-        earlier step.
+        Call this method only if no other checkpoint verifies, because a user may have quarantined checkpoints to
+        resume from an earlier step.
         """
         unreadable = []
-        for path in sorted(quarantined, key=quarantine_order, reverse=True):
-            step, _ = quarantine_order(path)
+        for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
+            step, _ = retention.quarantine_order(path)
             try:
                 why = why_invalid(path, step=step, content=True)
             except UnreadableError as error:
                 unreadable.append(error)
                 continue
             if why is None:
-                rename(path, self.folder / str(step))
+                retention.rename(path, self.folder / str(step))
                 say(f"checkpoint {path} verifies, and no other does; renamed {step}")
                 return step
         if unreadable:
@@ -190,37 +207,22 @@ class Checkpointer:
                 f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
             ) from error
 
-    def _require_verified(self, step: int) -> None:
-        steps = self.steps()
-        if step not in steps:
-            raise UserError(
-                f"step {step}: no such checkpoint; {self.folder} has {', '.join(map(str, steps)) or 'none'}"
-            )
-        if why := self._damage(step):
-            raise UserError(
-                f"step {step}: the checkpoint does not verify: {why}; {self.folder} has {', '.join(map(str, steps))}"
-            )
-
     # ── Writing ──
 
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Wait for an earlier save, start to save under the state's step, and return when the arrays may be donated.
+        """Start to save under the state's step, and return when the arrays may be donated.
 
-        Raises:
-            RunError: saves failed `checkpoint.max_failed_saves` times in a row. The next two methods raise it too.
+        This method and the next two raise `RunError` after `checkpoint.max_failed_saves` failed saves in a row.
         """
         self._settle()
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        tree = _as_tree(state)
-        arrays = describe_arrays(tree)
-        self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
-        self._describe = lambda folder: write_manifest(
-            folder, step, self.weights_id(step), arrays, config, loader["signature"]
-        )
+        arrays, weights, data = describe_arrays(vars(state)), self.weights_id(step), loader["signature"]
+        unfinished = self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
+        self._write_manifest = lambda: write_manifest(unfinished, step, weights, arrays, config, data)
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(tree),
+            state=ocp.args.StandardSave(dict(vars(state))),
             loader=ocp.args.JsonSave(loader),
             config=ocp.args.JsonSave(json.loads(config.to_json())),
         )
@@ -245,21 +247,12 @@ class Checkpointer:
             self._settle()
 
     def close(self) -> None:
-        """Wait until a pending save is on disk, and close orbax.
-
-        Raises:
-            RunError: the last save failed.
-        """
+        """Wait until a pending save is on disk, and close orbax. Raise `RunError` if the last save failed."""
         self._settle()
         self._background.shutdown()
         self._orbax.close()
         if self._failures:
             raise RunError(f"{self.folder}: the last checkpoint was not saved")
-
-    def _finish_folder(self) -> None:
-        """Write the manifest of the save in progress. Orbax calls this in a thread before it renames the folder."""
-        assert self._describe is not None
-        self._describe(self._unfinished)
 
     def _finish(self, step: int) -> None:
         """Wait for orbax in a background thread, then delete the checkpoints that the config does not keep."""
@@ -268,9 +261,9 @@ class Checkpointer:
             return
         try:
             steps = [other for other in self.steps() if other <= step]
-            kept = steps_to_keep(self._config, steps, self._workdir)
-            remove(self.folder / str(other) for other in steps if other not in kept)
-        # The save has succeeded, so an old checkpoint that cannot be deleted does not make it fail.
+            kept = retention.steps_to_keep(self._config, steps, self._workdir)
+            retention.remove(self.folder / str(other) for other in steps if other not in kept)
+        # The save has succeeded even if an old checkpoint cannot be deleted.
         except (OSError, UserError, UnreadableError) as error:
             say(f"old checkpoints stay: {error}")
 
@@ -279,12 +272,11 @@ class Checkpointer:
         if self._saving is None:
             return
         (step, job), self._saving = self._saving, None
-        error = job.exception()
-        if error is not None:
+        if (error := job.exception()) is not None:
             self._note_failure(step, error)
-            return
-        self._verified.add(step)
-        self._failures = 0
+        else:
+            self._verified.add(step)
+            self._failures = 0
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         assert self._config is not None
@@ -300,11 +292,7 @@ class Checkpointer:
 
 
 def config_of(folder: Path) -> Config:
-    """Return the config that the checkpoint in `folder` was trained with.
-
-    Raises:
-        UserError: it is not the config of the checkpoint's manifest, or requires an extension that is not loaded.
-    """
+    """Return the config that the checkpoint in `folder` was trained with."""
     path = folder / CONFIG_FILE
     raw = read_json(path)
     manifest = read_manifest(folder)
@@ -315,14 +303,9 @@ def config_of(folder: Path) -> Config:
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the parameters of the verified checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
-
-    Raises:
-        UserError: the checkpoint's arrays differ from those of `params` in name, shape or dtype.
-    """
+    """Return the parameters of the verified checkpoint in `folder`, sharded over `mesh` like the abstract `params`."""
     wanted = _on_mesh({"params": params}, mesh)
-    if more := [name for name in _check_arrays(folder, wanted) if name.startswith("params/")]:
-        raise UserError(f"{folder}: {more[0]} has no place in this config's model")
+    _check_arrays(folder, wanted, "params/")
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
     with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -334,31 +317,22 @@ def _reading(folder: Path) -> Iterator[None]:
     """Convert a read error of orbax or tensorstore, for a checkpoint that has verified, into an `UnreadableError`."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # Tensorstore gives no other access to the code.
-        number = error.errno if isinstance(error, OSError) else code and int(code[1])
-        if number is None or isinstance(error, FileNotFoundError):
+    except Exception as error:
+        # Orbax wraps some of tensorstore's errors in a plain `Exception`.
+        cause = error.__cause__ if type(error) is Exception else error
+        code = re.search(r"os_error_code='(\d+)'", str(cause))  # Tensorstore gives no other access to the code.
+        number = cause.errno if isinstance(cause, OSError) else code and int(code[1])
+        if number is None or isinstance(cause, FileNotFoundError):
             raise
         why = os.strerror(number)
         raise UnreadableError(f"{folder} cannot be read: {why}; run the same command again") from error
 
 
-def _open_orbax(before_commit: Callable[[], None], save_seconds: int | None) -> ocp.AsyncCheckpointer:
-    # Orbax's CheckpointManager is not used: it would treat any folder with a numeric name as a checkpoint.
-    handler = ocp.CompositeCheckpointHandler(
-        state=ocp.StandardCheckpointHandler(), loader=ocp.JsonCheckpointHandler(), config=ocp.JsonCheckpointHandler()
-    )
-    options = ocp.AsyncOptions(post_finalization_callback=before_commit)
-    if save_seconds is not None:
-        options.timeout_secs = save_seconds
-    return ocp.AsyncCheckpointer(handler, async_options=options)
-
-
 def _hide_late_writes() -> None:
-    """Stop the printing of a traceback for each write that ends after its save has failed.
+    """Do not print the tracebacks of the writes that end after their save has failed.
 
     Orbax closes the event loop of a failed save while tensorstore still writes other arrays. Each of these writes then
-    raises an error in a thread of tensorstore. The save's own error is reported by `Checkpointer.check`.
+    raises an error in a thread of tensorstore.
     """
     if getattr(sys.unraisablehook, "__name__", "") == "hide_late_writes":
         return
@@ -372,15 +346,12 @@ def _hide_late_writes() -> None:
     sys.unraisablehook = hide_late_writes
 
 
-def _check_arrays(folder: Path, wanted: Any) -> list[str]:
-    """Return the names of the checkpoint's arrays that are not `wanted`.
+def _check_arrays(folder: Path, wanted: Any, prefix: str = "") -> None:
+    """Raise `UserError` unless the checkpoint's arrays whose names have a prefix are those that are `wanted`.
 
-    Orbax does not check this: its error for a mismatch does not name the array, and it casts dtypes silently.
-
-    Raises:
-        UserError: a wanted array is missing, or has another shape or dtype.
+    Orbax would cast other dtypes silently, and its error for another shape would not name the array.
     """
-    saved = dict(read_manifest(folder).arrays)
+    saved = {name: array for name, array in read_manifest(folder).arrays.items() if name.startswith(prefix)}
     # Compare parameters first: the user knows their names, and the optimizer's moments have the same mismatches.
     arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
     for name, (shape, dtype) in arrays:
@@ -389,11 +360,8 @@ def _check_arrays(folder: Path, wanted: Any) -> list[str]:
                 f"{folder}: {name} is not {shape} {dtype} there; "
                 "model or optimizer was configured otherwise: restore that config, or start a new --workdir"
             )
-    return list(saved)
-
-
-def _as_tree(state: TrainState) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    if saved:
+        raise UserError(f"{folder}: {next(iter(saved))} has no place in this config's model or train state")
 
 
 def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -401,6 +369,6 @@ def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+        return leaf.update(sharding=jax.NamedSharding(mesh, spec))
 
     return jax.tree.map(place, tree)

@@ -32,7 +32,7 @@ from difftx.registry import loaded_extensions
 FORMAT = 4  # Format of a checkpoint. Increase it when this version cannot read older checkpoints.
 MANIFEST = "manifest.json"
 QUARANTINED = ".quarantined"  # Part of the name of a quarantined checkpoint.
-# Orbax writes these files after the manifest. They must exist, but the manifest has no checksums of them.
+# Orbax writes these files after the manifest, which therefore has no checksums of them. They must exist.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
 BLOCK_BYTES = 2**22
@@ -52,7 +52,7 @@ SHAPE = {
 
 
 class OtherFormatError(UserError):
-    """Another version of difftx wrote the checkpoint. The checkpoint is not corrupt, so nothing may rename it."""
+    """A checkpoint that another version of difftx wrote. It is not corrupt, so nothing may rename it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +86,6 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def describe_extensions() -> list[dict[str, str]]:
-    """Return path and SHA-256 of each loaded extension, as manifests record them."""
-    return [dataclasses.asdict(extension) for extension in loaded_extensions()]
-
-
 def write_manifest(
     folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
 ) -> None:
@@ -106,7 +101,7 @@ def write_manifest(
         "config_sha256": json_sha256(json.loads(config.to_json())),
         "data": data,
         "packages": package_versions(),
-        "extensions": describe_extensions(),
+        "extensions": list(map(dataclasses.asdict, loaded_extensions())),
         "arrays": {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in arrays.items()},
         "files": {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3": checksum}
@@ -117,12 +112,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest.
-
-    Raises:
-        UserError: the manifest is missing or corrupt, or names a file outside of its folder. The error names `folder`.
-        UnreadableError: the manifest cannot be read.
-    """
+    """Return a checkpoint's manifest. Raise `UserError` if it is missing or corrupt, or names a file elsewhere."""
     try:
         return _read_manifest(folder)
     except UserError as error:
@@ -155,8 +145,7 @@ def _read_manifest(folder: Path) -> Manifest:
 def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str | None:
     """Return why the checkpoint in `folder` does not verify, or None if it does.
 
-    A checkpoint does not verify if a file of its manifest is absent or has other contents. A read error does not show
-    that, so it is raised as an exception.
+    A checkpoint does not verify if a file of its manifest is absent or has other contents.
 
     Args:
         folder: Folder of one checkpoint.
@@ -164,7 +153,7 @@ def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str 
         content: Compare the checksums of the files in addition to their presence and sizes.
 
     Raises:
-        UnreadableError: a file or folder of the checkpoint cannot be read.
+        UnreadableError: a file or folder of the checkpoint cannot be read, so its contents may be intact.
         OtherFormatError: another version of difftx wrote the checkpoint.
     """
     try:
@@ -181,15 +170,13 @@ def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str 
 
 
 def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | None:
-    for name in COMMIT_MARKERS:
-        if size_of(folder / name) is None:
-            return f"{name} is missing"
-    for name, (size, _) in manifest.files.items():
+    sizes = {name: size for name, (size, _) in manifest.files.items()}
+    for name in (*COMMIT_MARKERS, *sizes):
         found = size_of(folder / name)
         if found is None:
             return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes, not {size}"
+        if found != sizes.get(name, found):
+            return f"{name} has {found} bytes, not {sizes[name]}"
     if content:
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             checksums = pool.map(xxh3_of, (folder / name for name in manifest.files))
@@ -200,10 +187,7 @@ def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | N
 
 
 def xxh3_of(file: Path) -> str:
-    """Return the XXH3-128 of a file, in hexadecimal. The errors are those of `retry_read`.
-
-    XXH3 detects corruption, not forgery. It costs a quarter as much as zlib's CRC-32.
-    """
+    """Return the XXH3-128 of a file, in hexadecimal. XXH3 detects corruption, but not forgery."""
 
     def read() -> str:
         digest, block = xxhash.xxh3_128(), bytearray(BLOCK_BYTES)

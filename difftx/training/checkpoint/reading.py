@@ -3,27 +3,26 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import tiktoken
 
 from difftx.config import Config
 from difftx.config.build import config_from_dict
+from difftx.config.fields import values_of
 from difftx.data.loader import signature_changes
 from difftx.data.tokenizer import fingerprint, load_tokenizer
 from difftx.errors import RunError, UserError
-from difftx.parallel.multihost import decide_on_primary, say
+from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
-from difftx.training import agreement
-from difftx.training.changes import config_for_reader
-from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, config_of
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, config_of
 from difftx.training.checkpoint.manifest import read_manifest
+from difftx.training.resume import changed_fields
 from difftx.training.run import Run
 
-# Fields of `data` that locate the data. The signature in the manifest identifies its contents.
+# Fields of `data` that only say where the data is. The signature in the manifest identifies the contents.
 LOCATIONS = ("path", "sources", "tokenizer")
 
 
@@ -40,29 +39,25 @@ class Checkpoint:
 
     def require_unchanged(self) -> None:
         """Raise `RunError` unless the folder still holds the checkpoint. All processes must call this method."""
-        decide_on_primary(self._require_unchanged, DECISION_SECONDS)
 
-    def _require_unchanged(self) -> None:
-        try:
-            change = None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
-        except UserError:
-            change = "was damaged" if self.folder.exists() else "was deleted"
-        if change is not None:
-            raise RunError(
-                f"{self.folder} {change} while this command used it, and no result was written; "
-                "run the same command again"
-            )
+        def check() -> None:
+            try:
+                change = None if read_manifest(self.folder).sha256 == self.sha256 else "was replaced"
+            except UserError:
+                change = "was damaged" if self.folder.exists() else "was deleted"
+            if change is not None:
+                raise RunError(
+                    f"{self.folder} {change} while this command used it, and no result was written; "
+                    "run the same command again"
+                )
+
+        decide_on_primary(check, DECISION_SECONDS)
 
 
 def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
-    """Return the checkpoint in `folder`, the same in every process, without verifying its arrays.
+    """Return the checkpoint in `folder`, read by the primary process, without verifying its arrays.
 
-    Args:
-        folder: Folder of the checkpoint.
-        now: Config of the run directory, with the reader's overrides.
-
-    Raises:
-        UserError: manifest and config do not fit together, or an extension is not loaded or has changed.
+    `now` is the config of the run directory, with the reader's overrides.
     """
 
     def describe() -> dict[str, Any]:
@@ -75,45 +70,31 @@ def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
     return Checkpoint(folder, **found | {"config": config_from_dict(found["config"])}, now=now)
 
 
-def read_newest[T](checkpointer: Checkpointer, read: Callable[[int], T]) -> T | None:
-    """Return `read(step)` of the newest step that verifies, or None if there has never been a checkpoint.
-
-    If training deletes the checkpoint meanwhile, `read` is called again with the step that is then the newest.
-
-    Raises:
-        RunError: one of several processes found the checkpoint deleted.
-    """
-    while (step := checkpointer.newest()) is not None:
-        folder = checkpointer.folder / str(step)
-        try:
-            return read(step)
-        except Exception as error:  # Orbax raises many exception types for a missing file.
-            if folder.exists():
-                raise
-            if jax.process_count() > 1:  # The other processes may have read it.
-                raise RunError(f"{folder} was deleted while it was read; run the same command again") from error
-            say(f"checkpoint {folder} was deleted while it was read; reading the newest again")
-    return None
+def config_for_reader(trained: Config, now: Config) -> Config:
+    """Return the config to read a checkpoint with: that of its training, with the neutral fields of `now`."""
+    raw = values_of(trained)
+    for change in changed_fields(trained, now):
+        # The accumulation stays, because it must divide the rows of the training batch.
+        if change.is_neutral and change.field != "train.accumulation":
+            group, name = change.field.split(".")
+            raw[group][name] = change.new
+    return config_from_dict(raw)
 
 
 def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
     """Open the run of a checkpoint, with the checkpoint's model and the present location of its training data."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
-            run = agreement.open_run(config, workdir)
-            # The signature of an imported checkpoint has only the tokenizer: its training data is not known.
+            run = Run.open(config, workdir)
+            # The training data of an imported checkpoint is not known, so its signature has only the tokenizer.
             signature = {name: run.data.signature.get(name) for name in checkpoint.data}
             if not signature_changes(checkpoint.data, signature):
                 return run
-    return agreement.open_run(checkpoint.config, workdir)
+    return Run.open(checkpoint.config, workdir)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
-    """Return a config with the tokenizer's present location, and the tokenizer that the checkpoint was trained with.
-
-    Raises:
-        UserError: the tokenizer is missing, or its vocabulary differs from that of the checkpoint.
-    """
+    """Return a config with the tokenizer's present location, and the tokenizer that the checkpoint was trained with."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
             tokenizer = load_tokenizer(config.data.tokenizer)
@@ -134,7 +115,7 @@ def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
     The data may differ too, so the caller must compare them with the checkpoint's signature.
     """
     data = checkpoint.config.data
-    with contextlib.suppress(UserError):  # Locations of other data may contradict the rest of the config.
+    with contextlib.suppress(UserError):  # The locations may contradict other fields of the checkpoint's config.
         moved = dataclasses.replace(data, **{name: getattr(checkpoint.now.data, name) for name in LOCATIONS})
         if moved != data:
             yield dataclasses.replace(checkpoint.config, data=moved)

@@ -1,7 +1,5 @@
 """Retention of checkpoints: which ones a run keeps, and how it deletes or quarantines the rest."""
 
-import dataclasses
-import datetime
 import itertools
 import math
 import os
@@ -9,14 +7,12 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as orbax
 
 from difftx.config import CheckpointConfig
 from difftx.errors import RunError, UserError
-from difftx.files import list_folder, read_json
+from difftx.files import list_folder, read_json, schema_error
 from difftx.training.checkpoint.manifest import QUARANTINED
 
 REMOVED = ".removed"
@@ -24,51 +20,36 @@ REMOVED = ".removed"
 LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
 
 
-@dataclasses.dataclass
-class Candidate:
-    """A checkpoint in the form that orbax's preservation policies expect."""
-
-    step: int
-    metrics: dict[str, Any] | None
-    time: datetime.datetime = datetime.datetime.min  # Required by orbax; the policies used here ignore it.
-
-
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path) -> set[int]:
     """Return the subset of the verified `steps` that the config keeps, empty only if `steps` is empty."""
-    policies: list[orbax.PreservationPolicy] = [orbax.LatestN(config.keep)]
-    if config.keep_every_steps is not None:
-        policies.append(orbax.EveryNSteps(config.keep_every_steps))
-    best = config.keep_best
-    if best is not None:
-        reverse = config.keep_best_mode == "min"  # Orbax sorts the metrics and takes the last one as the best.
-        options = {"reverse": reverse, "n": 1, "keep_checkpoints_without_metrics": False}
-        policies.append(orbax.BestN(get_metric_fn=lambda metrics: metrics[best], **options))
-    candidates = [Candidate(step, metrics_of(workdir, step, best) if best else None) for step in sorted(steps)]
-    if not candidates:
-        return set()
-    kept = orbax.AnyPreservationPolicy(policies).should_preserve(candidates, context=orbax.PreservationContext())
+    newest_first = sorted(steps, reverse=True)
+    kept = set(newest_first[: config.keep])
     # Also keep the newest `config.keep` regular checkpoints, because a rewind uses only these (guards.py).
-    regular = [step for step in sorted(steps) if step % config.every_steps == 0][-config.keep :]
-    return {candidate.step for candidate, keep in zip(candidates, kept, strict=True) if keep} | set(regular)
+    kept.update([step for step in newest_first if step % config.every_steps == 0][: config.keep])
+    if config.keep_every_steps is not None:
+        kept.update(step for step in steps if step % config.keep_every_steps == 0)
+    if config.keep_best is not None:
+        numbers = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
+        finite = {step: number for step, number in numbers.items() if number is not None}
+        if finite:  # Of equally good steps, the newest one is kept.
+            best = min if config.keep_best_mode == "min" else max
+            kept.add(best(finite, key=finite.__getitem__))
+    return kept
 
 
-def metrics_of(workdir: Path, step: int, name: str) -> dict[str, Any] | None:
-    """Return `{name: value}` for a number such as "loss/perplexity" after a step, None if it is absent or not finite.
-
-    Raises:
-        UserError: the suite was evaluated, and its file does not contain the number.
-    """
+def number_of(workdir: Path, step: int, name: str) -> float | None:
+    """Return a number such as "loss/perplexity" after a step, or None if it was not evaluated or is not finite."""
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
     if not path.exists():
         return None
     result = read_json(path)
-    numbers = result.get("numbers") if isinstance(result, dict) else None
-    if not isinstance(numbers, dict) or number not in numbers:
-        known = ", ".join(numbers) if isinstance(numbers, dict) else "none"
+    numbers = result["numbers"] if schema_error(result, {"numbers": dict}) is None else {}
+    if number not in numbers:
+        known = ", ".join(numbers) or "none"
         raise UserError(f"checkpoint.keep_best={name!r}: {path} has no number {number!r}; it has {known}")
     value = numbers[number]
-    return {name: float(value)} if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def quarantine(folder: Path) -> Path:
@@ -88,20 +69,15 @@ def rename(folder: Path, to: Path) -> Path:
 
 
 def quarantine_order(path: Path) -> tuple[int, int]:
-    """Return the step of a quarantined checkpoint, -1 if its name has none, and its number among those of the step."""
+    """Return a quarantined checkpoint's step, or -1 if its name has none, and its number among those of this step."""
     found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Rename each one first, so that a kill never leaves a partial checkpoint under a valid name.
-
-    If a checkpoint is a symbolic link, only the link is deleted: the user who moved the files decides about them.
-    """
+    """Delete checkpoints. Rename each one first, so that a kill leaves no partial checkpoint under a valid name."""
     for folder in folders:
-        renamed = folder.with_name(f"{folder.name}{REMOVED}")
-        folder.rename(renamed)
-        _delete(renamed)
+        _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
 def remove_leftovers(folder: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """Checkpoints of parameters alone, written and read one layer at a time, so that a conversion never holds all layers.
 
-`restore_params` reads such a checkpoint. It contains neither the optimizer's state nor the loader's state.
+`restore_params` can read such a checkpoint, which has neither the optimizer's state nor the loader's state.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Streamed:
 
 
 def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> None:
-    """Write the checkpoint of step 0 of a run, from parameters by name, such as "blocks/mlp/up_DF".
+    """Write parameters, keyed by names such as "blocks/mlp/up_DF", as a run's checkpoint of step 0.
 
     `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
     """
@@ -88,7 +88,7 @@ class ParamsReader:
             chunk = store.chunk_layout.read_chunk.shape
             if chunk is not None and chunk[0] != 1:
                 store = self._open(name, cache_bytes=CACHE_BYTES)
-            self._opened = {name: store}  # Drops the previous array and its cache.
+            self._opened = {name: store}  # The cache of the previous array is freed.
         return self._opened[name][index].read().result()
 
     def _open(self, name: str, *, cache_bytes: int) -> ts.TensorStore:

@@ -1,12 +1,40 @@
-"""Prompts of suite `attention` from the validation examples of the synthetic task `retrieval`."""
+"""Prompts of suite `attention`: those of suite `needle`, or validation examples of the synthetic task `retrieval`."""
+
+import dataclasses
 
 import numpy as np
 
 from difftx.config.eval import NeedleCaseConfig
 from difftx.data.synthetic import SyntheticRows, retrieval_with_positions
 from difftx.errors import UserError
-from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt
+from difftx.evals.needle.prompts import NeedleItem, NeedlePrompt, NeedlePrompts
 from difftx.training.run import Run
+
+
+def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
+    """Return the prompts that suite `needle` makes with the case and the length of `eval.attention`.
+
+    If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
+    prompts are examples of that task. Raises `UserError` if there are no prompts, or the model lacks a chosen layer.
+    """
+    chosen_layers(run)
+    settings, needle = run.config.eval.attention, run.config.eval.needle
+    tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
+    retrieval = [rows for rows in tasks if rows.task == "retrieval"]
+    if retrieval and needle.haystack is None and len(tasks) == len(run.data.valid):
+        return RetrievalPrompts(run, retrieval[0])
+    case = NeedleCaseConfig(needles=settings.needles, queries=settings.queries)
+    lengths = () if settings.length is None else (settings.length,)
+    changed = dataclasses.replace(needle, cases=(case,), lengths=lengths, samples=settings.samples)
+    return NeedlePrompts(run, changed, length_field="eval.attention.length", case_field="eval.attention.needles")
+
+
+def chosen_layers(run: Run) -> list[int]:
+    """Return the indices, from 0, of `eval.attention.layers`; raise `UserError` if the model lacks one of them."""
+    layers, count = run.config.eval.attention.layers, run.config.model.num_layers
+    if layers and max(layers) > count:
+        raise UserError(f"eval.attention.layers={layers}: the model has {count} layers; use 1 … {count}")
+    return [layer - 1 for layer in layers] or list(range(count))
 
 
 class RetrievalPrompts:
@@ -14,15 +42,10 @@ class RetrievalPrompts:
 
     An example consists of the queried pair, other pairs and distractors in random order, and ends with the queried key.
     The pairs are the needles. The depth of an example is the entry of `depths` nearest to the position of the queried
-    pair, as a share of the tokens before the final key.
+    pair, as a share of the tokens before the final key. `NeedleItem.sample` is the index of the example.
     """
 
     def __init__(self, run: Run, rows: SyntheticRows):
-        """Select the first `eval.attention.samples` examples at each of `eval.needle.depths`.
-
-        Raises:
-            UserError: there are too few examples at a depth.
-        """
         self._rows, self._settings = rows, run.config.data.synthetic
         self.depths, samples = run.config.eval.needle.depths, run.config.eval.attention.samples
         case = NeedleCaseConfig(needles=self._settings.pairs, queries=1)
@@ -35,20 +58,17 @@ class RetrievalPrompts:
             examples[min(self.depths, key=lambda depth: abs(depth - share))].append(index)
         length = len(self._example(0)[0])
         self.lengths = [length]
-        self._example_of: dict[NeedleItem, int] = {}
+        self.items: list[NeedleItem] = []
         for depth, indices in examples.items():
             if len(indices) < samples:
                 raise UserError(
                     f"eval.attention.samples={samples}: of data.synthetic.valid_examples={len(rows)} only "
                     f"{len(indices)} have their answer near depth {depth:g}; use fewer samples, or more examples"
                 )
-            for sample, index in enumerate(indices[:samples]):
-                self._example_of[NeedleItem(length, case, depth, sample)] = index
-        self.items = list(self._example_of)
+            self.items += [NeedleItem(length, case, depth, index) for index in indices[:samples]]
 
     def prompt(self, item: NeedleItem) -> NeedlePrompt:
-        """Return the prompt of an item."""
-        tokens, positions, queried = self._example(self._example_of[item])
+        tokens, positions, queried = self._example(item.sample)
         spans = [(position, position + 2) for position in positions.tolist()]
         return NeedlePrompt(
             item=item,

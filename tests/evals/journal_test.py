@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import types
 
 import pytest
 
-from difftx.evals.resume import ItemJournal, resumable
+from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.progress import Work
 
 
@@ -32,8 +31,8 @@ def run(path, asked, *, settings="s", weights="a/5", items=ITEMS, kill_after=Non
         return [answer(item) for item in batch]
 
     journal = path and ItemJournal(path, settings, weights)
-    evaluation = types.SimpleNamespace(journal=journal, work=Work(enabled=False))
-    return list(resumable(evaluation, items, answer_batch, what="items", batch_items=7))
+    evaluation = Evaluation(None, None, Work(enabled=False), journal)
+    return list(evaluation.answers(items, answer_batch, what="items", batch_items=7))
 
 
 EXPECTED = [(item, {"of": item.id}) for item in ITEMS]

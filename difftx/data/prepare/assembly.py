@@ -1,0 +1,295 @@
+"""Tokenised units of input, each in a file of its own, and the assembly of these files into the shards of a store."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftx.data.prepare.job import Job
+from difftx.data.prepare.readers import Document, Source, Unit
+from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
+from difftx.errors import RunError, UserError
+from difftx.files import new_file, read_record, write_atomically, write_record
+
+ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Arrays in a unit's file.
+HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
+SKIPPED = "skipped.txt"
+
+type Selection = tuple[int, int, np.ndarray]  # Source, unit, and mask of its documents to take: bool [documents].
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitSummary:
+    """Counts and problems of a tokenised unit, saved in its file."""
+
+    end: int  # `end`, `last` and `input_bytes` are copies of the fields of `Unit`.
+    last: bool
+    input_bytes: int
+    text_bytes: int
+    tokens: int
+    empty: int  # Number of documents without text, which are left out.
+    problems: list[str]  # One message per unreadable document, which is left out.
+
+
+def unit_file(job: Job, source: int, index: int) -> Path:
+    """Return the path of the file of unit `index` of a source."""
+    return job.units / f"{source:05d}-{index:06d}.npz"
+
+
+def encode_unit(job: Job, unit: Unit) -> UnitSummary:
+    """Tokenise a unit and write its file, which depends only on the job's options and the unit's bytes.
+
+    The file is a numpy archive, whose arrays carry CRCs. "tokens" has all tokens, with an end-of-text token after each
+    document. Per document, "lengths" has the number of tokens, "prompts" the number of prompt tokens, "sizes" the bytes
+    of prompt and text, and "hashes" the first 128 bits of their SHA-256. "ids" has the ids as lines of JSON.
+    """
+    end_of_text = np.array([job.encoding.eot_token], np.uint32)
+    parts: list[np.ndarray] = []  # Three arrays per document: prompt, text, end-of-text token.
+    documents: list[Document] = []
+    problems: list[str] = []
+    empty = 0
+    for document in unit.content.documents(job.fields):
+        if isinstance(document, UserError):
+            if not job.skip_unreadable:
+                raise UserError(f"{document}; {HOW_TO_SKIP}")
+            problems.append(str(document))
+        elif not document.text:
+            empty += 1
+        else:
+            # Encode text that looks like a special token as ordinary text. Encode prompt and text separately, so that
+            # no token spans both, because generation also starts after the last token of a prompt.
+            texts = (document.prompt, document.text)
+            parts += [*(job.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts), end_of_text]
+            documents.append(document)
+    tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
+    sizes = np.array([len(d.utf8) for d in documents], np.int64)
+    ids = "".join(json.dumps(d.id, ensure_ascii=False) + "\n" for d in documents if job.fields.id is not None)
+    summary = UnitSummary(unit.end, unit.last, unit.input_bytes, int(sizes.sum()), len(tokens), empty, problems)
+    with new_file(unit_file(job, unit.source, unit.index)) as file:
+        np.savez(
+            file,
+            tokens=tokens,
+            lengths=np.array([sum(map(len, each)) for each in itertools.batched(parts, 3)], np.int64),
+            prompts=np.array([len(prompt) for prompt in parts[::3]], np.int64),
+            sizes=sizes,
+            hashes=np.frombuffer(b"".join(hashlib.sha256(d.utf8).digest()[:16] for d in documents), ">u8"),
+            ids=np.frombuffer(ids.encode(), np.uint8),
+            summary=np.frombuffer(json.dumps(dataclasses.asdict(summary)).encode(), np.uint8),
+        )
+    return summary
+
+
+def discard_corrupt_units(job: Job) -> Iterator[str]:
+    """Delete the corrupt unit files of an earlier run, and yield a message for each."""
+    for file in sorted(job.units.glob("*.npz")):
+        data = io.BytesIO(file.read_bytes())
+        try:
+            with zipfile.ZipFile(data) as archive:  # `testzip` compares the CRCs.
+                intact = set(archive.namelist()) == {f"{name}.npy" for name in ARRAYS} and archive.testzip() is None
+        except Exception:  # zipfile raises many types of exceptions for corrupt archives.
+            intact = False
+        if not intact:
+            file.unlink()
+            yield f"{file}: corrupt; tokenising that part of the input again"
+
+
+def finished_units(job: Job, source: Source) -> list[UnitSummary]:
+    """Return the summaries of a source's tokenised units, up to the first unit that has no file."""
+    summaries: list[UnitSummary] = []
+    while (file := unit_file(job, source.index, len(summaries))).exists():
+        with np.load(file) as archive:
+            summaries.append(UnitSummary(**json.loads(archive["summary"].tobytes())))
+    return summaries
+
+
+def units_to_do(job: Job, sources: Sequence[Source]) -> Iterator[Unit]:
+    """Read and yield the units that have no file yet."""
+    for source in sources:
+        finished = finished_units(job, source)
+        if finished and finished[-1].last:
+            continue
+        position = finished[-1].end if finished else 0
+        for unit in source.units(job.fields, position, len(finished)):
+            if not unit_file(job, source.index, unit.index).exists():
+                yield unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A shard to write, and the documents that it takes from each unit."""
+
+    split: str
+    index: int
+    selections: tuple[Selection, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The assignment of documents to shards, and the documents that are left out."""
+
+    shards: list[Shard]
+    duplicates: dict[str, int]  # Number of duplicates per split.
+    empty: int  # Number of documents without text.
+    problems: list[str]  # One message per unreadable document.
+
+
+def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
+    """Assign every document to a split and a shard, or leave it out as a duplicate.
+
+    The first of several equal documents stays. Validation inputs come first, so the validation split keeps a document
+    that is also in the training input. The plan takes about 100 bytes of memory per document.
+    """
+    units, from_valid, lengths, hashes, problems, empty = [], [], [], [], [], 0
+    for source in sources:
+        for index, summary in enumerate(finished_units(job, source)):
+            with np.load(unit_file(job, source.index, index)) as archive:
+                lengths.append(archive["lengths"])
+                hashes.append(archive["hashes"].reshape(-1, 2).astype(np.uint64))
+            from_valid.append(np.full(len(lengths[-1]), source.valid))
+            units.append((source.index, index, len(lengths[-1])))
+            problems += summary.problems
+            empty += summary.empty
+    if problems and not job.skip_unreadable:  # An earlier call with --on_error=skip left them out.
+        raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
+    length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
+    if not len(length):
+        raise UserError("the input has no documents")
+    if job.valid_fraction and not any(source.valid for source in sources):
+        valid = _held_out(hash_[:, 0], job.valid_fraction)
+    first = _first_occurrences(hash_)
+    if not (first & ~valid).any():
+        raise UserError(
+            f"the input has {int(first.sum())} different documents, and none is left to train on; give more, name "
+            "validation text with --valid_input, or hold none out with --valid_fraction=0"
+        )
+    plan = Plan([], {}, empty, problems)
+    for split, in_split in zip(SPLITS, (~valid, valid), strict=True):
+        kept = first & in_split
+        starts = np.cumsum(length[kept]) - length[kept]
+        shard_of = np.full(len(length), -1)
+        shard_of[kept] = np.unique(starts // job.shard_tokens, return_inverse=True)[1]
+        plan.shards.extend(_shards_of(split, units, shard_of))
+        plan.duplicates[split] = int((~first & in_split).sum())
+    return plan
+
+
+def discard_corrupt_shards(job: Job) -> Iterator[str]:
+    """Delete the records of an earlier run's corrupt shards, and yield a message for each."""
+    for file in sorted(job.shard_records.glob("*.json")):
+        split, _, index = file.stem.partition("-")
+        record = read_record(file)
+        files = {} if record is None else record["files"]
+        if not files or any(
+            not (path := shard_file(job.out, split, int(index), kind)).is_file() or sha256_of(path) != expected
+            for kind, expected in files.items()
+        ):
+            file.unlink()
+            yield f"{file}: the record or its shard is corrupt; writing the shard again"
+
+
+def write_shard(job: Job, shard: Shard) -> None:
+    """Assemble a shard from its units, then write its record, which marks the shard as finished."""
+    if _record_file(job, shard).exists():
+        return
+    optional = {"ids": job.fields.id, "prompts": job.fields.prompt}
+    kinds = ["tokens", "offsets", *(kind for kind, field in optional.items() if field is not None)]
+    hashes = {kind: hashlib.sha256() for kind in kinds}
+    documents, tokens, text_bytes = 0, 0, 0
+    with contextlib.ExitStack() as stack:
+        files = {
+            kind: stack.enter_context(new_file(shard_file(job.out, shard.split, shard.index, kind))) for kind in kinds
+        }
+
+        def write(kind: str, data: np.ndarray | bytes) -> None:
+            hashes[kind].update(data)
+            files[kind].write(data)
+
+        for source, unit, mask in shard.selections:
+            with np.load(unit_file(job, source, unit)) as archive:
+                length = archive["lengths"]
+                write("tokens", archive["tokens"] if mask.all() else archive["tokens"][np.repeat(mask, length)])
+                write("offsets", (tokens + np.cumsum(length[mask]) - length[mask]).astype("<u8"))
+                if "ids" in kinds:
+                    lines = archive["ids"].tobytes().splitlines(keepends=True)
+                    write("ids", b"".join(line for line, kept in zip(lines, mask, strict=True) if kept))
+                if "prompts" in kinds:
+                    write("prompts", archive["prompts"][mask].astype("<u8"))
+                documents += int(mask.sum())
+                tokens += int(length[mask].sum())
+                text_bytes += int(archive["sizes"][mask].sum())
+        write("offsets", np.array([tokens], "<u8"))
+    files_sha256 = {kind: digest.hexdigest() for kind, digest in hashes.items()}
+    counts = {"documents": documents, "tokens": tokens, "bytes": text_bytes}
+    write_record(_record_file(job, shard), counts | {"files": files_sha256})
+
+
+def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
+    """Write `meta.json`, which makes the folder a store, and remove temporary files."""
+    meta = description | {"empty": plan.empty, "skipped": len(plan.problems), "splits": {}}
+    for split in SPLITS:
+        shards = [_meta_entry(job, shard) for shard in plan.shards if shard.split == split]
+        for leftover in (job.out / split).glob(".*"):  # Temporary files of a killed run.
+            leftover.unlink()
+        meta["splits"][split] = {
+            **{name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")},
+            "duplicates": plan.duplicates[split],
+            "shards": shards,
+        }
+    if plan.problems:
+        write_atomically(job.out / SKIPPED, "".join(f"{problem}\n" for problem in plan.problems))
+    write_meta(job.out, meta)
+    shutil.rmtree(job.work)
+
+
+def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:
+    """Return the entry of a finished shard in `meta.json`."""
+    record = read_record(_record_file(job, shard))
+    if record is None:
+        raise RunError(f"{_record_file(job, shard)}: corrupt since it was written; run the same command again")
+    record["sha256"] = record.pop("files")
+    return record
+
+
+def _record_file(job: Job, shard: Shard) -> Path:
+    return job.shard_records / f"{shard.split}-{shard.index:05d}.json"
+
+
+def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
+    """Return a mask of the documents whose hash, a row of `hash_`, does not occur in an earlier row."""
+    order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # Stable, so equal hashes stay in the order of the input.
+    repeated = (hash_[order[1:]] == hash_[order[:-1]]).all(axis=1)
+    first = np.ones(len(hash_), bool)
+    first[order[1:][repeated]] = False
+    return first
+
+
+def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
+    """Return a mask of the documents whose hash lies in the lowest `fraction` of the range, or else is the lowest."""
+    # The split of a document depends on its own hash, so the document keeps its split when the corpus grows.
+    valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    return valid if valid.any() else hash_ == hash_.min()
+
+
+def _shards_of(split: str, units: Sequence[tuple[int, int, int]], shard_of: np.ndarray) -> list[Shard]:
+    """Return the shards of a split.
+
+    `units` has the source, index and number of documents of each unit. `shard_of`, int [documents], has the shard of
+    each document, or -1 for a document that is not in the split.
+    """
+    selections: list[list[Selection]] = [[] for _ in range(int(shard_of.max()) + 1)]
+    start = 0
+    for source, unit, documents in units:
+        shards = shard_of[start : start + documents]
+        for shard in np.unique(shards[shards >= 0]):
+            selections[shard].append((source, unit, shards == shard))
+        start += documents
+    return [Shard(split, index, tuple(each)) for index, each in enumerate(selections)]

@@ -1,0 +1,76 @@
+"""Variants of softmax attention."""
+#   B = batch, T = tokens, D = model width, H = heads, d = width of a head, E = d
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from difftx.kernels import maps
+from difftx.model.attention import Attention, require_field
+from difftx.model.layers import projection, vector
+
+
+class GatedAttention(Attention):
+    """Softmax attention with a gate on its output: head_i = σ(x W_i) ∘ A_i V, elementwise (arXiv 2505.06708, "G1").
+
+    The gate has D² weights, so the MLP of a matched model is D / 3 narrower than the Transformer's.
+    """
+
+    def __init__(self, config, layout, *, rngs):
+        super().__init__(config, layout, rngs=rngs)
+        shape = (config.d_model, config.num_heads, config.d_head)
+        self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
+
+    def output(self, heads_BTHE, x_BTD, depth):
+        weight_DHd = self.gate_DHd.astype(x_BTD.dtype)
+        gate_BTHE = jnp.einsum("BTD,DHd->BTHd", x_BTD, weight_DHd, out_sharding=self.layout.act_BTHE)
+        return super().output(jax.nn.sigmoid(gate_BTHE) * heads_BTHE, x_BTD, depth)
+
+
+class OffByOneAttention(Attention):
+    """Softmax-off-by-one, exp(z_ij) / (1 + Σ_j exp(z_ij)) (E. Miller, "Attention is off by one", 2023)."""
+
+    kernel = "mapped_attention"
+
+    def map_of(self):
+        return maps.softmax_with_sink
+
+    def per_query(self, depth):
+        return jnp.float32(0)  # Logit of the sink.
+
+
+class SinkAttention(OffByOneAttention):
+    """Softmax with a learned sink per head, exp(z_ij) / (exp(s_h) + Σ_j exp(z_ij)) (gpt-oss, OpenAI 2025).
+
+    s_h starts at 0, which equals softmax-off-by-one.
+    """
+
+    def __init__(self, config, layout, *, rngs):
+        super().__init__(config, layout, rngs=rngs)
+        self.sink_H = vector(jnp.zeros((config.num_heads,), jnp.float32, out_sharding=layout.vector))
+
+    def per_query(self, depth):
+        return self.sink_H[...]
+
+
+class TopKAttention(Attention):
+    """Softmax over the `top_k` largest logits of each query, zero elsewhere (explicit sparsity, arXiv 1912.11637)."""
+
+    kernel = "mapped_attention"
+    fields = ("top_k",)
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        require_field(config, "top_k", "an eighth of a row's length")
+
+    @classmethod
+    def configure(cls, c, heads):
+        """Set `top_k` to an eighth of a row. The value is a starting point for tuning, as no source gives one."""
+        super().configure(c, heads)
+        c.model.top_k = c.data.sequence_length // 8
+
+    def map_of(self):
+        assert self.config.top_k is not None
+        return functools.partial(maps.top_k_softmax, k=self.config.top_k)
