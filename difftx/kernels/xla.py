@@ -1,11 +1,11 @@
-"""Attention by XLA operations, for any device: differential attention, and any weight function of `maps.py`.
+"""Attention by XLA operations, for any device: differential attention, and attention with any function of `maps.py`.
 
-Memory is linear in the length of a row: the queries are processed in chunks, and the backward pass recomputes each
-chunk's attention weights. For differential attention it does so from the saved log-sum-exps, and the subtraction
-P = P1 - λ P2 runs in float32 before the product with V, which saves one of two such products.
+Memory is linear in the length of a row, because the queries are processed in chunks, and the backward pass recomputes
+the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
+attention weights, P1 - λ P2, in float32 before the product with V, so one product suffices instead of two.
 """
-#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
+# Letters in array names: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
+#   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
 #   D = width of a query/key sub-head, E = width of a value head
 
 import functools
@@ -18,7 +18,7 @@ from difftx.kernels.backend import Saved
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import MASKED
 
-# Maximal number of attention weights of one head in a chunk: 4 MiB in float32. Up to 1,024 tokens, a row is one chunk.
+# Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -47,9 +47,9 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
-    Both groups share dP = dO Vᵀ and dV = (P1 - λ P2)ᵀ dO. With D_m = rowsum(P_m ∘ dP), the other gradients are
-    dS1 = P1 ∘ (dP - D1), dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. A chunk covers all keys of its queries, so D_m does not
-    require the saved output.
+    P1 and P2 are the attention weights of the two groups, S1 and S2 their logits. Both groups share dP = dO Vᵀ and
+    dV = (P1 - λ P2)ᵀ dO. With D_m = rowsum(P_m ∘ dP), the other gradients are dS1 = P1 ∘ (dP - D1),
+    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. D_m does not require the output, because a chunk covers all keys.
     """
     del out_BTHE
     B, T, H, G, D = q_BTHGD.shape
@@ -85,10 +85,10 @@ def backward(
 def mapped_attention(
     map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
-    """Compute attention with the weight function `map_of` and return `[B, T, H, E]`. JAX derives the gradient."""
+    """Compute attention whose weights `map_of` computes from logits. JAX derives the gradient."""
     B, T, H, G, _ = q_BTHGD.shape
     K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
-    # The gradients of keys and values are sums over chunks. They accumulate in float32 because the loop's inputs do.
+    # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
     wide = jnp.promote_types(dtype, jnp.float32)
     k_BSKGD, v_BSKE = k_BSKGD.astype(wide), v_BSKE.astype(wide)
 
@@ -112,8 +112,8 @@ def masked_logits(
 ) -> jax.Array:
     """Return the scaled and masked logits of one chunk of queries, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
-    # The barrier ties the mask to the queries. Otherwise JAX hoists the masks of all chunks, T × T in size, out of the
-    # scan over layers.
+    # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
+    # size, once before the scan over layers.
     rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
     q_BCHGD, position_C = rows["q"], rows["position"]
     q_BCKRGD = q_BCHGD.reshape(B, -1, K, q_BCHGD.shape[2] // K, G, D)
@@ -133,7 +133,7 @@ def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, ja
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
-    """Reshape a number per query and head, `[B, C, H]`, to `[B, K, R, C, 1]`."""
+    """Reshape `[B, C, H]` to `[B, K, R, C, 1]`, with R = H / K query heads for each of K key/value heads."""
     B, C, H = x_BCH.shape
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
 
@@ -141,10 +141,11 @@ def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 def chunks(
     segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, groups: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
-    """Split per-query arrays `[B, T, …]`, "q" among them, into chunks `[N, B, C, …]`, the last one padded by zeros.
+    """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
-    `groups` arrays of attention weights share the limit `CHUNK_MAP_ELEMENTS`. The result also has the positions of the
-    queries in their rows, "position" `[N, C]`, and their segment ids if there are any, "segment" `[N, B, C]`.
+    One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and, if
+    there are segment ids, "segment" `[N, B, C]`. `groups` is the number of arrays of attention weights `[C, S]` that
+    share the limit `CHUNK_MAP_ELEMENTS`.
     """
     T = arrays_BT["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
