@@ -104,11 +104,10 @@ def diff_attention(
     """
     lam = jnp.asarray(lam)
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
-    sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
-    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
+    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
     backend = _choose("diff_attention", implementation, call)
     lam_BTH = lam_per_token(lam, q_BTHGD)
-    return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=sharding)
+    return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
 
 
 def attention(
@@ -131,10 +130,9 @@ def attention(
             "attention expects q [B, T, H, D] and k, v [B, S, K, D]; "
             f"got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
         )
-    sharding = SequenceSharding.of(q_BTHD, zigzag=zigzag)
-    call = AttentionCall(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window, sharding)
+    call = AttentionCall(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window, SequenceSharding.of(q_BTHD, zigzag=zigzag))
     backend = _choose("attention", implementation, call)
-    return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=sharding)
+    return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=call.sharding)
 
 
 def mapped_attention(
@@ -170,12 +168,11 @@ def mapped_attention(
             "mapped_attention expects q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
             f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
         )
-    sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
-    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
+    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
     backend = _choose("mapped_attention", implementation, call)
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     forward = functools.partial(backend.forward, map_of, window=window)
-    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=sharding)
+    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=call.sharding)
 
 
 def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str | None:
@@ -242,18 +239,14 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
         if reason := backend.why_unsupported(call):
             raise ValueError(f"{function}: {implementation} cannot serve this call: {reason}")
         return backend
-    reasons = {}
+    rejected: list[str] = []
     for backend in _candidates(function):
         reason = distrusted.get(backend.name) or backend.why_unsupported(call)
         if reason is None:
-            _log_once(function, backend.name, target.device_kind(), _listed(reasons))
+            _log_once(function, backend.name, target.device_kind(), "; ".join(rejected))
             return backend
-        reasons[backend.name] = reason
-    raise ValueError(f"{function}: no backend can serve this call: {_listed(reasons)}")
-
-
-def _listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        rejected.append(f"{backend.name}: {reason}")
+    raise ValueError(f"{function}: no backend can serve this call: {'; '.join(rejected)}")
 
 
 @functools.cache

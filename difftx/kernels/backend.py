@@ -42,10 +42,7 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One implementation of an attention function, for the rows and heads that one device holds.
-
-    Backends are hashable, because `jax.custom_vjp` compares them to find compiled programs again.
-    """
+    """One implementation of an attention function, for the rows and heads that one device holds."""
 
     name: str
     # `forward(q, k, v, …, segment_ids, window=…)` returns the output, and also a `Saved` if there is a `backward`. If
@@ -118,6 +115,13 @@ def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Arra
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
     delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
     return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
+
+
+def pad_to(x: jax.Array, length: int, *, axis: int, mode: str = "constant") -> jax.Array:
+    """Pad `axis` to `length` with zeros, or with copies of the last entry if mode="edge"."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, mode=mode)
 
 
 def per_shard(call: Callable[..., Any], *operands, saves=False, sharding: SequenceSharding | None = None) -> Any:

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from difftx.kernels import maps, target, xla
-from difftx.kernels.backend import AttentionCall
+from difftx.kernels.backend import AttentionCall, pad_to
 from difftx.kernels.pallas_tpu_kernels import block_tokens
 
 SPLASH_TILE = 512  # Largest side of a tile in tokens.
@@ -71,9 +71,7 @@ def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding
     kernel = _splash_kernel(X, T, H // K, tile, window=window, is_fused=S <= SPLASH_FUSED_TOKENS, sharding=sharding)
 
     # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
-    def padded(x_BT: jax.Array, length: int) -> jax.Array:
-        return jnp.pad(x_BT, [(0, 0), (0, length - x_BT.shape[1])] + [(0, 0)] * (x_BT.ndim - 2), mode="edge")
-
+    padded = functools.partial(pad_to, axis=1, mode="edge")
     q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
     q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
     k_BKXD, v_BKXD = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKD, v_BSKD))

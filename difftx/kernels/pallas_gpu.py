@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, Saved, deltas
+from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
@@ -86,12 +86,13 @@ def _whole_tiles(q_shape, segment_ids_BT, *, window):
     """Return a function that pads arrays to whole tiles, the marks (inputs of the mask), and both `tile_ranges`."""
     batch, length = q_shape[:2]
     count = math.ceil(length / TILE)
+    pad = functools.partial(pad_to, length=count * TILE, axis=1)
     marks_BXT = jnp.broadcast_to(jnp.arange(count * TILE, dtype=jnp.int32), (batch, 1, count * TILE))
     if segment_ids_BT is not None:
-        segment_ids_BT = tiles.pad_rows(segment_ids_BT, axis=1, tiles=count, mode="edge")
+        segment_ids_BT = pad(segment_ids_BT, mode="edge")
         marks_BXT = jnp.concatenate([marks_BXT, segment_ids_BT[:, None]], axis=1)
     ranges = tiles.tile_ranges(segment_ids_BT, batch=batch, tiles=count, window=window)
-    return functools.partial(tiles.pad_rows, axis=1, tiles=count), marks_BXT, *ranges
+    return pad, marks_BXT, *ranges
 
 
 def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):

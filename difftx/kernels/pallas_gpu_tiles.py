@@ -187,15 +187,6 @@ def tile_ranges(segment_ids_BT, *, batch, tiles, window):
     return keys_BN2.astype(jnp.int32), queries_BN2.astype(jnp.int32)
 
 
-def pad_rows(array, *, axis, tiles, mode="constant"):
-    """Pad `axis` to `tiles` whole tiles with zeros, or with copies of the last row if mode="edge"."""
-    missing = tiles * TILE - array.shape[axis]
-    if missing == 0:
-        return array
-    widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
-    return jnp.pad(array, widths, mode=mode)
-
-
 def interpret_params(interpret):
     """Convert the argument `interpret` of a backend for `plgpu.kernel`. None interprets unless the target is a GPU."""
     if interpret is None:

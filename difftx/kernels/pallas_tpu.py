@@ -18,8 +18,6 @@ Two decisions determine the grids:
 * dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits in VMEM, one kernel
   computes all three gradients, with 20*T*T*D FLOPs per head. Longer rows take two kernels with 28*T*T*D FLOPs. Each sum
   has a fixed order in both cases, so results are reproducible bit for bit.
-
-Under a mesh, call these functions inside `jax.shard_map(..., check_vma=False)` over batch and heads.
 """
 
 import dataclasses
@@ -33,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, Saved, deltas
+from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 
 # Letters in array names: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
 #   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
@@ -93,7 +91,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
     q_BHGYD, k_BKGXD, v_BKXE = _qkv(call, q_BTHGD, k_BTKGD, v_BTKE)
-    lam_BH1Y = _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
+    lam_BH1Y = pad_to(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
     out_BHYE, out2_BHYE, lse_BHGY = _run(
         call,
         kernels.forward_kernel,
@@ -123,7 +121,7 @@ def backward(
     inputs = kernels.Inputs(
         *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
         dout=_heads_first(dout_BTHE, call.y),
-        rows=_pad(rows_BHRT, call.y, axis=3),
+        rows=pad_to(rows_BHRT, call.y, axis=3),
     )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
     dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segments_BT, interpret, with_dq)
@@ -199,7 +197,7 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((inputs, out_shape))),
     )
     if call.segmented:
-        segments_BX = _pad(segments_BT, call.x, axis=1, mode="edge")
+        segments_BX = pad_to(segments_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
         by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
         scalars = scalars._replace(low=by_tile.min(axis=1), high=by_tile.max(axis=1))
@@ -267,18 +265,12 @@ def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
 
 def _heads_first(x, length):
     """Transpose [B, T, H, ..., W] to [B, H, ..., T, W] and pad T to `length`. XLA fuses this with preceding ops."""
-    return _pad(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
+    # Padding is harmless: dO is zero for padded queries, and causality hides padded keys from real queries.
+    return pad_to(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
 
 
 def _tokens_first(x, t):
     return jnp.moveaxis(x[..., :t, :], -2, 1)
-
-
-def _pad(x, length, *, axis, mode="constant"):
-    # Padding is harmless: dO is zero for padded queries, and causality hides padded keys from real queries.
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, mode=mode)
 
 
 def _dq_bytes(call):

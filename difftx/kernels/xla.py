@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.backend import Saved
+from difftx.kernels.backend import Saved, pad_to
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import MASKED
 
@@ -32,7 +32,7 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
         lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
-        map1_BKRCS, map2_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
+        map1_BKRCS, map2_BKRCS = jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
         map_BKRCS = (map1_BKRCS - split_heads(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
@@ -60,7 +60,8 @@ def backward(
         dk_BSKGD, dv_BSKE = carry
         lam_BKRC1 = split_heads(rows["lam"], K)
         lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
-        map1_BKRCS, map2_BKRCS = _maps(masked_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
+        logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
+        map1_BKRCS, map2_BKRCS = jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
         dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
         dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
         map_BKRCS = (map1_BKRCS - lam_BKRC1 * map2_BKRCS).astype(dtype)
@@ -127,11 +128,6 @@ def masked_logits(
     return jnp.where(seen_BCS[:, None, None, None], logits_BKRGCS, MASKED)
 
 
-def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    maps_BKRGCS = jnp.exp(logits_BKRGCS - lse_BKRGC[..., None])
-    return maps_BKRGCS[:, :, :, 0], maps_BKRGCS[:, :, :, 1]
-
-
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
     """Reshape `[B, C, H]` to `[B, K, R, C, 1]`, with R = H / K query heads for each of K key/value heads."""
     B, C, H = x_BCH.shape
@@ -154,7 +150,7 @@ def chunks(
     position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
 
     def in_chunks(x_BT: jax.Array) -> jax.Array:
-        padded = jnp.pad(x_BT, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x_BT.ndim - 2))
+        padded = pad_to(x_BT, count * size, axis=1)
         return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
 
     rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in arrays_BT.items()}

@@ -62,8 +62,6 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
 
-    # ── Description ──
-
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         """Raise `UserError` if the config has a value that the architecture does not support."""
@@ -115,8 +113,6 @@ class SelfAttention(nnx.Module):
         if weight.ndim != 5:
             return {name: weight}
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
-
-    # ── Computation ──
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
@@ -225,9 +221,8 @@ class DiffAttention(SelfAttention):
 
     head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
 
-    Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. With
-    grouped queries, both queries of head n use key/value head n // (H / K), as in the official flash code. The official
-    naive code pairs heads differently.
+    Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. Both
+    queries of head n use key/value head n // (H / K), as in the official code with flash attention.
     """
 
     groups = 2

@@ -165,8 +165,7 @@ class Decoder(nnx.Module):
 
         `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces the attention
         weights of these queries in one layer to a tree of arrays, and the trees of all layers are stacked along a
-        leading axis `[L]`. Only one layer's attention weights exist at a time. The output equals that of `hidden` bit
-        for bit.
+        leading axis `[L]`. Only one layer's attention weights exist at a time.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 

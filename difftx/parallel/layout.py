@@ -49,9 +49,7 @@ class Layout:
 
         With "heads" (DeepSpeed Ulysses, arXiv 2309.14509), each device attends to whole rows with a share of the heads.
         With "gather" and "zigzag", each device keeps its queries and gathers the keys and values of whole rows, as
-        `kernels/context.py` explains. "zigzag" is the fastest in estimates for a step of a 3B model on 64 v5p (64K
-        tokens per row, 4 devices along `context`). It takes 12.7 s of arithmetic and 0.49 s of communication, and
-        "heads" 14.2 s and 0.32 s. With "gather", the device with the end of the row takes 19.2 s of arithmetic.
+        `kernels/context.py` explains. docs/design.md compares the times of a step.
         """
         if context_method == "heads":
             return cls()
