@@ -9,7 +9,7 @@ arrays' types. If rows are sharded along their tokens, each device gathers the k
 If the caller names a Pallas backend of another platform, the Pallas interpreter runs it. A training step would then
 take minutes, so `why_unavailable` rejects such a backend.
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
 #   G = 2 groups of queries and keys (group 0 gives the attention weights A1, group 1 gives A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
 

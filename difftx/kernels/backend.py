@@ -3,7 +3,7 @@
 `jax.custom_vjp` wraps `jax.shard_map`. With a custom gradient inside `shard_map`, JAX would sum gradients over devices
 although each device owns its own shard (jax issue 21855).
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
+# Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
 #   G = 2 groups (A1 and A2), D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 Splash attention is JAX's flash attention for TPUs with sparse masks. It skips tiles that the mask hides.
 """
-# Letters in array names: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
+# Axes: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
 #   sharded along their tokens), X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads,
 #   K = key/value heads, R = H / K = query heads per key/value head, D = width of a head
 

@@ -4,7 +4,7 @@ This module uses XLA operations and only reads the cache. `difftx/inference/cach
 all layers in one update. The heads axis of the cache precedes the tokens axis. Both matrix products expect this order,
 so neither transposes the cache.
 """
-# Letters in array names: B = batch, T = new tokens, U = T in the role of keys, S = slots of the cache,
+# Axes: B = batch, T = new tokens, U = T in the role of keys, S = slots of the cache,
 #   X = S + T = cached and new keys, H = query heads, K = key/value heads, R = H / K = query heads per key/value head,
 #   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head, E = width of a value head
 
@@ -47,10 +47,7 @@ def mapped_attention(
     *,
     per_query: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute the attention of new tokens to cached and new tokens. `past` holds the cached keys and values.
-
-    The other arguments, except `ids`, are those of `difftx.kernels.mapped_attention`.
-    """
+    """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.mapped_attention`)."""
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, Saved(by_head=past))

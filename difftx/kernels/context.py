@@ -4,8 +4,7 @@ Each device keeps its queries. For the attention of a layer, it gathers the keys
 The queries are in text order or in zig-zag order. In zig-zag order, a row has 2n chunks, and device i of n holds chunks
 i and 2n - 1 - i (arXiv 2407.21783, §3.3.2). Under a causal mask, every device then has the same amount of work.
 """
-# Letters in array names: B = batch, T = tokens of a row on one device, S = tokens of a whole row, N = chunks of a row,
-#   C = tokens of a chunk
+# Axes: B = batch, T = tokens on one device, S = tokens of a whole row, N = chunks of a row, C = tokens of a chunk
 
 import dataclasses
 import functools

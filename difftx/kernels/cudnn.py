@@ -5,8 +5,8 @@ JAX's public API requires keys and values of equal width, but in differential at
 JAX's private binding, which accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix
 products: 12·T²·D per head instead of 16·T²·D.
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
-#   G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = G·H = query heads of the cuDNN call
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1, A2),
+#   D = query/key width, E = 2·D = value width, N = G·H = query heads of the cuDNN call
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ except ImportError:  # This JAX has moved the module, so only `diff_attention` w
     private = None  # pyrefly: ignore[bad-assignment]
 
 GROUPS = 2
-# Rows are padded to a multiple of this number of tokens. cuDNN has returned NaN gradients for odd lengths, and for
-# lengths that leave a remainder of 64 when divided by 128 (cudnn-frontend#160, pytorch#196678).
+# Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
+# for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
 # Largest head width of cuDNN's flash attention, by the lowest major compute capability that supports it.
 HEAD_WIDTH_LIMITS = {9: 256, 8: 128}

@@ -4,7 +4,7 @@ A weight function takes one array of logits per group and, in some cases, one nu
 of masked keys are minus infinity or `MASKED`. The logits must cover all keys of a query, as they do in `xla.py` (chunks
 of queries), `reference.py`, `cached.py` (key/value cache) and `rows.py` (selected queries).
 """
-# Letters in array names: C = queries, S = keys. The names omit the leading axes (batch, heads).
+# Axes: C = queries, S = keys. The names omit the leading axes (batch, heads).
 
 import functools
 from collections.abc import Callable

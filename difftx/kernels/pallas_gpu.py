@@ -7,7 +7,7 @@ A2·V passes through shared memory to the first warpgroup, which subtracts it.
 
 The kernels have not yet run on a GPU. They were tested in the interpreter and compiled by ptxas.
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
 #   G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
 
 import functools

@@ -10,7 +10,7 @@ Tiles of P and dP pass between the warpgroups through shared memory.
 Both kernels compute the logits and dP. Together they need 28·T²·D FLOPs per head, where a single kernel would need
 20·T²·D. In return, no two CTAs add to the same gradient, so results are reproducible bit for bit.
 """
-# Letters in array names: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
+# Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
 #   K = key/value heads, G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
 #   X in `stats` = base-2 log-sum-exp and delta/√D, X in `marks` = position and, if there are segments, segment id
 

@@ -4,7 +4,7 @@ In every kernel, a CTA has three warpgroups. Warpgroups 0 and 1 compute one soft
 loads their tiles by TMA. For a buffer named X, the barrier X_ready tells the readers that the buffer is filled, and
 X_free tells the writer that the buffer may be filled again.
 """
-# Letters in array names: B = batch, T = query tokens = key tokens, padded to whole tiles, N = T // TILE = tiles,
+# Axes: B = batch, T = query tokens = key tokens, padded to whole tiles, N = T // TILE = tiles,
 #   P = TILE = positions in a tile, X = marks of a position: its index in the row and, if there are segments, segment id
 
 import collections

@@ -33,7 +33,7 @@ from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 
-# Letters in array names: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
+# Axes: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
 #   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
 #   E = 2D = value width, R = 5 numbers per query (`Inputs.rows`), X = T padded to whole tiles,
 #   Y = X or, if rows are sharded along their tokens, the number of queries on one device

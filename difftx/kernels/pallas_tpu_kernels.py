@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 
 from difftx.kernels.context import SequenceSharding
 
-# Letters in array names: T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head
-#   width, E = 2D = value width, X = T padded to whole tiles, Y = query tokens on one device, padded to whole tiles.
+# Axes: T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
+#   E = 2D = value width, X = T padded to whole tiles, Y = query tokens on one device, padded to whole tiles.
 # Y = X unless rows are sharded along their tokens. Then the queries of a call are those of one device, but keys and
 # segment ids cover whole rows.
 
@@ -46,9 +46,7 @@ class Scalars(NamedTuple):
     """References in scalar memory, which all kernels and index maps receive."""
 
     visits: Any  # Packed visits in grid order.
-    # For each chunk of queries on the device, the index of a tile in the row minus its index on the device. None if
-    # each device holds whole rows.
-    offsets: Any = None
+    offsets: Any = None  # For each chunk of queries: tile index in the row minus index on the device. None: whole rows.
     low: Any = None  # Lowest segment id of each tile of each batch row. None without segment ids.
     high: Any = None  # Highest segment id of each tile of each batch row. None without segment ids.
 
@@ -189,10 +187,7 @@ def list_visits(tiles, block, window, sharding=None, *, keys_outer):
 
 
 def _visits_of(row_tiles, tiles, block, window, keys_outer):
-    """Return packed visits, int32 in grid order, for the query tiles of one device.
-
-    `row_tiles` are the indices of these query tiles in the row, which has `tiles` tiles of `block` tokens.
-    """
+    """Return the packed visits of one device, whose query tiles have the indices `row_tiles` in the row."""
     # n = index of a query tile on the device, i = its index in the row, j = index of a key tile in the row
     n, j = (index.ravel() for index in np.indices((len(row_tiles), tiles)))
     i = row_tiles[n]

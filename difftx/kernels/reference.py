@@ -2,7 +2,7 @@
 
 Tests compare all other backends with this module.
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
+# Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
 #   G = groups (2: A1 and A2), D = width of a query/key sub-head, E = width of a value head
 
 import jax

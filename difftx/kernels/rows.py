@@ -3,7 +3,7 @@
 Attention backends do not return attention weights, so this module computes the rows of the selected queries separately.
 The result covers all heads but few queries, `[B, C, H, S]`, so its size is linear in the length of a row.
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads,
+# Axes: B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads,
 #   K = key/value heads, R = H / K = query heads per key/value head,
 #   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head
 

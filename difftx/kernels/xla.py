@@ -4,7 +4,7 @@ Memory is linear in the length of a row, because the queries are processed in ch
 the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
 attention weights, P1 - λ P2, in float32 before the product with V, so one product suffices instead of two.
 """
-# Letters in array names: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
+# Axes: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
 #   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
 #   D = width of a query/key sub-head, E = width of a value head
 
@@ -139,9 +139,8 @@ def chunks(
 ) -> dict[str, Any]:
     """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
-    One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and, if
-    there are segment ids, "segment" `[N, B, C]`. `groups` is the number of arrays of attention weights `[C, S]` that
-    share the limit `CHUNK_MAP_ELEMENTS`.
+    One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and
+    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_MAP_ELEMENTS` / `groups` pairs of tokens.
     """
     T = arrays_BT["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices

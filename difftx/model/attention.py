@@ -2,7 +2,7 @@
 
 `variants/` holds further architectures. docs/extend.md shows how to add one in a file of your own.
 """
-# Letters in array names: B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
+# Axes: B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
 #   E = width of a value head (2d in differential attention, d in softmax attention)
 

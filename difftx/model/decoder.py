@@ -1,6 +1,5 @@
 """The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
-# Letters in array names: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers,
-#   K = key/value heads
+# Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
 
 from collections.abc import Callable
 

@@ -1,9 +1,9 @@
 """FLOPs and memory of a config, computed by formulas without a device.
 
-Model FLOPs are those that the formulas require, not those that a kernel executes. For each pair of tokens, a
-differential head requires two products of width d for its logits and one product of width 2d for (A1 - λ A2) V. These
-are as many FLOPs as those of the two softmax heads that it replaces. Attention weights that a kernel recomputes count
-once. In grouped differential attention, A2 counts once for all signal heads that share it.
+Model FLOPs are those that the formulas require, not those that a kernel executes, which may compute a value twice. For
+each pair of tokens, a differential head requires two products of width d for its logits and one product of width 2d for
+(A1 - λ A2) V, as many FLOPs as the two softmax heads that it replaces. In grouped differential attention, the A2 that
+several signal heads share counts once.
 """
 
 from difftx.config import Config, ModelConfig

@@ -1,5 +1,5 @@
 """RMSNorm, SwiGLU, rotary embedding and initialised parameters."""
-# Letters in array names: B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
+# Axes: B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
 """The sharding of all arrays of the model over the mesh."""
-# Letters in array names: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1, A2),
+# Axes: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1, A2),
 #   d = width of a (sub-)head, E = width of a value head, F = hidden width of the MLP, V = vocabulary, L = layers
 
 import dataclasses

@@ -20,10 +20,7 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh of a config, by default over all devices. An axis of size -1 takes the remaining devices.
-
-    Sizes that do not fit the number of devices or slices raise `UserError`.
-    """
+    """Return the mesh of a config, by default over all devices. An axis of size -1 takes the remaining devices."""
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
     fixed = math.prod(size for size in sizes if size != -1)

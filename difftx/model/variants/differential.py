@@ -1,7 +1,7 @@
 """Variants of differential attention."""
-# Letters in array names: B = batch, T = tokens, D = model width, H = heads (in grouped differential attention: signal
-#   heads), K = key/value heads, N = noise heads, R = H / N = signal heads per noise head, Q = R + 1 = queries per noise
-#   head, G = 2 groups (A1 and A2), d = width of a query/key (sub-)head, E = width of a value head
+# Axes: B = batch, T = tokens, D = model width, H = heads (if there are noise heads: signal heads), K = key/value heads,
+#   N = noise heads, R = H / N = signal heads per noise head, Q = R + 1 = queries per noise head,
+#   G = 2 groups (A1 and A2), d = width of a query/key (sub-)head, E = width of a value head
 
 import jax
 import jax.numpy as jnp

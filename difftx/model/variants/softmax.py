@@ -1,5 +1,5 @@
 """Variants of softmax attention."""
-# Letters in array names: B = batch, T = tokens, D = model width, H = heads, d = width of a head, E = d
+# Axes: B = batch, T = tokens, D = model width, H = heads, d = width of a head, E = d
 
 import functools
 
