@@ -68,7 +68,7 @@ BACKENDS = {
 log = logging.getLogger(__name__)
 
 distrusted: dict[str, str] = {}  # Backends that "auto" skips because `check_gradients` failed, each with the reason.
-# Largest relative error that `check_gradients` accepts. Rounding to bfloat16 causes 0.01. Wrong kernels exceed 0.05.
+# Largest relative error that `check_gradients` accepts. bfloat16 causes errors of 0.01, and wrong kernels over 0.05.
 GRADIENT_TOLERANCE = 0.05
 
 
@@ -192,13 +192,13 @@ def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str
 def check_gradients(head_dim: int) -> dict[str, str]:
     """Exclude from "auto" all backends with wrong gradients on this device, and return them, each with the reason.
 
-    The gradients are compared with those of the reference. Compilers and libraries have returned wrong gradients with
-    correct outputs (issues TransformerEngine#3216 and cudnn-frontend#160). Call this function before you set a mesh.
+    The gradients of fused kernels are compared with those of the reference. Compilers and libraries have returned wrong
+    gradients with correct outputs (TransformerEngine#3216, cudnn-frontend#160). Call this before you set a mesh.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
     q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    backends = [backend for backend in _candidates("diff_attention") if backend.name != "xla"]  # Not fused.
+    backends = [backend for backend in _candidates("diff_attention") if backend.name != "xla"]
     names = [backend.name for backend in backends if backend.why_unsupported(AttentionCall(q, k, v)) is None]
     if not names:
         return distrusted

@@ -51,7 +51,7 @@ class SequenceSharding:
         return self.devices * self.chunks
 
     def starts[Index: (int, jax.Array)](self, device: Index, chunk_tokens: int) -> tuple[Index, ...]:
-        """Return the position in the row at which each chunk of a device starts, in the device's chunk order."""
+        """Return the positions in the row at which the chunks of a device start."""
         if not self.zigzag:
             return (device * chunk_tokens,)
         return device * chunk_tokens, (2 * self.devices - 1 - device) * chunk_tokens
@@ -102,7 +102,7 @@ class SequenceSharding:
         return jnp.where(is_even, a_BC, b_BC), jnp.where(is_even, b_BC, a_BC)
 
     def _moves(self, parity: int) -> list[tuple[int, int]]:
-        """Return pairs of devices (source i, destination) that move the chunks 2i + `parity` to zig-zag order."""
+        """Return pairs of devices that hold chunk 2i + `parity`: i in text order, and another in zig-zag order."""
         n = self.devices
         return [(i, min(2 * i + parity, 2 * n - 1 - 2 * i - parity)) for i in range(n)]
 
@@ -126,7 +126,7 @@ def _reordered(x_BT: jax.Array, order: Callable[[SequenceSharding, jax.Array], j
 
 
 def with_whole_keys(call: Callable[..., Any], sharding: SequenceSharding) -> Callable[..., Any]:
-    """Return `call` with keys, values and 2-D arguments (segment ids) gathered to whole rows. Runs in `shard_map`."""
+    """Return a function that gathers keys, values and segment ids (2-D arguments) of whole rows and calls `call`."""
 
     def local(q_BT: jax.Array, k_BT: jax.Array, v_BT: jax.Array, *others: Any) -> Any:
         whole = (sharding.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others)

@@ -78,7 +78,7 @@ def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, wi
 def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
     """Return causal (A1 - λ·A2)·V by two calls of JAX's private binding, one per group, without padded widths."""
     assert segment_ids_BT is None
-    assert private is not None  # See `wide_values_unsupported`.
+    assert private is not None  # Otherwise, `wide_values_unsupported` rejects the call.
     length, width = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     out1_BTHE, out2_BTHE = (
         private.dot_product_attention(  # pyrefly: ignore[bad-index]

@@ -85,7 +85,7 @@ def quantized(
 
 def _rounded(logits_CS: jax.Array, largest_C1: jax.Array, bits: int) -> jax.Array:
     scale_C1 = largest_C1 / (2 ** (bits - 1) - 1)
-    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # It is 0 without visible keys, for example.
+    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # The scale is 0 if no key is visible, for example.
     seen_CS = jnp.where(logits_CS > MASKED, logits_CS, 0)
     fixed_CS = jax.lax.stop_gradient(seen_CS)
     straight_through_CS = jnp.round(fixed_CS / scale_C1) * scale_C1 + (seen_CS - fixed_CS)

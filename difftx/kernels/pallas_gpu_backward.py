@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     marks_BXT: jax.Array
 
 
-def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Bodies of both kinds of warpgroup.
+def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
     """Compute dK and dV, with one CTA per (sequence, key/value head, key tile).
 
     Each CTA loops over the query heads and query tiles that attend to its keys. In tiles of P and dS, rows are keys and

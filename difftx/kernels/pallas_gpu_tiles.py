@@ -63,7 +63,7 @@ def rows_of(tile):
 
 
 def product(a_smem, b_smem):
-    """Return the completed product of two shared-memory tiles as a float32 array in registers."""
+    """Multiply two tiles in shared memory, and return the product as a float32 array in registers."""
 
     def run(accumulator):
         plgpu.wgmma(accumulator, a_smem, b_smem)
@@ -108,7 +108,7 @@ def arrive_if(condition, barrier):
 
 
 def at_least_one(count):
-    """Return `count`, with the hint that it is at least 1. Accumulators of loops with 0 steps would be spilled."""
+    """Return max(count, 1) as the length of a loop. ptxas would spill the accumulators of a loop that may not run."""
     return lax.max(count, 1)
 
 

@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
     side: int  # Largest side of a tile in tokens, a multiple of 128.
     vmem_mib: int  # VMEM that a kernel may use in total.
-    dq_mib: int  # Largest dQ in VMEM. If dQ is larger, two kernels compute the gradients.
+    dq_mib: int  # VMEM that dQ may use. If dQ needs more, two kernels compute the gradients instead of one.
 
 
 # Tiles by device kind, chosen from compiled schedules (benchmarks/tpu_schedule.py) for the widths in _MEASURED_WIDTHS.

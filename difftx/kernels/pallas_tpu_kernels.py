@@ -54,12 +54,12 @@ class Scalars(NamedTuple):
 class Inputs(NamedTuple):
     """Blocks of the current visit in VMEM, with their shapes. Inputs that a kernel does not use are None."""
 
-    q: Any  # (2, queries, D)
-    k: Any  # (2, keys, D)
-    v: Any  # (keys, E)
-    lam: Any = None  # (1, queries), in the forward pass.
-    dout: Any = None  # (queries, E), in the backward pass.
-    rows: Any = None  # (5, queries), in the backward pass: base-2 log-sum-exps of both groups, delta1, delta2, lam.
+    q: Any  # Queries of both groups, (2, queries, D).
+    k: Any  # Keys of both groups, (2, keys, D).
+    v: Any  # Values, (keys, E).
+    lam: Any = None  # λ of each query in the forward pass, (1, queries).
+    dout: Any = None  # Gradient of the output in the backward pass, (queries, E).
+    rows: Any = None  # In the backward pass, (5, queries): base-2 log-sum-exps of both groups, delta1, delta2, lam.
     query_segments: Any = None  # Segment ids of the queries, (1, queries), if the call has segment ids.
     key_segments: Any = None  # Segment ids of the keys, (1, keys), if the call has segment ids.
 
@@ -114,7 +114,7 @@ class TileCall:
 
     @property
     def grid(self):
-        """Grid of the kernel: batch, key/value heads, then visits and query heads, or heads before visits."""
+        """Grid of the kernel: batch, key/value heads, query heads and visits. `keys_outer` swaps the last two."""
         steps = self.visits.shape[-1]
         inner = (steps, self.group) if self.keys_outer else (self.group, steps)
         return (self.batch, self.kv_heads, *inner)
@@ -152,7 +152,7 @@ class TileCall:
 
     @property
     def dot(self):
-        """Function `lax.dot_general`, configured to accumulate in float32 and to keep the precision of operands."""
+        """Function `lax.dot_general` with float32 accumulation, and with full precision if operands are float32."""
         precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
@@ -188,7 +188,7 @@ def list_visits(tiles, block, window, sharding=None, *, keys_outer):
 
 def _visits_of(row_tiles, tiles, block, window, keys_outer):
     """Return the packed visits of one device, whose query tiles have the indices `row_tiles` in the row."""
-    # n = index of a query tile on the device, i = its index in the row, j = index of a key tile in the row
+    # n = index of a query tile on the device, i = its index in the row, j = index of a key tile in the row.
     n, j = (index.ravel() for index in np.indices((len(row_tiles), tiles)))
     i = row_tiles[n]
     nearest, farthest = (i - j) * block - (block - 1), (i - j) * block + block - 1

@@ -36,7 +36,7 @@ def abstract_parameters(config: ModelConfig) -> nnx.State:
     """Return the shapes and dtypes of a `Decoder`'s parameters, with the metadata that the layers set."""
     axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     one_device = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axis_types)
-    # JAX does not replace a mesh by one of another size directly, and the caller may have set a mesh.
+    # The caller may have set a mesh. JAX can replace it by a mesh of another size only after an empty mesh.
     no_mesh = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))

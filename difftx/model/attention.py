@@ -39,7 +39,7 @@ def depth_schedule(config: ModelConfig) -> Depth:
 
     If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
     """
-    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # l - 1
+    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # Index l - 1 of each layer.
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
@@ -83,7 +83,7 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
-        """Return the number of query sub-heads in `num_heads` heads. By default, d = d_model / this number."""
+        """Return the number of query sub-heads in `num_heads` heads. By default, d is d_model / this number."""
         return cls.groups * num_heads
 
     @classmethod
@@ -124,7 +124,7 @@ class SelfAttention(nnx.Module):
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return the residual update of new tokens, and their keys and values. They also attend to cached tokens."""
+        """Return the residual update, keys and values of new tokens, which also attend to the cached tokens."""
         q, k, v = self.project(x_BTD, angles)
         operands = self._resharded(q, k, v)
         heads_BTHE = cached.mapped_attention(self._map(), *operands, cache, segments, per_query=self.per_query(depth))

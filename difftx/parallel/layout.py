@@ -19,7 +19,7 @@ class Layout:
     key_DKGd: P = P("fsdp", "tensor", None, None)
     value_DKE: P = P("fsdp", "tensor", None)
     output_HED: P = P("tensor", None, "fsdp")
-    lambda_DH: P = P("fsdp", "tensor")  # Computes λ per token and head in `DiffAttentionV2`.
+    lambda_DH: P = P("fsdp", "tensor")  # Projection to the λ of each token and head in `DiffAttentionV2`.
     mlp_in_DF: P = P("fsdp", "tensor")
     mlp_out_FD: P = P("tensor", "fsdp")
     vector: P = P()  # Norm gains, λ vectors and sinks have a few kilobytes, so they are replicated.
@@ -35,7 +35,7 @@ class Layout:
     act_BTHE: P = P(BATCH, "context", "tensor", None)
     act_BTH: P = P(BATCH, "context", "tensor")
     act_BTF: P = P(BATCH, "context", "tensor")
-    logits_BTV: P = P(BATCH, None, "tensor")  # In inference. The training loss computes logits in chunks.
+    logits_BTV: P = P(BATCH, None, "tensor")  # Logits in inference. The training loss computes logits in chunks.
 
     # Queries, keys, values and the key/value cache, as attention expects them. `Layout.of` explains the choices.
     attend_BTHGd: P = P(BATCH, None, ("tensor", "context"), None, None)

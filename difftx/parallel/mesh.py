@@ -15,7 +15,7 @@ from difftx.config import Config, MeshConfig
 from difftx.config.checks import divisor_below
 from difftx.errors import UserError
 
-# From outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
+# Mesh axes from outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
 AXES = ("data", "fsdp", "context", "tensor")
 
 
