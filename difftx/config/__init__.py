@@ -1,4 +1,4 @@
-"""The config schema: frozen dataclasses that declare each field once and validate their values."""
+"""The config schema: frozen dataclasses that declare and validate all config fields."""
 
 import json
 
@@ -60,7 +60,6 @@ class Config(Group):
             )
 
     def _check_keep_best(self) -> None:
-        """Raise `UserError` if `checkpoint.keep_best` names a number that checkpoints never have."""
         if self.checkpoint.keep_best is None:
             return
         suite = self.checkpoint.keep_best.split("/")[0]
@@ -77,7 +76,7 @@ class Config(Group):
 
     @property
     def batch_rows(self) -> int:
-        """Rows per update, over all devices and microbatches."""
+        """Number of rows per update, over all devices and microbatches."""
         return self.train.global_batch_tokens // self.data.sequence_length
 
     def to_json(self) -> str:
