@@ -4,8 +4,7 @@ Command:  python train.py --config=configs/diff_3b.py:diff --config.data.path='c
           (diff, transformer, or another architecture, with as many parameters)
 Protocol: Table 9, with 1T tokens (Table 1). Appendix B's comparison stops at 350B (--config.train.steps=83_447).
 Expected: Tables 1, 2, 5 and 8. Not reproduced here yet.
-Note:     the paper calls the model 2.8B. 28 layers of width 3072 and one embedding of 100,288 tokens have 3.48B
-          parameters.
+Note:     the paper calls the model 2.8B, but these sizes, with a shared embedding, give 3.48B parameters.
 """
 
 from ml_collections import ConfigDict

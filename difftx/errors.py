@@ -86,10 +86,8 @@ def _is_short_for(text: str, name: str) -> bool:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml into the running Python.
-
-    The command names the source tree, because a package index may have another project of the same name.
-    """
+    """Return the command that installs an extra of pyproject.toml into the running Python."""
+    # The command names the source tree, because a package index may have another project of the same name.
     source, where = (SOURCE, "") if (SOURCE / "pyproject.toml").is_file() else (".", " (in difftx's source tree)")
     return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{source}[{extra}]')}{where}"
 

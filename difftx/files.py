@@ -31,10 +31,7 @@ NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
 
 
 def require_local(name: str, path: str | Path) -> None:
-    """Raise `UserError` if one of the comma-separated paths is the address of an object store, such as gs://bucket/run.
-
-    `name` is the flag or config field that holds the path, for the message.
-    """
+    """Raise `UserError` if one of the comma-separated paths is in an object store, such as gs://bucket/run."""
     slashes = "/" if isinstance(path, Path) else "//"  # A `Path` has lost one of the two slashes.
     if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
         shown = re.sub(r":/(?!/)", "://", str(path))

@@ -95,9 +95,7 @@ class Work:
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
-        if not self._enabled:
-            return
-        if self._console.is_terminal:
+        if self._enabled and self._console.is_terminal:
             self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-        else:
+        elif self._enabled:
             print(printable(text), file=self._console.file, flush=True)

@@ -50,28 +50,22 @@ class Config(Group):
                 f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep "
                 "every key; use a smaller number"
             )
-        self._check_keep_best()
+        keep_best, suites = self.checkpoint.keep_best, self.eval.suites
+        if keep_best is not None and (suite := keep_best.split("/")[0]) not in suites:
+            raise UserError(
+                f"checkpoint.keep_best={keep_best!r}: {suite} is not one of eval.suites={suites}; add it there"
+            )
+        if keep_best is not None and self.checkpoint.every_steps % self.eval.every_steps:
+            raise UserError(
+                f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
+                f"{self.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
+            )
         paths = [data.path, *(source.path for source in data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
         if is_synthetic and data.synthetic.vocab_size > model.vocab_size:
             raise UserError(
                 f"data.synthetic.vocab_size={data.synthetic.vocab_size} exceeds model.vocab_size={model.vocab_size}; "
                 f"use at most {model.vocab_size}"
-            )
-
-    def _check_keep_best(self) -> None:
-        if self.checkpoint.keep_best is None:
-            return
-        suite = self.checkpoint.keep_best.split("/")[0]
-        if suite not in self.eval.suites:
-            raise UserError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best!r}: {suite} is not one of eval.suites="
-                f"{self.eval.suites}; add it there"
-            )
-        if self.checkpoint.every_steps % self.eval.every_steps:
-            raise UserError(
-                f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
-                f"{self.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
             )
 
     @property

@@ -73,8 +73,8 @@ class DataConfig(Group, path="data"):
     """Path of a store written by `difftx prepare`, a text file or a glob of text files, "stdlib" for the source code of
     Python's library, or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy"."""
     sources: tuple[SourceConfig, ...] = ()
-    """Sources in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source is also
-    a validation set. The command line accepts JSON, or a single field as in --config.data.sources.0.weight=0.5."""
+    """Sources in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source
+    is also a validation set. The command line accepts JSON, or one field as in --config.data.sources.0.weight=0.5."""
     stages: tuple[StageConfig, ...] = ()
     """Changes of the source weights during training: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …)."""
     upsampling: UpsamplingConfig

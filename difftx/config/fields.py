@@ -145,15 +145,14 @@ def describe_type(annotation: Any) -> str:
     for option in options(annotation):
         if get_origin(option) is Literal:
             names.append("one of " + ", ".join(repr(value) for value in get_args(option)))
-        elif option is type(None):
-            names.append("None")
         elif get_origin(option) is tuple:
             item = get_args(option)[0]
             names.append("a list of " + (getattr(item, "__name__", None) or "values"))
         elif dataclasses.is_dataclass(option):
             names.append("a group of fields")
         else:
-            names.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[option])
+            words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
+            names.append(words[option])
     return " or ".join(names)
 
 

@@ -56,8 +56,8 @@ class ModelConfig(Extensible, path="model"):
     lambda_init: float | None = None
     """λ_init of all layers. None: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l = 1, 2, … (§2.1 of the paper)."""
     lambda_learned: bool = True
-    """Whether λ is learned. If not, λ = λ_init. For λ = 1, set `lambda_init` = 1 and a `post_scale` such as 0.2, since the
-    default factor 1 - λ_init would be 0."""
+    """Whether λ is learned. If not, λ = λ_init. For λ = 1, set `lambda_init` = 1 and a `post_scale` such as 0.2, since
+    the default factor 1 - λ_init would be 0."""
     lambda_std: NotNegative[float] = 0.1
     """Standard deviation of the initial vectors λ_q1, λ_k1, λ_q2 and λ_k2."""
     post_scale: float | None = None
@@ -94,7 +94,11 @@ class ModelConfig(Extensible, path="model"):
         super().__post_init__()
         attention = ARCHITECTURES[self.architecture]
         attention.check(self)
-        self._check_specific_fields()
+        for name, default in default_specific_fields().items():
+            if (value := getattr(self, name)) != default and name not in attention.fields:
+                raise UserError(
+                    f"model.{name}={value}: architecture {self.architecture!r} does not use it; leave it at {default}"
+                )
         sub_heads = attention.sub_heads(self, self.num_heads)
         if self.head_dim is None and self.d_model % sub_heads:
             step = self.signal_heads or 1
@@ -113,14 +117,6 @@ class ModelConfig(Extensible, path="model"):
                 raise UserError(
                     f"model.num_kv_heads={self.num_kv_heads} does not divide the {heads} heads that have keys and "
                     f"values; use {divisor_below(self.num_kv_heads, heads)}"
-                )
-
-    def _check_specific_fields(self) -> None:
-        used = ARCHITECTURES[self.architecture].fields
-        for name, default in default_specific_fields().items():
-            if (value := getattr(self, name)) != default and name not in used:
-                raise UserError(
-                    f"model.{name}={value}: architecture {self.architecture!r} does not use it; leave it at {default}"
                 )
 
     @property
