@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 from difftx.configs import base, toy
 
 ARG = "{task}-{size}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
-HEADS = 16  # Heads of the Transformer. diff then has 8, the fewest that the notes of the official code recommend.
 
 # Size → (d_model, number of layers).
 SIZES = {"10m": (384, 6), "20m": (512, 6), "40m": (640, 8), "80m": (768, 12), "160m": (1024, 12)}
@@ -43,7 +42,7 @@ def get_config(arg: str = "books-10m-diff") -> ConfigDict:
     TASKS[task](c)
     c.optimizer.warmup_steps = c.train.steps // 4  # Long, for the reason in configs/toy.py. Not tuned.
     c.eval.every_steps = c.train.steps // 10
-    base.choose(c, arm.architecture, heads=HEADS)
+    base.choose(c, arm.architecture, heads=16)  # diff then has 8, the fewest that the official code's notes recommend.
     arm.change(c)
     return c
 

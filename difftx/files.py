@@ -170,10 +170,8 @@ def read_file(path: Path) -> bytes | None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the size of a file in bytes, or None if `path` is not an existing regular file.
-
-    `Path.is_file` would return False, instead of raising `UnreadableError`, if it cannot tell whether the file exists.
-    """
+    """Return the size of a file in bytes, or None if `path` is not an existing regular file."""
+    # `Path.is_file` would return False if it cannot tell whether the file exists. This function raises an error.
     try:
         status = retry_read(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):

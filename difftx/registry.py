@@ -88,11 +88,9 @@ class Registry[T](Mapping[str, T]):
 
 
 def import_file(path: Path, flag: str) -> types.ModuleType:
-    """Run a user's Python file, and return it as a module. `flag` is the flag that names the file, for messages.
-
-    Do not run a file again if it has registered an entry, because the entry's name would be taken.
-    """
+    """Run a user's Python file, and return it as a module. `flag` is the flag that names the file, for messages."""
     resolved = path.resolve()
+    # Do not run a file again if it has registered an entry, because the entry's name would be taken.
     if resolved in _extensions and resolved in _modules:
         return _modules[resolved]
     # Files of the same name in different folders are different modules.

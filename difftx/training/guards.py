@@ -30,7 +30,6 @@ from difftx.parallel.multihost import barrier, is_primary, say
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.retention import remove
 
-REWIND_ENTRY = {"step": int, "rewinds": int, "skipped_examples": [int]}
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
 
@@ -172,10 +171,8 @@ def act_on_bad_steps(
 
 
 def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
-    """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left.
-
-    A checkpoint right before the first bad step does not qualify, because its parameters may have caused the bad step.
-    """
+    """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left."""
+    # A checkpoint right before the first bad step does not qualify, because its parameters may have caused that step.
     if first_bad <= every_steps + 1:
         return 0
     return max((step for step in steps if step % every_steps == 0 and step + 1 < first_bad), default=None)
@@ -183,5 +180,6 @@ def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> i
 
 def _is_valid(entry: dict[str, Any]) -> bool:
     if entry.get("event") == "rewind":
-        return schema_error(entry, REWIND_ENTRY) is None and len(entry["skipped_examples"]) == 2
+        shape = {"step": int, "rewinds": int, "skipped_examples": [int]}
+        return schema_error(entry, shape) is None and len(entry["skipped_examples"]) == 2
     return "event" in entry

@@ -40,7 +40,6 @@ from difftx.training.optimizer import make_optimizer
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1
-DESCRIPTION_SHAPE = {"format": int, "extensions": EXTENSIONS_SHAPE}
 LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
@@ -233,17 +232,15 @@ def read_description(workdir: Path) -> dict[str, Any]:
             f"{workdir}: {MANIFEST} has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; "
             "use the version that wrote the run, or train again in a new --workdir"
         )
-    if why := schema_error(manifest, DESCRIPTION_SHAPE):
+    if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
         raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
     return manifest
 
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
-    """Lock the folder and its file `.lock`, which names the process that has the lock.
-
-    The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
-    """
+    """Lock the folder and its file `.lock`, which names the process that has the lock."""
+    # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
     try:  # However the process ends, the operating system releases the locks.

@@ -40,7 +40,7 @@ from difftx.training.state import TrainState
 
 # Timeout of the other processes while the primary process reads a checkpoint. If it dies, they notice much earlier.
 DECISION_SECONDS = 24 * 3600.0
-CONFIG_FILE = "config/metadata"  # Path in a checkpoint, given by orbax's JsonCheckpointHandler.
+CONFIG_FILE = "config/metadata"  # Path of the config in a checkpoint, as orbax's JsonCheckpointHandler names it.
 
 
 class Checkpointer:
@@ -137,7 +137,7 @@ class Checkpointer:
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
-        """Do the work of `newest` in this process alone."""
+        """Return the result of `newest`, computed in this process alone."""
         if self._config is not None and (leftovers := retention.remove_leftovers(self.folder)):
             say(f"{self.folder}: removed {', '.join(leftovers)}: a save or a removal was not finished")
         reasons, quarantined = [], quarantined_in(self.folder)
@@ -168,7 +168,7 @@ class Checkpointer:
                 raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
 
     def _take_back(self, quarantined: Sequence[Path]) -> int | None:
-        """Rename the newest valid one of the quarantined checkpoints back to its step, and return the step.
+        """Rename the newest valid quarantined checkpoint back to its step, and return the step.
 
         Call this only if no other checkpoint is valid, because a user may have quarantined checkpoints on purpose.
         """
@@ -305,7 +305,7 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Convert errors of orbax and tensorstore to `UnreadableError`. The checkpoint has been verified before."""
+    """Convert errors of orbax and tensorstore to `UnreadableError`, because the checkpoint has been verified."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -318,10 +318,8 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _hide_late_writes() -> None:
-    """Hide the tracebacks of writes that continue after their save has failed.
-
-    Orbax closes the event loop of a failed save while tensorstore still writes other arrays, which then raise errors.
-    """
+    """Hide the tracebacks of writes that continue after their save has failed."""
+    # Orbax closes the event loop of a failed save while tensorstore still writes other arrays, which then raise errors.
     if getattr(sys.unraisablehook, "__name__", "") == "hide_late_writes":
         return
     report = sys.unraisablehook
@@ -335,10 +333,8 @@ def _hide_late_writes() -> None:
 
 
 def _check_arrays(folder: Path, wanted: Any, prefix: str = "") -> None:
-    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones.
-
-    Orbax would silently cast other dtypes, and its error for another shape would not name the array.
-    """
+    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
+    # Orbax would silently cast other dtypes, and its error for another shape would not name the array.
     saved = {name: array for name, array in read_manifest(folder).arrays.items() if name.startswith(prefix)}
     # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
     arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))

@@ -36,7 +36,7 @@ QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpo
 # Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
-THREADS = min(8, os.cpu_count() or 1)  # xxhash releases the GIL.
+THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
 SHAPE = {
     "format": int,
@@ -61,7 +61,7 @@ class Manifest:
 
     sha256: str  # SHA-256 of the manifest's other fields. It differs between any two checkpoints.
     step: int
-    weights: str  # Identifier "<attempt>/<step>", which is equal only for equal parameters.
+    weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
     config_sha256: str
     data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
@@ -143,7 +143,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` is corrupt, or None if it is valid and, if `step` is given, of that step.
+    """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
 
     Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
     `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
@@ -189,10 +189,8 @@ def xxh3_of(file: Path) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps with a folder in a run's `checkpoints`, in ascending order. Their checkpoints may be corrupt.
-
-    A symbolic link counts even if its target does not exist. Otherwise a run would silently resume from an older step.
-    """
+    """Return the steps with a folder in a run's `checkpoints`, in ascending order. Their checkpoints may be corrupt."""
+    # A symbolic link counts even if its target is absent. Otherwise a run would silently resume from an older step.
     found = list_folder(folder).items()
     return sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
 
