@@ -94,7 +94,7 @@ def _books(c: ConfigDict) -> int:
     c.eval.suites = ("loss", "recall", "outliers")
     c.eval.loss_tokens = 131_072
     c.eval.bigrams_path = "stores/books.bigrams"
-    c.eval.recall_max_bigram_count = 280_000  # In all 114M bytes; about 1,250 in the bytes of training.
+    c.eval.recall_max_bigram_count = 280_000  # For counts in all 114M bytes, as 1,250 in the training bytes.
     c.eval.outliers.tokens = 16_384
     return 8
 

@@ -17,7 +17,7 @@ EXIT_PREEMPTED = 75  # A signal stopped the run, and the same command resumes it
 LONGEST_MESSAGE = 1500  # In characters.
 # Control characters except tab and newline, bidirectional controls, and surrogates, which UTF-8 cannot encode.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-SOURCE = Path(__file__).parents[1]  # The source tree. After an installation without -e, site-packages.
+SOURCE = Path(__file__).parents[1]  # The source tree, or site-packages if difftx was installed without -e.
 
 # Error codes of the operating system that the user can correct → what to do. Other errors may be temporary.
 FIXES = {

@@ -114,7 +114,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete temporary files and folders that killed processes of this host have left, by default for all names."""
+    """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
     for path in folder.iterdir():
@@ -180,7 +180,7 @@ def size_of(path: Path) -> int | None:
 
 
 def list_folder(path: Path) -> dict[str, bool]:
-    """Return the names in a folder, each with whether it is a folder or a symbolic link. An absent folder is empty.
+    """Return each name in a folder, with True for folders and symbolic links. An absent folder has no names.
 
     Raise `UserError` if `path` is a file, and `UnreadableError` if it is a link whose target does not exist.
     """

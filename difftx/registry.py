@@ -120,9 +120,7 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         at = f"{module.__file__}:{lines[-1]}" if lines else str(module.__file__)
-        if (
-            isinstance(error, SyntaxError) and error.filename and error.lineno
-        ):  # A file with such an error has no frame.
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file has no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "

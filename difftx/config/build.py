@@ -46,7 +46,7 @@ def annotation_of(field: str) -> Any:
 
 
 def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) -> None:
-    """Set the field at the path `names`, inside a group. A number in the path is an index into a list of groups."""
+    """Set the field of `target` at the path `names`. A number in the path is an index into a list of groups."""
     name, *rest = names
     path = field.removesuffix("." + ".".join(rest)) if rest else field
     annotation = _annotation(group, name, path)

@@ -40,7 +40,7 @@ class UpsamplingConfig(Group, path="data.upsampling"):
 
 
 class SyntheticConfig(Group, path="data.synthetic"):
-    """The synthetic tasks, which data paths such as "synthetic:mqar" select."""
+    """Settings of the synthetic tasks, which data paths such as "synthetic:mqar" select."""
 
     vocab_size: AxisLength = 8192
     """Number of different tokens, at most `model.vocab_size`."""

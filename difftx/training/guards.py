@@ -52,7 +52,7 @@ class Rewind:
 
 
 class Guard:
-    """A counter of consecutive bad steps. It stores recent losses, to recognise a spike."""
+    """A counter of consecutive bad steps. It also stores recent losses, to detect spikes."""
 
     def __init__(self, config: GuardsConfig):
         self._config = config

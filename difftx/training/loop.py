@@ -55,7 +55,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The objects that all attempts in this process share."""
+    """The objects that all attempts at training in this process share."""
 
     run: Run
     evaluate: Evaluate

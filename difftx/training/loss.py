@@ -30,7 +30,7 @@ def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> j
 
 
 def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the result of `token_nll`, and whether the target is a most likely token, bool `[B, T]`."""
+    """Return the result of `token_nll`, and whether no other token is more likely, bool `[B, T]`."""
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
     # check_vma is off here and below, because nothing differentiates through the collectives.
@@ -75,7 +75,7 @@ def _scores(x_BTD, table_VD, targets_BT):
 
 
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
-    """Return the NLL of the tokens on one device, and the gradients of the weighted sum for its shards."""
+    """Return the NLL of one device's tokens, and the weighted sum's gradients for its x and its shard of the table."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(dtable_VD, rows):

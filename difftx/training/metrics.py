@@ -100,7 +100,7 @@ class MetricsWriter:
         rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
         JsonLines(self.path).rewrite(kept)
-        for path in self.path.parent.glob("evals/*/*"):  # Results for parameters that no longer exist.
+        for path in self.path.parent.glob("evals/*/*"):  # Results of steps that are trained again.
             if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
@@ -168,7 +168,7 @@ def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWri
     directory_check(str(folder))
     # The name of an event file has the time in seconds. The attempt distinguishes two files of the same second.
     writer = EventsWriter(str(folder / "events"), f".{attempt}")
-    # TensorBoard hides the points of earlier files from this step on, because the resumed run writes them again.
+    # This event hides the points of earlier files from this step on, because the resumed run writes them again.
     restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
     writer.flush()

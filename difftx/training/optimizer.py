@@ -15,7 +15,7 @@ from difftx.registry import Registry
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
     "schedule", {"linear": "difftx.training.optimizer:linear"}
 )
-# An entry returns an optimizer, given the config, the schedule and a tree of booleans: parameters with weight decay.
+# An entry returns an optimizer, given the config, the schedule and a mask of the parameters with weight decay.
 OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTransformation]] = Registry(
     "optimizer", {"adamw": "difftx.training.optimizer:adamw"}
 )

@@ -61,7 +61,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def rename(folder: Path, to: Path) -> Path:
-    """Rename a checkpoint, and return the new path; raise `RunError` if this fails."""
+    """Rename a checkpoint, and return the new path. Raise `RunError` if this fails."""
     try:
         return folder.rename(to)
     except OSError as error:
