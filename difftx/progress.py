@@ -55,7 +55,7 @@ class Work:
     ) -> Iterator[Advance]:
         """Show a task of `total` parts, and yield the function to call when parts of the task are finished.
 
-        Of the parts, `done` were finished before. `label` is the format of the text before the bar, with the fields
+        Before, `done` parts were already finished. `label` is the format of the text before the bar, with the fields
         `what`, `done` and `total`. `line` is the format of the lines outside of a terminal. It can also use `share`
         (0 to 1), `text`, and the time left as `left` (a `timedelta`) or `seconds`.
         """
