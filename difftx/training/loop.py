@@ -1,4 +1,4 @@
-"""The training loop: a session of one or more attempts at a run."""
+"""The training loop, which starts again from an earlier checkpoint after too many bad steps."""
 
 import dataclasses
 import functools
@@ -32,16 +32,10 @@ PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
 def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
-    """Train from the newest checkpoint, or from the start, to the last step.
+    """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
-    Args:
-        run: Config, mesh and data.
-        evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
-        began: `time.perf_counter()` at the start of the process. None uses the current time.
-        allow_config_change: Resume even if the config differs from the config of the checkpoint.
-
-    Returns:
-        The exit code: 0 after the last step, `EXIT_PREEMPTED` after a signal, `EXIT_FAILED` after bad steps.
+    `evaluate` is called every `eval.every_steps`. `began` is the result of `time.perf_counter()` at the start of the
+    process. The exit code is `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps.
     """
     interrupt = Interrupt()
     try:
@@ -61,7 +55,7 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The objects that all attempts at the run in this process share."""
+    """The objects that all attempts at training in this process share."""
 
     run: Run
     evaluate: Evaluate
@@ -73,10 +67,10 @@ class Session:
 
 
 class Attempt:
-    """Training from a starting state to the last step, a signal or bad steps."""
+    """Training from a checkpoint, or from the start, until the last step, a signal or too many bad steps."""
 
     def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
-        """Restore or create the state. `rewind` is the outcome of the session's previous attempt, if there was one."""
+        """Restore or create the state. `rewind` is the outcome of the previous attempt in this process, if any."""
         run, config = session.run, session.run.config
         self._session, self._goodput, self._config = session, goodput, config
         self._patience = config.multihost.barrier_timeout_seconds
@@ -103,12 +97,12 @@ class Attempt:
             session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
         session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
-        self._first_section = "compile" if rewind is None else "train"  # A session's first step compiles it.
+        self._first_section = "compile" if rewind is None else "train"  # Only the first attempt compiles the step.
         self._step = self._start
         barrier("start", self._patience)
 
     def train(self) -> int | Rewind:
-        """Return the exit code of the session, or the rewind that the next attempt begins with."""
+        """Train, and return the exit code, or the rewind with which the next attempt begins."""
         config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
         display = Work(enabled=is_primary(), is_output=True)
         task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
@@ -137,7 +131,7 @@ class Attempt:
         with self._goodput.section("data_wait"):
             batch = next(self._loader)
         data_wait = time.perf_counter() - waited
-        # An accidental transfer between host and device would stall every device, so it raises an error.
+        # Raise an error for an accidental transfer between host and device, because it would stall all devices.
         with jax.transfer_guard("disallow"):
             self._state, metrics = self._session.step(self._state, batch)
         self._goodput.switch("train")
@@ -151,7 +145,7 @@ class Attempt:
         barrier(f"evaluation after step {step}", self._patience)
         reporter.flush()
         with self._goodput.section("eval"):
-            # Progress of the evaluation shows the watchdog that the process does not hang.
+            # The watchdog takes progress of the evaluation as a sign of life.
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
@@ -166,7 +160,7 @@ class Attempt:
 
     def _save(self, reporter: "Reporter") -> None:
         barrier(f"checkpoint of step {self._step}", self._patience)
-        reporter.flush()  # Before the save, so that metrics.jsonl has every step up to the checkpoint.
+        reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
         self._write_goodput()
         if self._guard.calm:
             with self._goodput.section("save"):
@@ -190,7 +184,7 @@ class Attempt:
         return outcome
 
     def _data_state(self) -> dict[str, Any]:
-        """Return the state of the loader and the guard, which a checkpoint stores with the train state."""
+        """Return the state of the loader and the guard, for a checkpoint."""
         return self._loader.state() | {"guard": self._guard.state()}
 
     def _write_goodput(self) -> dict[str, float]:
@@ -200,7 +194,7 @@ class Attempt:
 
 
 class Reporter:
-    """A reporter of each step's metrics. It fetches them after the next step was dispatched, so no device waits."""
+    """A reporter of metrics. It fetches those of a step after the next step was dispatched, so that no device waits."""
 
     def __init__(self, run: Run, writer: MetricsWriter, display: Work, advance: Advance, guard: Guard):
         self._config, self._writer, self._guard = run.config, writer, guard
@@ -217,21 +211,21 @@ class Reporter:
         self._last = time.perf_counter()
 
     def push(self, step: int, metrics: Metrics, data_wait: float) -> None:
-        """Report the previous step, and hold this one."""
+        """Report the previous step, and store the metrics of this one."""
         self.flush()
         self._pending = (step, metrics, data_wait)
 
     def flush(self) -> None:
-        """Wait for the metrics of the held step, report them, and let the guard judge the step."""
+        """Wait for the stored metrics, report them, and let the guard decide whether the step is bad."""
         if self._pending is None:
             return
         (step, metrics, data_wait), self._pending = self._pending, None
         row = self._row(step, jax.device_get(metrics), data_wait)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
-        # Bad steps always have a row, whatever `logging.every_steps` is.
+        # Write a row for each bad step, whatever `logging.every_steps` is.
         if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
             self._writer.write("train", step, row)
-        for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers are numbered from 1.
+        for layer in self._lambda_range.observe(row.get("lambda", ())):
             value = float(row["lambda"][layer - 1])
             self._writer.write(LAMBDA_SPLIT, step, {"layer": layer, "value": value})
             self._display.note(lambda_warning(step, layer, value))
@@ -241,7 +235,7 @@ class Reporter:
             self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
-        """Exclude the time until now from the duration of the next step."""
+        """Do not count the time until now in the duration of the next step."""
         self._last = time.perf_counter()
 
     def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:
