@@ -1,4 +1,4 @@
-"""Suite `quantize`: other suites with attention logits rounded to few bits (Figure 8; docs/suites.md)."""
+"""Suite `quantize`: other suites with attention logits rounded to few bits (Figure 8 of the paper; docs/suites.md)."""
 
 import dataclasses
 import functools
@@ -11,12 +11,12 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import SUITES, Suite
 
-UNQUANTIZED = 16
+UNQUANTIZED = 16  # Number of bits that stands for no quantisation.
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A suite and the number of bits of its attention logits."""
+    """A suite to run, and the number of bits of its attention logits."""
 
     suite: str
     bits: int
@@ -27,7 +27,7 @@ class Item:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run each of `eval.quantize.suites` with attention logits of each of `eval.quantize.bits`; 16 is not quantised."""
+    """Run `eval.quantize.suites` with attention logits rounded to each of `eval.quantize.bits`, where 16 is exact."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     # Items with the same bits are adjacent, so that suites share a forward pass over the validation data.
     items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config)]
