@@ -117,7 +117,7 @@ def with_inner(config: Config, suite: str) -> tuple[str, ...]:
 
 
 def _sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file, or None if it cannot be read, an error that the suite's `check` reports."""
+    """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
     try:
         return sha256_of(path)
     except OSError:

@@ -73,10 +73,7 @@ class ItemJournal:
 
 
 class Evaluation:
-    """The input of a suite: a run, the parameters of one of its steps, a progress display, and the suite's journal.
-
-    Without a journal, an interrupted suite starts again from its first item.
-    """
+    """The input of a suite: a run, parameters, a progress display, and a journal if an interrupted suite can resume."""
 
     def __init__(self, run: Run, params: Any, work: Work, journal: ItemJournal | None = None):
         self.run, self.params, self.work, self.journal = run, params, work, journal
@@ -88,7 +85,7 @@ class Evaluation:
         return LanguageModel(self.run.config, self.run.mesh, self.params, self.run.tokenizer)
 
     def batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Batch]:
-        """Yield the rows that `nll` scores, in microbatches. The last one is padded."""
+        """Yield the first rows of a source, at most `limit_tokens` tokens, in microbatches. The last one is padded."""
         rows = self.run.microbatch_rows
         batches = ordered_batches(
             source,
@@ -115,12 +112,9 @@ class Evaluation:
         return np.concatenate([*found, np.asarray(pending)])[: ordered_rows(source, limit_tokens)]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
-        """Yield each row of a validation set's first `eval.loss_tokens` tokens with its `nll`, float32 `[T]`.
-
-        All suites share one forward pass per set.
-        """
+        """Yield the first rows of a validation set, up to `eval.loss_tokens` tokens, each with its `nll`, `[T]`."""
         source = self.run.data.valid[name]
-        if name not in self._valid_nll:
+        if name not in self._valid_nll:  # All suites share one forward pass per set.
             self._valid_nll[name] = self.nll(source, self.run.config.eval.loss_tokens, f"rows of {name}")
         for index, nll_T in enumerate(self._valid_nll[name]):
             yield source[index], nll_T

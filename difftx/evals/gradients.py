@@ -55,8 +55,9 @@ def evaluate(evaluation: Evaluation) -> Result:
             "norms": {matrix: norm_L.tolist() for matrix, norm_L in norms.items()},
             "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
         }
-        title = f"Gradient norms {TITLES[name]}"
-        charts.append(_chart(f"gradients_{name}", title, "norm, nats a token", norms, log_y=True))
+        charts.append(
+            _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", norms, log_y=True)
+        )
         if name in (CHECKPOINT, "as_configured"):
             cosine_lines |= {f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L for pair, cosine_L in cosines.items()}
     if cosine_lines:
@@ -103,10 +104,7 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
 def _gradient(
     evaluation: Evaluation, name: str, config: Config, params: Any
 ) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the loss in nats per token, each matrix's gradient norm `[L]`, and the cosine of each of `PAIRS` `[L]`.
-
-    A cosine is 0 where one of the two gradients is zero.
-    """
+    """Return the loss in nats per token, each matrix's gradient norm `[L]`, and each pair's cosine `[L]`."""
     graphdef, limit, total = graph(config), config.eval.gradients.tokens, None
     for valid, source in evaluation.run.data.valid.items():
         for batch in evaluation.batches(source, limit, f"gradient {TITLES[name]}, rows of {valid}"):

@@ -27,7 +27,7 @@ class Item:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run `eval.quantize.suites` with attention logits rounded to each of `eval.quantize.bits`, where 16 is exact."""
+    """Run `eval.quantize.suites` with attention logits rounded to each of `eval.quantize.bits` (16: not rounded)."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     # Items with the same bits are adjacent, so that suites share a forward pass over the validation data.
     items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config)]
@@ -69,18 +69,14 @@ def inner_suites(config: Config) -> tuple[str, ...]:
 
 
 def quantized(config: Config, bits: int) -> Config:
-    """Return the config with attention logits of `bits` bits, where 16 bits means no quantisation.
-
-    The attention implementation becomes "auto" if the configured one does not support the quantisation.
-    """
-    model = config.model
+    """Return the config with attention logits of `bits` bits, and an attention implementation that supports them."""
+    model, implementation = config.model, config.model.attention_implementation
     backends = ARCHITECTURES[model.architecture].backends(quantized=bits != UNQUANTIZED)
-    is_supported = model.attention_implementation in backends
     changed = dataclasses.replace(
         model,
         attention_logit_bits=None if bits == UNQUANTIZED else bits,
         attention_logit_granularity=config.eval.quantize.granularity,
-        attention_implementation=model.attention_implementation if is_supported else "auto",
+        attention_implementation=implementation if implementation in backends else "auto",
     )
     return dataclasses.replace(config, model=changed)
 

@@ -41,7 +41,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
-    """Return which targets end a bigram that occurs earlier in the row, and at most `limit` times in `counts`."""
+    """Return which targets end a bigram that occurs earlier in the row, and at most `limit` times in training."""
     # Exclude targets outside the loss mask, which may not be the next token, and bigrams that cross documents.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])

@@ -69,10 +69,7 @@ def pair(config: Config) -> dict[str, Config]:
 
 
 def counterpart(config: Config) -> Config:
-    """Return the config of the other architecture with the same size: one diff head replaces two Transformer heads.
-
-    Raises `UserError` for a Transformer with an odd number of heads.
-    """
+    """Return the config of the other architecture with the same size: one diff head replaces two Transformer heads."""
     model = config.model
     other = "transformer" if model.architecture == "diff" else "diff"
     for field in ("num_heads", "num_kv_heads"):

@@ -16,7 +16,7 @@ MAPS = ("map", "a1", "a2")  # The weights that multiply V. If these are A1 - λ 
 def row_statistics(
     rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
 ) -> dict[str, jax.Array]:
-    """Return measures of the attention weights of one query per prompt by name, each a mean over heads, float32 `[B]`.
+    """Return, by name, measures of one query's attention weights per prompt, as means over heads, float32 `[B]`.
 
     Measures of A1, A2 and λ exist only if the weights are A1 - λ A2. `part_BS` holds indices into `PARTS`, or UNSEEN.
     The measure `l0` counts weights above `l0_share` of the sum of magnitudes. A1 and A2 are compared within each of the
@@ -46,10 +46,7 @@ def row_statistics(
 
 
 def row_pictures(rows: MapRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
-    """Return the attention weights to draw by name, as means over heads and sums over bins, float32 `[B, C, N]`.
-
-    The names are those of `MAPS`, and "share" for magnitudes normalised to 1.
-    """
+    """Return, by name, the attention weights to draw: means over heads, summed over bins, float32 `[B, C, N]`."""
     found = {"share": _share(rows.map_BCHS), "map": rows.map_BCHS}
     if rows.lam_BCH is not None:
         softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)

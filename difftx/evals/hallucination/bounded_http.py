@@ -38,7 +38,7 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
     """
 
     def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # Header set by a callable, since an entry of ~/.netrc replaces an Authorization header that `post` receives.
+        # A callable sets the header, since an entry of ~/.netrc replaces an Authorization header that `post` receives.
         if key is not None:
             request.headers["Authorization"] = f"Bearer {key}"
         return request

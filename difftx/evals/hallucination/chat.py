@@ -1,4 +1,4 @@
-"""A client of OpenAI's chat completions API, with retries, a rate limit, and messages without the key."""
+"""A client of OpenAI's chat completions API, with retries, a rate limit, and error messages that hide the key."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from difftx.errors import RunError, UserError
 from difftx.evals.hallucination.bounded_http import RequestError, Response, may_carry_key, post_json
 from difftx.files import schema_error
 
-RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes to retry, in addition to all from 500 on.
+RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
 LONGEST_REASON = 200  # Most characters of an endpoint's text that a message quotes.
-LONGEST_EXAMINED = 4096  # An endpoint's text is cut to this many characters before the key is masked.
+LONGEST_EXAMINED = 4096  # An endpoint's text is truncated to this length before the key is masked.
 LONGEST_RETRY_SECONDS = 10**9
-KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Names of environment variables whose values may be sent to an endpoint.
-SHORTEST_PART = 6  # Messages mask parts of the key from this length on. Shorter ones, such as "sk-", are harmless.
+KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
+SHORTEST_PART = 6  # Messages mask parts of the key of at least this length. Shorter ones, such as "sk-", are harmless.
 RESUMES = "earlier answers are kept; run the same command again to resume"
 
 
@@ -41,7 +41,7 @@ class AttemptError(Exception):
 
 
 class StoppedError(Exception):
-    """Raised in threads that wait, or would send a request, after `ChatEndpoint.stop`."""
+    """Raised after `ChatEndpoint.stop` in threads that wait or would send a request."""
 
 
 class ChatEndpoint:
@@ -213,6 +213,6 @@ def _retry_after(value: str) -> float:
     """Return the seconds to wait for a Retry-After header, or 0 if it is neither a number nor a date."""
     try:
         seconds = urllib3.util.Retry().parse_retry_after(value)
-    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # The last two are from huge numbers.
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # The last two mean huge numbers.
         return 0.0
     return float(min(seconds, LONGEST_RETRY_SECONDS))

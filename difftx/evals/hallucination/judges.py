@@ -1,7 +1,7 @@
 """Judges, which decide whether answers are accurate: one that compares words, and one that asks a language model.
 
-The judge model follows the protocol of arXiv 2407.07071, as the Differential Transformer paper
-does in §3.6: it gets the document, the references and the answer. Its prompts were written for difftx.
+The judge model follows the protocol of arXiv 2407.07071, as the Differential Transformer paper does in §3.6. It gets
+the document, the references and the answer. Its prompts were written for difftx.
 """
 
 import collections
@@ -20,7 +20,7 @@ from difftx.files import JsonLines, json_sha256
 from difftx.parallel.multihost import say
 from difftx.progress import Work
 
-LONGEST_WHY = 300  # Most characters of a judge's reason in a result. The file of replies has all.
+LONGEST_WHY = 300  # Most characters of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
 Judge whether a proposed summary of a document is accurate. It is accurate if all that it says follows from the
@@ -60,7 +60,7 @@ object: {"why": "your reason, in a sentence or two", "accurate": true or false}"
 
 
 class Case(NamedTuple):
-    """An answer to judge."""
+    """An answer to judge, with its document, question and references."""
 
     kind: str  # An entry of `difftx.config.eval.KINDS`.
     document: str  # The part of the document that the prompt contained.
@@ -84,7 +84,7 @@ class OfflineJudge:
     occur in the document or in a reference.
     """
 
-    label, name = "offline_judge", "offline judge: words in common"  # `JudgeModel` explains both.
+    label, name = "offline_judge", "offline judge: words in common"  # `JudgeModel.__init__` explains both.
 
     def __init__(self, settings: HallucinationConfig):
         self._words, self._threshold = settings.support_words, settings.support_threshold
@@ -104,10 +104,7 @@ class OfflineJudge:
 
 
 class JudgeModel:
-    """A judge model at a chat endpoint. A file keeps its replies by the hash of the request, so none is paid for twice.
-
-    For a reply that is not a verdict, the file has null as `accurate` and `why`.
-    """
+    """A judge model at a chat endpoint. A file keeps each reply under its request's hash, so none is paid for twice."""
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
@@ -120,10 +117,7 @@ class JudgeModel:
         self._spent = collections.Counter(replies=0, tokens_in=0, tokens_out=0, replies_without_usage=0)
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Return the verdicts. Cases without a verdict in the file are sent to the endpoint concurrently.
-
-        Raises the errors of `ChatEndpoint.ask`. The file keeps all verdicts received before an error.
-        """
+        """Return the verdicts. Cases without a verdict in the file are sent to the endpoint concurrently."""
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
         stored = self._file.read({"key": str, "accurate": bool, "why": str})
@@ -161,7 +155,7 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    # A StoppedError follows from another request's error; the loop raises that error instead.
+                    # A StoppedError follows from another request's error, which the loop raises instead.
                     if not isinstance(future.exception(), StoppedError):
                         found[futures[future]] = future.result()
                         advance(1)

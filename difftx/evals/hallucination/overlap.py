@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 ARTICLES = {"a", "an", "the"}
 LONGEST_ABSTENTION = 20  # Most words of an abstention.
-ABSTAINING = re.compile(  # For the result of `words`, which removes articles and splits "don't".
+ABSTAINING = re.compile(  # Applied after `words`, which removes articles and splits "don't" into two words.
     r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
     r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
@@ -41,7 +41,7 @@ def is_abstention(answer: str) -> bool:
 
 
 def contains(answer: str, reference: str) -> bool:
-    """Return whether an answer contains a reference's words consecutively, or begins with "yes" or "no" like it."""
+    """Return whether an answer contains a reference's words consecutively. "yes" and "no" must be its first word."""
     has, wanted = words(answer), words(reference)
     if is_yes_or_no(reference):
         return has[:1] == wanted
@@ -54,10 +54,7 @@ def is_yes_or_no(reference: str) -> bool:
 
 
 def support(answer: str, sources: Sequence[str], length: int) -> float:
-    """Return the share of an answer's runs of `length` consecutive words that occur in one of the sources.
-
-    An answer with fewer words is a single run. An empty answer has support 0.
-    """
+    """Return the share of an answer's runs of `length` consecutive words that occur in one of the sources."""
     has = words(answer)
     length = min(length, len(has))
     if not length:
@@ -91,7 +88,7 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    row = [0] * (len(second) + 1)  # row[i] is the length for the visited words of `first` and `second[:i]`.
+    row = [0] * (len(second) + 1)  # row[i] is the length for the words visited so far and `second[:i]`.
     for word in first:
         diagonal = 0
         for i, other in enumerate(second, start=1):

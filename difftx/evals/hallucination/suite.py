@@ -119,7 +119,7 @@ def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) ->
         "recall": max(overlap.recall(answer, reference) for reference in item.references),
         "documents_cut": item.cut,
     }
-    # The paper requires documents that contain the answer. Questions with the answer yes or no are excluded here.
+    # The paper requires documents that contain the answer, which cannot be checked if the answer is yes or no.
     if kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references)):
         measures["reference_in_document"] = any(overlap.contains(item.document, text) for text in item.references)
     return measures
@@ -131,7 +131,7 @@ def _mean(found: Sequence[Measures]) -> Measures:
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
-    """Return Table 4 of the paper for one kind of sets, with answer rates and agreement with references added."""
+    """Return Table 4 of the paper for the sets of one kind, with added rates of answers and agreement with references."""
     agreement, agreement_label, _ = AGREEMENT[kind]
     rows = {
         f"accuracy_by_{judge.label}": "accuracy",

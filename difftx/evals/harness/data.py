@@ -1,4 +1,4 @@
-"""Data of lm-eval's tasks from local files of JSON lines. The YAML files in tasks/ load it by the function `splits`.
+"""Data of lm-eval's tasks from local files of JSON lines. The YAML files in tasks/ load it with the function `splits`.
 
 The fields of a row are:
 
@@ -34,7 +34,7 @@ class Form:
     query: str  # Regular expression that matches a whole query.
     shown: str  # Description of the query for error messages.
     choices: tuple[str, ...] | None = None  # Choices that every row must have; None: any.
-    has_marks: bool = False  # Whether to refuse WikiHow's marks, which lm-eval removes from the hub's texts.
+    has_marks: bool = False  # Whether to refuse texts with marks of WikiHow, which lm-eval removes.
 
 
 _QUESTION = Form((2, 3, 4, 5), r"Question: .*\nAnswer:", "Question: …\nAnswer:")

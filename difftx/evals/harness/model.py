@@ -19,7 +19,7 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top
 
 
 class HarnessModel(TemplateLM):
-    """An lm-eval model. lm-eval runs in every process as if it were the only one, with equal requests and answers."""
+    """An lm-eval model. Each process runs lm-eval on its own, with the same requests and answers as the others."""
 
     def __init__(self, evaluation: Evaluation):
         super().__init__()
@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):
         return complete_all(self._evaluation, found, what="texts to write")
 
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
-        """Return a request. Its seed grows by `repeat`, the number of earlier equal requests, so that samples differ."""
+        """Return a request. `repeat` counts earlier equal requests and shifts the seed, so that their samples differ."""
         options = normalize_gen_kwargs(options)
         if unknown := options.keys() - GENERATION:
             raise UserError(

@@ -11,8 +11,9 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
 
-CONTINUATIONS = 64  # Most continuations per item. Many may share a context: <|endoftext|> precedes every text.
-# Items of a batch per row of a microbatch. More items make rows more similar in length, but a kill loses a whole batch.
+CONTINUATIONS = 64  # Most continuations per item. A context such as <|endoftext|> can have thousands.
+# Number of items in a batch per row of a microbatch. In a larger batch, rows of similar length share a microbatch, but
+# a kill loses the whole batch.
 ITEMS_PER_ROW = 8
 
 type Tokens = tuple[int, ...]
@@ -32,7 +33,7 @@ class _Choices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest(Request):
-    """A request with its stop strings and sampling, which `generate` takes per batch."""
+    """A request with its own stop strings and sampling, which `generate` takes once per batch."""
 
     stop: tuple[str, ...]
     sampling: Sampling
@@ -79,6 +80,6 @@ def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], 
         def answer(batch: Sequence[GenerationRequest], sampling=sampling, stop=stop) -> list[str]:
             return [completion.text for completion in generate(evaluation.lm, batch, sampling, stop=stop)]
 
-        items.sort(key=lambda item: -len(item.prompt))  # As in `score_all`.
+        items.sort(key=lambda item: -len(item.prompt))  # Longest first, as in `score_all`.
         texts |= evaluation.answers(items, answer, what=what)
     return [texts[item] for item in requests]

@@ -60,10 +60,7 @@ def files(config: Config) -> list[Path]:
 
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
-    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data.
-
-    Raises `UserError` if lm-eval is not installed, a task does not exist, or its data is not available.
-    """
+    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data."""
     for module in ("lm_eval", "datasets"):
         import_extra(module, "eval")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
@@ -145,7 +142,7 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return the mean scores over tasks, where `acc` replaces a missing `acc_norm`.
 
-    `average_paper`, the "Avg" of Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
+    `average_paper`, the "Avg" of the paper's Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
     """
     numbers = {}
     if rows:

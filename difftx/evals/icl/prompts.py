@@ -39,7 +39,7 @@ class IclItem:
 
     task: str
     number: int  # Index among the items with the same number of demonstrations.
-    permutation: tuple[int, ...]  # Indices of demonstrations.
+    permutation: tuple[int, ...]  # Indices of the demonstrations, in their order.
     orders: tuple[str, ...]  # Entries of `eval.icl.orders` that produce this permutation.
 
     @property

@@ -65,7 +65,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def first_stable(means: Sequence[float]) -> int:
-    """Return the first index of the mean accuracies from which no two differ by more than `STABLE_WITHIN`."""
+    """Return the first index from which on no two mean accuracies differ by more than `STABLE_WITHIN`."""
     start = len(means) - 1
     while start > 0 and max(means[start - 1 :]) - min(means[start - 1 :]) <= STABLE_WITHIN + ROUNDING:
         start -= 1

@@ -15,7 +15,7 @@ BOXED = r"\boxed{"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How to make a problem of a record in a published set."""
+    """How to make a `Problem` of a record of a published data set."""
 
     question: tuple[str, ...]  # Fields whose texts form the question, in this order.
     solution: str | None  # Field of the reasoning; None: the set has none.

@@ -18,7 +18,7 @@ from difftx.evals.math.formats import Problem, read_problems
 from difftx.inference.generate import Request
 from difftx.training.run import Run
 
-STOP = ("\nQuestion:",)  # The model may continue with another problem, as in the demonstrations.
+STOP = ("\nQuestion:",)  # After its answer, the model may continue with a new problem.
 NUDGE = " Let's think step by step."  # Ends prompts without demonstrations (arXiv 2205.11916).
 
 
@@ -34,10 +34,7 @@ class MathTask:
     """A task's problems with their prompts. The same files, settings and tokenizer always give the same prompts."""
 
     def __init__(self, run: Run, config: MathTaskConfig):
-        """Read the files and draw the demonstrations, which are the same for all questions.
-
-        Raises `UserError` for a file that is invalid or has too few demonstrations, and for a prompt that is too long.
-        """
+        """Make the prompts, which share demonstrations, or raise `UserError` for an invalid file or a long prompt."""
         settings = run.config.eval.math
         self.name, self._settings = config.name, settings
         rng = np.random.default_rng(settings.seed)

@@ -1,4 +1,4 @@
-"""Suite `math`: accuracy and length of answers to word problems (Appendix C of the ICLR paper; docs/suites.md)."""
+"""Suite `math`: accuracy and length of answers to word problems (Appendix C of the paper at ICLR; docs/suites.md)."""
 
 import math
 import re
@@ -60,7 +60,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def open_tasks(run: Run) -> list[MathTask]:
-    """Read the tasks of the config, or raise `UserError` if there is none, one is invalid, or no math-verify."""
+    """Read the tasks of the config. Raise `UserError` if there is none, one is invalid, or math-verify is missing."""
     import_extra("math_verify", "eval")
     if not run.config.eval.math.tasks:
         raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")

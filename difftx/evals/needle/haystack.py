@@ -81,10 +81,7 @@ def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest
 
 
 def read_haystack(run: Run, *, longest: int) -> np.ndarray:
-    """Return the token ids of the text at `eval.needle.haystack`, or of the run's first validation set of text.
-
-    `longest` is the number of tokens of the longest excerpt. Raises `UserError` if there is no text.
-    """
+    """Return the token ids of the text at `eval.needle.haystack`, or by default of the first validation set of text."""
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
     if path is not None and not Path(path).is_dir():
         tokens = _encode_files(run, path, limit)
@@ -102,7 +99,7 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
 
 
 def haystack_files(config: Config) -> list[Path]:
-    """Return the haystack's files. For a token store, that is only its metadata file, which has hashes of the rest."""
+    """Return the haystack's files. For a token store, that is only its metadata file, which has the others' hashes."""
     path = config.eval.needle.haystack
     if path is None:
         return []
@@ -110,7 +107,6 @@ def haystack_files(config: Config) -> list[Path]:
 
 
 def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:
-    """Return the tokens of text files. Reading stops after the text that reaches `limit` tokens."""
     parts, count = [np.empty(0, np.uint32)], 0
     for text in read_texts(path, FIELD):
         parts.append(run.tokenizer.encode_to_numpy(text, disallowed_special=()))

@@ -1,7 +1,4 @@
-"""Prompts of suite `needle`: magic numbers of cities hidden in a long text, then a question about some of them.
-
-The protocol is that of LWM (arXiv 2402.08268).
-"""
+"""Prompts of suite `needle`, as in LWM (arXiv 2402.08268): magic numbers of cities in a long text, then a question."""
 
 import dataclasses
 import itertools
@@ -75,11 +72,7 @@ class NeedlePrompts:
         length_field: str = "eval.needle.lengths",
         case_field: str = "eval.needle.cases",
     ):
-        """Read the haystack, or raise `UserError` if there is none, or the context or a length is too short.
-
-        `settings` replace the run's `eval.needle`, except for the haystack. Error messages name the config fields
-        `length_field` and `case_field`.
-        """
+        """Read the haystack. `settings` replace `eval.needle`. Errors mention `length_field` and `case_field`."""
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
         window = run.config.data.sequence_length

@@ -48,9 +48,8 @@ def order_statistics(
 ) -> dict[str, Statistics]:
     """Return the statistics of sets of magnitudes at the given ranks, from two passes over the values.
 
-    In each pass, `count` gets the digit to count in each set, and returns the counts of each set, int64 `[P, V]`.
-    Raises `UserError`, which names the config field `field`, if a set has fewer values than a rank, and `RunError` if
-    the passes counted different values.
+    In each pass, `count` gets the digit to count in each set, and returns the counts of each set, int64 `[P, V]`. An
+    error about a rank names the config field `field`.
     """
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
     high = {name: counts_PV[0] for name, counts_PV in count(dict.fromkeys(names, everything)).items()}
@@ -79,7 +78,7 @@ def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
 
 
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
-    """Add the magnitudes of `values` where `counted` is True, fewer than 2**32, to one device's counts."""
+    """Add the magnitudes of `values` where `counted` is True to one device's counts. `values` has less than 2**32."""
     slots = counts_P2V.shape[0]
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]

@@ -108,16 +108,13 @@ def _is_own(config: ModelConfig) -> np.ndarray:
 
 
 def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
-    """Add one device's logits to its counts, in chunks of queries.
-
-    If `shared`, all devices along the mesh axis `context` have the same logits, and only the first of them counts.
-    """
+    """Add one device's logits to its counts, in chunks of queries."""
     real_BT, ids_BT = by_row
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, _, H, G, _ = q_BTHGd.shape
     K = k_BTKGd.shape[2]
     counted_BTHG = real_BT[:, :, None, None] & own_HG[None, None]
-    if shared:
+    if shared:  # All devices along the mesh axis `context` have the same logits, and only the first one counts them.
         counted_BTHG &= jax.lax.axis_index("context") == 0
 
     def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
@@ -131,11 +128,9 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
 
 
 def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
-    """Add one device's hidden states to its counts, in chunks of tokens.
-
-    All devices along the mesh axis `tensor` have the same hidden states, and only the first of them counts.
-    """
+    """Add one device's hidden states to its counts, in chunks of tokens."""
     D = out_BTD.shape[2]
+    # All devices along the mesh axis `tensor` have the same hidden states, and only the first one counts them.
     counted = (real_BT & (jax.lax.axis_index("tensor") == 0)).reshape(-1)
     size = min(len(counted), max(1, CHUNK_VALUES // D))
     count = -(-len(counted) // size)
