@@ -149,7 +149,7 @@ class Evaluation:
 
 
 def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
-    """Return the validation sets of text by name; raise `UserError` if there are none."""
+    """Return the validation sets of text by name, or raise `UserError` if there are none."""
     text = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, PackedRows)}
     if not text:
         raise UserError(f"suite {suite!r}: no validation set is text; for synthetic tasks, use the suite 'exact_match'")

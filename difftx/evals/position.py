@@ -69,7 +69,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def long_documents(run: Run) -> dict[str, DocumentStarts]:
-    """Return the long documents of each validation set of text; raise `UserError` if there are none."""
+    """Return the long documents of each validation set of text, or raise `UserError` if there are none."""
     length, limit = run.config.data.sequence_length, run.config.eval.position_documents
     sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text_sets(run, "position").items()}
     if not any(len(source) for source in sources.values()):

@@ -59,7 +59,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def inner_suites(config: Config) -> tuple[str, ...]:
-    """Return `eval.quantize.suites`; raise `UserError` if one of them is unknown or cannot be quantised."""
+    """Return `eval.quantize.suites`, or raise `UserError` if one of them is unknown or cannot be quantised."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in config.eval.quantize.suites:
         if name not in quantizable:

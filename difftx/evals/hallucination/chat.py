@@ -48,7 +48,7 @@ class ChatEndpoint:
     """A chat endpoint that any number of threads may use. Failed requests are repeated."""
 
     def __init__(self, config: JudgeConfig):
-        """Read the key from the environment; raise `UserError` if it is invalid or would be sent unencrypted."""
+        """Read the key from the environment. Raise `UserError` if it is invalid or would be sent unencrypted."""
         self._config, self._key = config, _key(config.key_variable)
         if self._key is not None and not may_carry_key(config.base_url):
             raise UserError(
@@ -172,7 +172,7 @@ class _Pace:
             self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Block the calling thread; raise `StoppedError` as soon as `stopped` is set."""
+        """Block the calling thread, but raise `StoppedError` as soon as `stopped` is set."""
         if self.stopped.wait(seconds):
             raise StoppedError
 

@@ -196,7 +196,7 @@ class JudgeModel:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, ignoring any text around it; None if there is none."""
+    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
     decoder, verdict = json.JSONDecoder(), None
     for start in (match.start() for match in re.finditer("{", text)):
         try:

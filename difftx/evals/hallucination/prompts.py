@@ -41,7 +41,7 @@ class HallucinationSet:
     """Samples of a file. The same file, settings and tokenizer always give the same samples."""
 
     def __init__(self, run: Run, config: HallucinationSetConfig):
-        """Read the file; raise `UserError` if it is invalid, or the context does not hold a prompt."""
+        """Read the file. Raise `UserError` if it is invalid, or if a prompt does not fit the model's context."""
         self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
         self._config = config
         self._encode, self._decode = run.tokenizer.encode_ordinary, run.tokenizer.decode

@@ -131,7 +131,7 @@ def _mean(found: Sequence[Measures]) -> Measures:
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
-    """Return Table 4 of the paper for the sets of one kind, with added rates of answers and agreement with references."""
+    """Return Table 4 of the paper for the sets of one kind, with rates of answers and agreement with references."""
     agreement, agreement_label, _ = AGREEMENT[kind]
     rows = {
         f"accuracy_by_{judge.label}": "accuracy",

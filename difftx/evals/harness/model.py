@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):
         return complete_all(self._evaluation, found, what="texts to write")
 
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
-        """Return a request. `repeat` counts earlier equal requests and shifts the seed, so that their samples differ."""
+        """Return a request. `repeat` counts earlier equal requests and is added to the seed, so that samples differ."""
         options = normalize_gen_kwargs(options)
         if unknown := options.keys() - GENERATION:
             raise UserError(

@@ -113,7 +113,7 @@ class IclTask:
         """Return `eval.icl.permutations` distinct permutations of `shots` demonstrations, or all if there are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
-        # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.
+        # 21! exceeds any number of permutations to draw, and factorials of thousands would take long to compute.
         limit = min(self._settings.permutations, math.prod(math.factorial(min(n, 21)) for n in factors))
         found: dict[tuple[int, ...], None] = {}
         draws = itertools.count()

@@ -18,8 +18,8 @@ from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
 
 ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
-# Time limit of math-verify to parse or compare expressions, after which an answer counts as wrong. math-verify sets it
-# with SIGALRM, which works only in the main thread.
+# Time limit of math-verify to parse or compare expressions. An answer that takes longer counts as wrong. math-verify
+# uses SIGALRM, which works only in the main thread.
 SECONDS = 5
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 SHOWN = 3  # Number of answers per task in the details, each truncated to `SHOWN_CHARACTERS`.

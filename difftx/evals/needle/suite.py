@@ -58,7 +58,10 @@ def share_found(text: str, numbers: Sequence[str]) -> float:
 
 
 def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
-    """Return the share of `numbers` that a text contains, also within longer ones, as LWM's eval_needle_multi.py."""
+    """Return the share of `numbers` that a text contains, also as parts of longer numbers.
+
+    This is the rule of LWM (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py).
+    """
     return sum(number in text for number in numbers) / len(numbers)
 
 

@@ -78,7 +78,7 @@ def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
 
 
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
-    """Add the magnitudes of `values` where `counted` is True to one device's counts. `values` has less than 2**32."""
+    """Add the magnitudes of `values`, fewer than 2**32, where `counted` is True to one device's counts."""
     slots = counts_P2V.shape[0]
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
