@@ -15,7 +15,7 @@ from difftx.launch.grid import SweepPoint
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
 MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
-COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings whose values are integers.
+COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Launcher:
     template: str  # Name of the file in `templates/`.
     submit: str  # Command that submits a job file.
     quote: Callable[[str], str]  # Quotes a setting for the template's language.
-    # Whether the job shares this machine's file system, as under Slurm. If not, the job has its own copy of the
-    # repository, and the workdir is below a shared file system that is mounted at `mount`.
+    # Whether the job sees this machine's files, as under Slurm. If not, the job has its own copy of the repository, and
+    # the workdir is on a shared file system, mounted at the path in the setting "mount".
     local_files: bool
 
 
@@ -62,10 +62,7 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Mapping[str, str]) -> None:
-    """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit these files.
-
-    `name` is a key of `LAUNCHERS`, and `settings` has values for the placeholders of its template, from --set.
-    """
+    """Write a job file for each point with the launcher `name`, and print the commands that submit the files."""
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
     launcher = LAUNCHERS[name]

@@ -34,9 +34,8 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
 PLAIN_LINE_SECONDS = 60.0
-PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; an error message fits.
-# Beginning of a log line that names the reason of a failure. JAX may print a note after it, so it is not always the
-# last line.
+PLAIN_WIDTH = 160  # Width in characters of a table in a file or a pipe, enough for an error message.
+# Beginning of a log line with the reason for a failure. JAX may print a note after it, so it may not be the last line.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
 
@@ -102,10 +101,10 @@ class RunStatus:
 
 
 class Sweep:
-    """A sweep that trains its runs one after another, each in its own process, and keeps `sweep.json` up to date.
+    """Trains runs one after another, each in its own process, and keeps `sweep.json` up to date.
 
-    A terminal shows a live table of the runs. Elsewhere, the sweep prints a line for each change of state and once per
-    minute, and the table at the end.
+    A terminal shows a live table of the runs. A file or pipe gets a line for each change of state and once per minute,
+    and the table at the end.
     """
 
     def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
@@ -122,8 +121,7 @@ class Sweep:
                         raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._description = out, description
-        # rich shows the table of a file or a pipe at the end only. It has no refresh thread here, because the sweep
-        # starts processes.
+        # No automatic refresh, because its thread would be unsafe while the sweep starts processes.
         console = rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._live = rich.live.Live(self._table(), console=console, auto_refresh=False)
         self._printed = time.monotonic()
@@ -151,7 +149,7 @@ class Sweep:
         return int("failed" in states)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal as SIGTERM: the run saves and ends after the first, and ends immediately after another."""
+        """Send SIGTERM to the run. The run saves a checkpoint and ends. A second signal ends it immediately."""
         self._stopping = True
         if self._process:
             self._process.terminate()
@@ -190,13 +188,10 @@ class Sweep:
             )
         if self._stopping:  # The signal arrived before the process existed.
             self._process.terminate()
-        while True:
-            try:
-                code = self._process.wait(POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                status.refresh()
-                self._show(status)
+        while (code := self._process.poll()) is None:
+            time.sleep(POLL_SECONDS)
+            status.refresh()
+            self._show(status)
         log_text = path.read_bytes()[begin:].decode(errors="replace")
         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
 
@@ -228,6 +223,6 @@ class Sweep:
 
 
 def find_reason(log: str) -> str:
-    """Return the line of a failed process's output that gives the reason: the last error, or else the last line."""
+    """Return the reason for a failure from a process's output: the last line with an error, or else the last line."""
     lines = log.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])

@@ -1,7 +1,4 @@
-"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs.
-
-libtpu knows all TPU slices by name. JAX's CUDA plugin requires the properties of the GPU (`H200_TARGET`).
-"""
+"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs."""
 
 import dataclasses
 import importlib.util
@@ -31,8 +28,8 @@ class Chip:
 # Sources for TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. `interconnect` is half of the "Bidirectional
 # ICI bandwidth per chip"; `network` is the "DCN bandwidth per chip" (v5e and v6e: that per pod, over 256 chips).
 # `hbm_bytes` is the memory that libtpu 0.0.50 gives a program, a little less than the data sheet's. JAX counts a tpu7x
-# chip as two devices. Source for the H200: NVIDIA's data sheet, NVLink with 900 GB/s in both directions together; one
-# 400 Gbit/s ConnectX-7 per GPU.
+# chip as two devices. Source for the H200: NVIDIA's data sheet (NVLink with 900 GB/s in both directions together), and
+# one 400 Gbit/s ConnectX-7 network adapter per GPU.
 CHIPS = {
     "v4": Chip(hbm_bytes=30.75 * GIB, interconnect=300e9, network=3.125e9),
     "v5e": Chip(hbm_bytes=15.75 * GIB, interconnect=200e9, network=3.125e9),
@@ -42,7 +39,7 @@ CHIPS = {
     "h200": Chip(hbm_bytes=141e9, interconnect=450e9, network=50e9),
 }
 
-# An xla.GpuTargetConfigProto with the device properties that an H200 has under CUDA 13.
+# Properties of an H200 under CUDA 13, as an xla.GpuTargetConfigProto for JAX's CUDA plugin. libtpu needs only a name.
 H200_TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -76,7 +73,7 @@ class Topology:
     """Devices of one kind, in one or more slices."""
 
     kind: str  # A key of CHIPS, or "cpu".
-    shape: tuple[int, ...]  # Chips along each axis of one slice's torus; GPUs and CPUs: their number.
+    shape: tuple[int, ...]  # Number of chips along each axis of a slice's torus, or the number of GPUs or CPUs.
     slices: int
 
     def __str__(self) -> str:
