@@ -24,7 +24,7 @@ from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
 
-BRANCH_TOKENS = 256  # Most tokens in all branches of a row that are scored at a time. Longer branches get own rows.
+BRANCH_TOKENS = 256  # Most tokens in all branches of a row that are scored at a time. A longer branch gets its own row.
 
 
 class Item(NamedTuple):

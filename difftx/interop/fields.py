@@ -1,4 +1,4 @@
-"""Reading of another format's config.json, and the fields of `model` that have one value in all other formats."""
+"""Reading of config.json in other formats, and the values of `model` that all imported models share."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from difftx.errors import UserError
 from difftx.files import NAMES, read_json
 
-# Fields of `model` with the value that all imported models have.
+# Fields of `model` that have the same value in all imported models.
 FIXED = {
     "signal_heads": None,
     "top_k": None,
@@ -28,7 +28,7 @@ class Fields:
             raise UserError(f"{path}: not an object")
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field, or `default` if it is absent or null. It must have the type `kind`; numbers are positive."""
+        """Return a field, or `default` if it is absent or null. Raise `UserError` for a wrong type or a number ≤ 0."""
         value = self._raw.get(name)
         if value is None and default is not None:
             return default

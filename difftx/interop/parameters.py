@@ -26,7 +26,7 @@ OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 2**26  # Embeddings are converted in blocks of rows of about this size.
-IGNORED = ".rotary_emb.inv_freq"  # Name ending of tensors in old Llama files that the base of the rotation determines.
+IGNORED = ".rotary_emb.inv_freq"  # Tensors whose names end in this are ignored. `rope_theta` determines their values.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def import_params(
                 f"{tensors[name].file}: {name} has shape {tensors[name].shape}, but config.json implies {shape}"
             )
     for name in tensors.keys() - expected.keys():
-        if name == UNEMBEDDING:  # A tied model, which needs no output embedding.
+        if name == UNEMBEDDING:  # A tied model has no output embedding, but its file may contain a copy.
             _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
         elif not name.endswith(IGNORED):
             raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
@@ -212,7 +212,7 @@ def _export_layer(
 ) -> list[np.ndarray]:
     """Return the tensor `weight.names[index]` of a layer, as a list of one block."""
     sizes = sizes_of(model)
-    if weight.path == GAIN and model.head_norm != "rms_affine":  # The official code always has a gain.
+    if weight.path == GAIN and model.head_norm != "rms_affine":  # The official format requires a gain.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]
     array = reader.read(weight.path, layer)
     if weight.path == OUTPUT and gain_LE is not None:

@@ -59,10 +59,10 @@ class Estimate:
     executed_flops: float  # FLOPs that one device executes, recomputation included.
     model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d per token.
     model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d per token.
-    peak_flops: float | None  # Peak FLOP/s of one device; None: unknown.
+    peak_flops: float | None  # Peak FLOP/s of one device, or None if unknown.
     collectives: dict[str, dict[str, float]]  # Kind → runs per step, and bytes sent within a slice and between slices.
-    interconnect: float | None  # Bytes/s that a device sends within its slice; None: unknown.
-    network: float | None  # Bytes/s that a device sends to other slices; None: unknown.
+    interconnect: float | None  # Bytes/s that a device sends within its slice, or None if unknown.
+    network: float | None  # Bytes/s that a device sends to other slices, or None if unknown.
     step_tokens: int  # Number of tokens in a global batch.
     steps: int  # Number of steps of the configured run.
 
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def bound(self) -> "Bound | None":
-        """Lower bound of the step's time; None if the device's peak FLOP/s or a bandwidth is unknown."""
+        """Lower bound of the step's time, or None if the device's peak FLOP/s or a bandwidth is unknown."""
         if self.peak_flops is None or self.interconnect is None or self.network is None:
             return None
         inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
@@ -111,10 +111,10 @@ class Bound:
     """Lower bound of a step's time: arithmetic and communication at the data sheet's speeds, fully overlapped."""
 
     arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s.
-    collective_seconds: float  # Time to send all bytes; traffic within slices overlaps with traffic between slices.
+    collective_seconds: float  # Time to send all bytes. Traffic within slices overlaps with traffic between slices.
     step_seconds: float  # The larger of arithmetic and collective seconds.
-    mfu: float  # Upper bound of the MFU: model FLOPs / (devices × peak × step).
-    mfu_causal: float  # Upper bound of the MFU with causal attention.
+    mfu: float  # Upper bound of the model FLOPs utilisation: model FLOPs / (devices × peak FLOP/s × step seconds).
+    mfu_causal: float  # The same with `model_flops_causal`.
     days: float  # Lower bound of the configured run's time.
 
 
@@ -138,7 +138,7 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
-    """Compile the train step for devices and return its cost. Raise `DoesNotFitError` if the compiler finds no fit."""
+    """Compile the train step for devices, and return its cost. Raise `DoesNotFitError` if the compiler reports it."""
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
     start = time.perf_counter()

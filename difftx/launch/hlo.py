@@ -24,8 +24,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
-# Bits per element of the types whose names do not contain it. Names such as bf16, s4 and f8e4m3fn do.
-BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # nosec B105: "token" is an XLA type.
 
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
@@ -207,8 +205,8 @@ def type_bytes(text: str) -> float:
     """Return the bytes of an array with an HLO type, such as `bf16[8,128]{1,0}`, or of a tuple of arrays."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
-        digits = re.search(r"\d+", dtype)
-        bits = BITS[dtype] if dtype in BITS else int(digits[0]) if digits else 0
+        digits = re.search(r"\d+", dtype)  # The number of bits per element, as in bf16, c64 and f8e4m3fn.
+        bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0  # Types such as token[] take no memory.
         total += bits / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
     return total
 

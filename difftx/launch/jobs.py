@@ -1,6 +1,7 @@
 """Job files for clusters, one per run of a sweep, made from the templates in `templates/`."""
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -35,11 +36,7 @@ def _sbatch(text: str) -> str:
     return '"' + re.sub(r'([\\"])', r"\\\1", text) + '"'
 
 
-def _yaml(text: str) -> str:
-    """Quote a value for YAML, whose double-quoted strings include those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
-
-
+_yaml = functools.partial(json.dumps, ensure_ascii=False)  # Quotes a value for YAML, which includes JSON's strings.
 LAUNCHERS = {
     "slurm": Launcher("slurm.sbatch", "sbatch", _sbatch, local_files=True),
     "jobset": Launcher("jobset_tpu.yaml", "kubectl apply -f", _yaml, local_files=False),
@@ -81,7 +78,7 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Map
 
 
 def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
-    """Raise `UserError` unless the settings are exactly the placeholders that `_values` does not fill."""
+    """Raise `UserError` unless the settings are valid and exactly those that the launcher requires."""
     wanted = {*template.get_identifiers()} - {"name", "command"}
     wanted = wanted - {"directory", "output"} if LAUNCHERS[name].local_files else wanted - {"label", "stop"} | {"mount"}
     for setting, value in settings.items():
@@ -97,7 +94,7 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
 def _values(
     launcher: Launcher, template: string.Template, point: SweepPoint, out: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the values of the placeholders that are not settings, quoted for the template's language."""
+    """Return the values of the template's other placeholders, which are not settings, quoted for its language."""
     if launcher.local_files:
         here = Path.cwd()
         command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]

@@ -46,7 +46,7 @@ class RunStatus:
     point: SweepPoint
     workdir: Path
     state: State = "pending"
-    exit_code: int | None = None  # Exit code of the last process; -N: killed by signal N.
+    exit_code: int | None = None  # Exit code of the last process, which is -N if signal N killed it.
     error: str = ""
     step: int = 0  # Newest step in metrics.jsonl.
     loss: float | None = None  # Training loss at that step, in nats per token.
@@ -108,7 +108,7 @@ class Sweep:
     """
 
     def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
-        """Read the state of the runs that already exist in `out`; `description` is the head of `sweep.json`."""
+        """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
         if not TRAIN.is_file():
             raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
         self._statuses = [RunStatus(point, out / point.name) for point in points]
@@ -129,7 +129,7 @@ class Sweep:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Train the unfinished runs; return 0 if all runs are finished, 1 if one failed, or 75 after a signal."""
+        """Train the unfinished runs. Return 0 if all runs are finished, 1 if one failed, or 75 after a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         with self._live:
@@ -171,7 +171,7 @@ class Sweep:
             self._set_state(status, "failed")
 
     def _run_process(self, status: RunStatus) -> tuple[int, str]:
-        """Run train.py until it ends; return its exit code and the line of output that gives the reason."""
+        """Run train.py until it ends. Return its exit code, and the reason for a failure."""
         command = [sys.executable, str(TRAIN), *status.point.flags(status.workdir)]
         status.workdir.mkdir(parents=True, exist_ok=True)
         path = status.workdir / "train.log"

@@ -21,12 +21,12 @@ class Chip:
     """Memory and bandwidths of one JAX device. Its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
 
     hbm_bytes: float
-    interconnect: float | None  # Bytes/s that a device sends while it receives: half of the "bidirectional" bandwidth.
-    network: float | None  # Bytes/s per device between TPU slices, or between hosts of GPUs.
+    interconnect: float | None  # Bytes/s that a device sends within its TPU slice or GPU host, or None if unknown.
+    network: float | None  # Bytes/s that a device sends to other TPU slices or GPU hosts, or None if unknown.
 
 
 # Sources for TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. `interconnect` is half of the "Bidirectional
-# ICI bandwidth per chip"; `network` is the "DCN bandwidth per chip" (v5e and v6e: that per pod, over 256 chips).
+# ICI bandwidth per chip". `network` is the "DCN bandwidth per chip" (for v5e and v6e, 1/256 of that of a pod).
 # `hbm_bytes` is the memory that libtpu 0.0.50 gives a program, a little less than the data sheet's. JAX counts a tpu7x
 # chip as two devices. Source for the H200: NVIDIA's data sheet (NVLink with 900 GB/s in both directions together), and
 # one 400 Gbit/s ConnectX-7 network adapter per GPU.
@@ -104,8 +104,8 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare(topology: Topology) -> None:
-    """Set the environment variables that JAX and libtpu read at start; call this before the first use of JAX."""
-    # Only compile: programs run on the CPU, libtpu asks no metadata server, and several processes may load libtpu.
+    """Set the environment variables that JAX and libtpu read at start. Call this before the first use of JAX."""
+    # JAX only compiles for the TPU. libtpu must not ask a metadata server, and several processes may load it.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # libtpu needs some value.
     if topology.kind == "cpu":
@@ -119,7 +119,7 @@ def prepare(topology: Topology) -> None:
 
 
 def has_cuda_plugin() -> bool:
-    """Return whether JAX's plugin for CUDA 13 is installed, which compiles for GPUs even without one."""
+    """Return whether JAX's plugin for CUDA 13 is installed. It can compile for GPUs on a machine without one."""
     return importlib.util.find_spec("jax_plugins") is not None and (
         importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
     )

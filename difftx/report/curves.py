@@ -47,7 +47,7 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 
 
 def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
-    """Return the bias-corrected exponential moving average of the finite values, with a half-life in values."""
+    """Return the exponential moving average of the finite values, with bias correction and a half-life in values."""
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
     averages = []

@@ -15,7 +15,7 @@ from difftx.report.curves import METRIC_LABELS, smoothed, training_losses, valid
 from difftx.report.runs import X_AXES, RunRecord
 from difftx.training import metrics
 
-MOST_POINTS = 2_000  # Most points of a line; more would enlarge the page without being visible.
+MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
 MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
 MOST_CELLS = 128 * 128  # Most cells of a heatmap.
 MOST_CROSSINGS = 10  # Most events in the note on the layers whose λ left its useful range.
@@ -53,7 +53,7 @@ class Section:
     id: str
     title: str
     panels: list[Panel]
-    tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # (Caption, table).
+    tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # Pairs of a caption and a table.
     # Name of a control → its choices as (value, label). The page opens with the first choice.
     controls: dict[str, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
@@ -169,7 +169,7 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Select at most `most` values, including spikes, and return their ascending indices."""
+    """Return the ascending indices of at most `most` values: the least and the greatest in each stretch of values."""
     if len(values) <= most:
         return np.arange(len(values))
     kept = {0, len(values) - 1}

@@ -55,7 +55,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
 
 
 def _is_other_output(path: Path) -> bool:
-    """Return whether a file has a name in `OTHER_OUTPUTS` and contains no points."""
+    """Return whether a file has a name in `OTHER_OUTPUTS` and no rows of a table."""
     if path.name not in OTHER_OUTPUTS:
         return False
     content = read_json(path)

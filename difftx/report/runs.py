@@ -96,7 +96,7 @@ class RunRecord:
 
 
 def match_runs(pattern: str, flag: str) -> list[RunRecord]:
-    """Read the run directories, with a metrics.jsonl, that match the glob `pattern` of the command's flag `flag`."""
+    """Read all folders with a metrics.jsonl that match a glob. Error messages name the command's flag, `flag`."""
     require_local(f"--{flag}", pattern)
     workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
     if not workdirs:

@@ -49,8 +49,8 @@ def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[lis
     if all(missing.values()):
         reasons = "; ".join(map(str, missing.values()))
         raise UserError(f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {reasons}")
-    notes_of = {"size": notes, "tokens": []}
-    studies = [_study(name, found, notes_of[name]) for name, found in chosen.items() if not missing[name]]
+    fitted = [name for name in chosen if not missing[name]]
+    studies = [_study(name, chosen[name], notes if name == "size" else []) for name in fitted]
     files = [file for study in studies for file in save_figure(_draw(study, metric), out / f"scaling_{study.quantity}")]
     written = {
         "metric": metric,
