@@ -3,9 +3,10 @@
 The fit minimises the Huber loss of log L over log a, log b and log c, from several starting points (Hoffmann et al.,
 arXiv 2203.15556, approach 3).
 
-Confidence intervals come from a bootstrap of the residuals. Points of the same x (a "size") are runs with different
-seeds. A resample draws the mean residual of each size and the deviation of each seed from that mean separately. Both
-are scaled to their unbiased variance and, since they are few, widened from a normal to Student's t distribution.
+Confidence intervals come from a bootstrap of the residuals. Each x is called a size, and points of one size come from
+runs with different seeds. A resample draws the mean residual of each size and the deviation of each seed from that mean
+separately. Both are scaled to their unbiased variance and, as there are few of them, by the ratio of the widths of
+Student's t and of a normal distribution.
 """
 
 import dataclasses
@@ -156,7 +157,7 @@ def _parameters(p: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _resampled(x: np.ndarray, residuals: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Return resampled residuals `[resamples, points]`. Each is a residual drawn per size plus one drawn per seed."""
+    """Return residuals `[resamples, points]`. Each is the sum of one drawn for the size and one drawn for the seed."""
     _, size_of, seeds = np.unique(x, return_inverse=True, return_counts=True)
     points, sizes = len(x), len(seeds)
     means = np.bincount(size_of, residuals) / seeds

@@ -90,7 +90,7 @@ class Rows:
 
 
 def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the number of rows of a batch with room for `requests` rows: a power of two on each shard of the mesh."""
+    """Return the number of rows of a batch that has room for `requests` rows. It is a power of two per shard."""
     per_shard = -(-requests // batch_shards(mesh))
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
@@ -120,7 +120,7 @@ def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
 def prefill(
     lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int]
 ) -> Rows:
-    """Return the state after the prompts. Rows with a limit of 0, and padding rows without a prompt, have ended."""
+    """Process prompts, and return their rows. Rows with a limit of 0, and padding rows without a prompt, have ended."""
     tokens_BT, length_B, chunk = padded(prompts, lm.mesh)
     rows = len(length_B)
     unused = [0] * (rows - len(prompts))
@@ -144,7 +144,7 @@ def prefill(
 
 
 def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
-    """Return the rows after a block of new tokens, for which the cache must have room, and these tokens `[B, N]`.
+    """Decode a block of new tokens, for which the cache must have room. Return the new rows and the tokens `[B, N]`.
 
     A row ends with the end-of-text token or at its limit, and its later entries are NO_TOKEN.
     """

@@ -20,7 +20,7 @@ from difftx.training.state import init_state
 
 
 def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processes: argparse.Namespace) -> LanguageModel:
-    """Join the other processes, and return the model of the checkpoint that `read_checkpoint` selects.
+    """Join the other processes, and load the model of the checkpoint that `read_checkpoint` selects for `step`.
 
     `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command.
     """

@@ -93,7 +93,7 @@ class Prompt(NamedTuple):
 def most_likely(
     lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
-    """Return the index of the most likely label after each prompt, the first of equals. No label may begin another."""
+    """Return the index of the (first) most likely label after each prompt. No label may be a prefix of another."""
     items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
     by_prompt = np.array([score.loglikelihood for score in scores]).reshape(len(prompts), len(labels))

@@ -1,8 +1,8 @@
 """Conversion between tiktoken encodings and Hugging Face's tokenizer.json, for tokenizers that both can represent.
 
 Both formats merge bytes in the order of the tokens' ranks. tiktoken merges any two neighbours that form a token. A
-tokenizer.json lists the pairs to merge, so it must list every split of each token into two tokens. Before the merges, a
-tokenizer may split the text. Only cl100k_base's split pattern, or no split, can be converted.
+tokenizer.json lists the pairs to merge, so it must list every split of each token into two tokens. A tokenizer can be
+converted if it splits text by cl100k_base's pattern before the merges, or if it does not split text.
 """
 
 import base64

@@ -138,7 +138,7 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
-    """Compile the train step for devices, and return its cost. Raise `DoesNotFitError` if the compiler reports it."""
+    """Compile the train step for devices, and return its cost. Raise `DoesNotFitError` if it needs too much memory."""
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
     start = time.perf_counter()
