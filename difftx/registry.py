@@ -43,7 +43,7 @@ class Registry[T](Mapping[str, T]):
         builtin: Name → "module:attribute". Entries are imported at first use, so that commands start fast.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str]):
+    def __init__(self, kind: str, builtin: Mapping[str, str | T]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
         self._extensions: dict[str, Extension] = {}
