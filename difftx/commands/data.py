@@ -19,7 +19,6 @@ from difftx.files import require_local_paths, require_writable_file
 from difftx.progress import Work
 
 DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring documents differ.
-BOUNDARY_STYLE = "bold reverse"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -84,7 +83,7 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         name = _document_id(folder, meta, split, document)
         title = f"document {document}" if name is None else f"document {document} ({name})"
         where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
-        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
+        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style="bold reverse"))
         text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
         console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
 

@@ -36,7 +36,7 @@ PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
 
 def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    """Evaluate steps of a run and print the numbers. If a step cannot be read, raise `UserError` after all others."""
+    """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
     workdir, suites = options.workdir, options.suite.split(",")
     evals.check_suites(suites)
     for field in overrides:
@@ -100,7 +100,7 @@ class _Evaluator:
         self._run_config: Config | None = None  # Config of the checkpoint that `_run` was opened with.
 
     def load(self, step: int) -> Callable[[Work], None]:
-        """Return a function that evaluates a step. Parameters are read first, unless all suites have a result."""
+        """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
         if self._run is None or self._run_config != checkpoint.config:
             try:
@@ -168,7 +168,7 @@ def confirm_outward(
 def _outward_fields(
     config: Config, suites: Sequence[str], overrides: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, value and effect of each field that makes a suite contact an address or execute code."""
+    """Yield the name, value and effect of each field that would contact an address, send a secret or execute code."""
     settings, judge = config.eval, config.eval.judge
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
     if "hallucination" in names and settings.hallucination.judge_model is not None:

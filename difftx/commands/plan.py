@@ -66,8 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         if not found[0].fits:
             raise estimate.DoesNotFitError(found[0].needed_bytes, chip.hbm_bytes)
     except estimate.DoesNotFitError as error:
-        hint = "--search looks for a mesh and a remat policy that fit"
-        raise UserError(f"{title}: {error}; {hint}") from error
+        raise UserError(f"{title}: {error}; --search looks for a mesh and a remat policy that fit") from error
     return 0
 
 

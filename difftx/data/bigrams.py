@@ -145,7 +145,7 @@ def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
 
 
 def _write_runs(stores: Sequence[TokenStore], path: Path, items: int, work: Work) -> np.ndarray:
-    """Write the sorted pairs (bigram, count) of each chunk of `items` tokens. Return the bounds of these runs."""
+    """Write the sorted pairs (bigram, count) of each chunk of `items` tokens. Return where each chunk's pairs begin."""
     lengths = [0]
     with path.open("wb") as file, work.task("counting", sum(map(len, stores))) as advance:
         for store in stores:

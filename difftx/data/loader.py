@@ -25,8 +25,8 @@ class Batch:
     tokens_BT: Any  # int32
     targets_BT: Any  # int32. The next token, or the answer of a synthetic task.
     loss_mask_BT: Any  # float32. 1 where the target counts in the loss, else 0.
-    segment_ids_BT: Any = None  # int32. 1, 2, … for the documents of a row, 0 for padding. None if not separated.
-    positions_BT: Any = None  # int32. Position of each token in its document. None if not separated.
+    segment_ids_BT: Any = None  # int32. 1, 2, … for the documents of a row, 0 for padding. None: one document.
+    positions_BT: Any = None  # int32. Position of each token in its document. None: position in the row.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
 
 
 def make_batch(rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
-    """Make a global batch of `rows` rows. `rows_of_process` has the rows that `rows_here` names for this process."""
+    """Make a global batch of `rows` rows. `rows_of_process` has those whose indices `rows_here` returns."""
     here = rows_here(sharding, rows)
 
     def global_array(x_here: np.ndarray) -> jax.Array:

@@ -64,7 +64,7 @@ class Mixture:
         return self._used_before[stage] + self._tables[stage].before(block - self._first[stage])
 
     def _stage(self, block: int) -> int:
-        # `hi` excludes the stages whose entry in `_used_before` does not exist yet while `__init__` computes it.
+        # While `__init__` fills `_used_before`, `hi` excludes the stages that have no entry in it yet.
         return bisect.bisect_right(self._first, block, hi=len(self._used_before)) - 1
 
 

@@ -16,7 +16,7 @@ from difftx.files import new_file
 
 BEST_FIT_VERSION = 1  # Increase it when the result of `best_fit` changes, so that cached results are not used.
 CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a cache file.
-GROUP_DOCUMENTS = 2**17  # Number of documents packed together. It limits memory and the distance within a row.
+GROUP_DOCUMENTS = 2**17  # Number of documents packed at once. Larger groups use more memory and mix distant documents.
 
 # A row is a dictionary of arrays of T elements. "tokens" and "targets" are int32, and a target is the next token.
 # "loss_mask" is float32: 1 where a target counts in the loss, else 0. With data.document_mask, a row also has int32
@@ -29,7 +29,7 @@ class RowSource(Protocol):
     """Training or validation rows with random access."""
 
     name: str  # Origin of the rows, for messages.
-    sequence_length: int  # T
+    sequence_length: int  # Number of tokens per row (T).
     tokens: int  # Number of tokens per epoch, without padding.
     fingerprint: str  # Text that changes if the data change. It does not cover the packing settings.
 
@@ -104,7 +104,7 @@ class PackedRows:
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:
-        """Copy tokens `start` to `stop - 1` of the store, their targets and loss mask to position `at` of a row."""
+        """Copy tokens `start` to `stop - 1` of the store, with their targets and loss mask, to index `at` of a row."""
         # The last token has a target only if its document continues after it.
         tokens = self.store.slice(start, stop + document_continues)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
@@ -121,7 +121,7 @@ class PackedRows:
 
 
 def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
-    """Return a row of zeros. If `segment_lengths` is given, add the segment ids and positions of such segments."""
+    """Return a row of zeros. If `segment_lengths` is given, set ids and positions for segments of these lengths."""
     row = {
         "tokens": np.zeros(row_tokens, np.int32),
         "targets": np.zeros(row_tokens, np.int32),
@@ -165,7 +165,11 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
     for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
-        group_starts, group_lengths = _segments(offsets[group : group + GROUP_DOCUMENTS + 1], row_tokens)
+        bounds = offsets[group : group + GROUP_DOCUMENTS + 1]
+        segments = -(-np.diff(bounds) // row_tokens)  # Number of segments of each document.
+        nth = np.arange(segments.sum()) - np.repeat(np.cumsum(segments) - segments, segments)
+        group_starts = np.repeat(bounds[:-1], segments) + nth * row_tokens
+        group_lengths = np.minimum(np.repeat(bounds[1:], segments) - group_starts, row_tokens)
         bins = _best_fit_decreasing(group_lengths, row_tokens)
         _, first_of_bin, bins = np.unique(bins, return_index=True, return_inverse=True)
         rows = np.argsort(np.argsort(first_of_bin))[bins]  # Number the rows by their first segment.
@@ -174,14 +178,6 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
         starts.append(group_starts[order])
         lengths.append(group_lengths[order])
     return PackIndex(np.cumsum(np.concatenate(counts)), np.concatenate(starts), np.concatenate(lengths))
-
-
-def _segments(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split documents into segments of at most `row_tokens` tokens. Return the start and length of each segment."""
-    count = -(-np.diff(bounds) // row_tokens)
-    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    starts = np.repeat(bounds[:-1], count) + nth * row_tokens
-    return starts, np.minimum(np.repeat(bounds[1:], count) - starts, row_tokens)
 
 
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:

@@ -58,10 +58,7 @@ class Record:
 
 
 def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
-    """Yield the JSON object of each line that is not blank; raise `UserError` if the file or a line is invalid.
-
-    Messages name the flag or config field that holds the path (`field`) and call the objects `what`, such as "prompts".
-    """
+    """Yield the JSON object of each line. Errors call the objects `what` and name `field`, which holds the path."""
     empty = True
     try:
         with open_stream(path) as stream:

@@ -138,7 +138,7 @@ def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encodin
 def open_split(
     config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
 ) -> TokenStore:
-    """Open a split of a store, and check that its vocabulary is that of `encoding`. `field` holds `path`."""
+    """Open a split of a store, and check its vocabulary against `encoding`. `field` is the config field of `path`."""
     tokenizer = read_meta(path)["tokenizer"]
     if (vocabulary := tokenizer["vocabulary_sha256"]) != fingerprint(encoding):
         raise UserError(

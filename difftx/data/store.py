@@ -37,7 +37,7 @@ SHAPE = {
 
 
 class TokenStore:
-    """Tokenised documents, concatenated, each followed by the end-of-text token."""
+    """Concatenated tokenised documents as uint16 or uint32. The end-of-text token follows each document."""
 
     offsets: np.ndarray  # Start of each document among all tokens, then the end of the last, uint64 `[documents + 1]`.
     prompts: np.ndarray | None  # Number of prompt tokens in each document, uint64 `[documents]`.
@@ -45,7 +45,6 @@ class TokenStore:
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
     ):
-        """Hold a store in memory. `tokens` are uint16 or uint32, and `name` is their origin, for messages."""
         self.name, self.dtype = name, tokens.dtype
         self.fingerprint = hashlib.sha256(tokens).hexdigest()
         self._tokens, self.offsets, self.prompts = tokens, offsets, prompts
@@ -73,7 +72,6 @@ class ShardedStore(TokenStore):
         kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
         content = [self.dtype.name, [[shard["sha256"][kind] for kind in kinds] for shard in shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        # Index of each shard's first token, then the number of all tokens.
         self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))
         self._files = [shard_file(folder, split, i, "tokens") for i in range(len(shards))]
         self._hashes = [shard["sha256"]["tokens"] for shard in shards]
@@ -138,7 +136,7 @@ class UpsampledStore(TokenStore):
     """
 
     def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
-        """Choose the documents. Nothing changes if no document is long, or if long ones already have the share."""
+        """Choose the documents. Nothing changes if none is long, or if long documents already have the share."""
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
         is_long = lengths > longer_than_tokens

@@ -24,9 +24,8 @@ type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions th
 def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
     """Return an example of multi-query associative recall: key-value pairs, then each key again as a query.
 
-    The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), a query's distance from the pairs is an
-    even number of tokens, drawn from a power law. All other tokens after the pairs are random. Answers are only targets
-    and do not follow their queries in the row.
+    The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), the distance of a query from the pairs
+    is even and drawn from a power law. All other tokens after the pairs are random, because answers are only targets.
     """
     keys, values = _keys_and_values(config, rng)
     context = 2 * config.pairs

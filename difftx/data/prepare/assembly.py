@@ -24,7 +24,7 @@ ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  
 HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
 SKIPPED = "skipped.txt"
 
-type Selection = tuple[int, int, np.ndarray]  # Source, unit, and bool `[documents]`: which of its documents to take.
+type Selection = tuple[int, int, np.ndarray]  # Source index, unit index, and mask of the unit's documents to take.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
 
 
 def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask of the documents whose hash is in the lowest `fraction` of its range, but at least of one."""
+    """Return a mask of the documents whose hash is in the lowest `fraction` of its range, at least one document."""
     # A document stays in its split when the corpus grows, because the split depends only on its own hash.
     valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     return valid if valid.any() else hash_ == hash_.min()

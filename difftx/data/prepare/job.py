@@ -35,7 +35,7 @@ FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "shard_tokens",
 )
 
-_load_tokenizer = functools.cache(load_tokenizer)  # A worker receives a new copy of the job with every task.
+_load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has a new copy of the job.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Job:
     tokenizer: str
     fields: Fields
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
-    shard_tokens: int  # Number of tokens per shard, exceeded by less than one document.
+    shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
     workers: int  # Number of local processes.
     runner: str  # "local", or a runner of Apache Beam.
@@ -169,7 +169,7 @@ def _resume_or_start(job: Job, journal: dict[str, Any]) -> None:
         if before != journal:
             for folder in shard_folders:
                 shutil.rmtree(folder, ignore_errors=True)
-    write_record(job.journal, journal)  # Folders without a journal are rejected by `open_job`.
+    write_record(job.journal, journal)  # Before the folders, because `open_job` rejects folders without a journal.
     for folder in (job.units, *shard_folders):
         folder.mkdir(exist_ok=True)
 

@@ -88,7 +88,7 @@ class Texts:
     """Text files, each of which is a document with its path as id."""
 
     files: tuple[tuple[Path, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
-    start: int = 0  # Byte of the file at which the content starts; not 0 for the held-out end of a single text.
+    start: int = 0  # Byte at which the content starts in its file. It is not 0 for the held-out end of a single file.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
         for file, data in self.files:
@@ -138,10 +138,10 @@ class Source:
 
     index: int
     kind: str  # "texts", "hf", or a name in `READERS`.
-    files: tuple[Path, ...]  # For "hf", the name NAME[:SPLIT[:CONFIG]].
+    files: tuple[Path, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
     size: int  # Size on disk in bytes.
     valid: bool  # Whether the source is validation text.
-    held_out: float | None = None  # For a single text: the share at its end that is validation text.
+    held_out: float | None = None  # Share at the end of a single text that is validation text.
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read and yield unit `index`, which starts at `position`, and all later units."""
@@ -274,7 +274,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
         table = parquet.ParquetFile(source.files[0])
         columns = [name for name in fields.names if name in table.schema_arrow.names]
         batches = table.iter_batches(batch_size=1024, columns=columns)
-        # The list of a batch without columns is empty.
+        # `to_pylist` returns an empty list for a batch without columns.
         rows = (row for batch in batches for row in batch.to_pylist() or [{}] * batch.num_rows)
         rows_left = itertools.islice(rows, position, None)
         yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
