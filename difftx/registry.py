@@ -41,7 +41,7 @@ class Registry[T](Mapping[str, T]):
     `builtin` maps names to "module:attribute". Such an entry is imported at first use, so that commands start fast.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str]):
+    def __init__(self, kind: str, builtin: Mapping[str, str | T]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
         self._extensions: dict[str, Extension] = {}
