@@ -38,7 +38,8 @@ _modules: dict[Path, types.ModuleType] = {}  # User files that have run, as modu
 class Registry[T](Mapping[str, T]):
     """A mapping from names to implementations of one kind, such as "architecture".
 
-    `builtin` maps names to "module:attribute". Such an entry is imported at first use, so that commands start fast.
+    `builtin` maps names to entries, or to texts "module:attribute". Such an attribute is imported at its first use, so
+    that commands start fast.
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, str | T]):

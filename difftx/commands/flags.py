@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from difftx import compilation_cache
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local_paths, require_writable_file
@@ -23,8 +24,9 @@ def add_extension_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Check the paths of a command line, load its extensions, and silence orbax, which logs every save and restore."""
+    """Check the paths of a command line, load its extensions, and set the options of JAX and orbax."""
     require_local_paths(options)
+    compilation_cache.enable()
     load_extensions(options.extension)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
 

@@ -44,6 +44,9 @@ class TrainConfig(Group, path="train"):
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
     seed: Seed = 0
     """Random seed of the initial parameters."""
+    compilation_cache: str = "auto"
+    """Folder of compiled programs, which later starts read. "auto": a folder in the user's cache folder, as for all
+    other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""
 
 
 class MeshConfig(Group, path="mesh"):

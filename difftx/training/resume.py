@@ -30,6 +30,7 @@ NEUTRAL = (
     "model.remat",
     "model.attention_implementation",
     "train.accumulation",
+    "train.compilation_cache",
     "data.prefetch_batches",
     "data.verify",
     "data.cache_path",
