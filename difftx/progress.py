@@ -36,6 +36,7 @@ class Work:
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
             rich.progress.TextColumn("{task.fields[text]}", markup=False),
+            rich.progress.TimeElapsedColumn(),
             rich.progress.TimeRemainingColumn(),
             console=self._console,
             disable=not enabled or not self._console.is_terminal,
@@ -85,6 +86,17 @@ class Work:
         finally:
             if not self._is_output:
                 self._bars.remove_task(bar)
+
+    @contextlib.contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """Show that something of unknown duration is under way, and print its duration at the end of the block."""
+        began = time.monotonic()
+        bar = self._bars.add_task(what, total=None, text="")
+        if not self._console.is_terminal:
+            self.note(f"{what} …")
+        yield
+        self._bars.remove_task(bar)
+        self.note(f"{what}: {time.monotonic() - began:.1f} s")
 
     def track[Item](self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
         """Yield the `total` items, and show the progress as a task."""

@@ -14,14 +14,18 @@ from difftx import compilation_cache
 def train(folder, name, *, cache_home, **fields):
     """Train a run in `folder`, and return its losses and what it printed as errors."""
     flags = TINY | {"data.path": write_text(folder / "text.txt"), "train.compilation_cache": "auto"} | fields
-    variables = {"XDG_CACHE_HOME": str(cache_home)}
+    variables = {"XDG_CACHE_HOME": str(cache_home), "JAX_LOG_COMPILES": "1"}
     environment = {k: v for k, v in child_environment(1).items() if "CACHE" not in k} | variables
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={folder / name}"]
     command += [f"--config.{field}={value}" for field, value in flags.items()]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if row["split"] == "train"], result.stderr
+    losses = [row["loss"] for row in rows if row["split"] == "train"]
+    lines = result.stderr.splitlines()
+    # The loop compiles the step in advance, for the shapes and shardings that it will have.
+    assert sum("Compiling jit(step)" in line for line in lines) == 1
+    return losses, "\n".join(line for line in lines if not line.startswith("WARNING:jax._src"))
 
 
 def entries(folder):

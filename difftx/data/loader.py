@@ -61,7 +61,8 @@ class Loader(Iterator[Batch]):
         where: Callable[[int], str],
     ):
         self._rows_here = rows_here(sharding, rows)
-        self._iterator = host_batches(HostSlice(examples, rows, self._rows_here), prefetch_batches)
+        self._source = HostSlice(examples, rows, self._rows_here)
+        self._iterator = host_batches(self._source, prefetch_batches)
         self._rows, self._sharding, self._signature = rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
         self._examples = 0
@@ -72,6 +73,14 @@ class Loader(Iterator[Batch]):
         batch = make_batch(rows, self._rows, self._sharding)
         self._examples += self._rows
         return batch
+
+    def abstract_batch(self) -> Batch:
+        """Return the shapes, dtypes and sharding of all batches."""
+
+        def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self._rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
+
+        return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._source[0].items()})
 
     def state(self) -> dict[str, Any]:
         return {"examples": self._examples, "signature": self._signature}

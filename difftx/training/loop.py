@@ -1,5 +1,6 @@
 """The training loop, which starts again from an earlier checkpoint after too many bad steps."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -11,7 +12,7 @@ import rich
 
 from difftx import kernels
 from difftx.config.architectures import ARCHITECTURES
-from difftx.data.loader import Batch, Loader
+from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
@@ -23,7 +24,7 @@ from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
-from difftx.training.state import Metrics, TrainState, make_train_step
+from difftx.training.state import Metrics, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
 
@@ -59,7 +60,7 @@ class Session:
 
     run: Run
     evaluate: Evaluate
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
@@ -97,7 +98,7 @@ class Attempt:
             session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
         session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
-        self._first_section = "compile" if rewind is None else "train"  # Only the first attempt compiles the step.
+        self._is_first = rewind is None
         self._step = self._start
         barrier("start", self._patience)
 
@@ -105,13 +106,15 @@ class Attempt:
         """Train, and return the exit code, or the rewind with which the next attempt begins."""
         config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
         display = Work(enabled=is_primary(), is_output=True)
-        task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
-        with display, task as advance:
+        with display, contextlib.ExitStack() as stack:
             attempt = self._writer.attempt
             display.note(f"{self._session.run.workdir}: attempt {attempt}, from step {self._start} to {steps}")
-            reporter = Reporter(self._session.run, self._writer, display, advance, self._guard)
             self._write_goodput()
-            self._goodput.switch(self._first_section)
+            if self._is_first and self._start < steps:
+                self._compile(display)
+            self._goodput.switch("train")
+            task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
+            reporter = Reporter(self._session.run, self._writer, display, stack.enter_context(task), self._guard)
             while self._step < steps and self._guard.tripped is None and not interrupt.requested(self._step):
                 self._take_step(reporter)
                 if self._step % config.eval.every_steps == 0 or self._step == steps:
@@ -126,6 +129,12 @@ class Attempt:
             self._checkpointer.close()
         return self._finish(saved)
 
+    def _compile(self, display: Work) -> None:
+        """Compile the train step in all processes, before one of them runs it and waits for the others."""
+        with self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
+            self._session.step.lower(self._state, self._loader.abstract_batch()).compile()
+            barrier("compiled train step", self._patience)
+
     def _take_step(self, reporter: "Reporter") -> None:
         waited = time.perf_counter()
         with self._goodput.section("data_wait"):
@@ -134,7 +143,6 @@ class Attempt:
         # Raise an error for an accidental transfer between host and device, because it would stall all devices.
         with jax.transfer_guard("disallow"):
             self._state, metrics = self._session.step(self._state, batch)
-        self._goodput.switch("train")
         self._step += 1
         self._session.monitor.beat(self._step)
         reporter.push(self._step, metrics, data_wait)
