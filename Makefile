@@ -25,10 +25,8 @@ FLAGS = --config.train.steps=$(STEPS) --config.optimizer.warmup_steps=$$(($(STEP
 # Arms of configs/toy.py.
 ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,diff-lambda_0.8,diff-lambda_0.5,diff_v2
 # Command of a sweep of configs/toy.py. The targets run two sweeps at a time on one core each, which is faster than one
-# sweep on two cores. Runs of the same shape share compiled programs through JAX's cache. `env` sets the variables
-# because assignments need a shell, which would not forward make's signals.
-SWEEP = env JAX_COMPILATION_CACHE_DIR=runs/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
+# sweep on two cores. `env` sets the variables because assignments need a shell, which would not forward make's signals.
+SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
 .PHONY: quickstart reproduce study test test-long test-compile test-exhaustive parity chaos lint format

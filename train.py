@@ -11,6 +11,7 @@ def main() -> int:
     """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
     began = time.perf_counter()
     # Imported here, so that `run_command` can explain what to do if a package is missing.
+    from difftx import compilation_cache
     from difftx.commands.flags import parse_command
     from difftx.config.recipes import load_config
     from difftx.files import require_writable
@@ -26,6 +27,7 @@ def main() -> int:
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, None, "config")
     config = load_config(args.config, overrides)
+    compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
         return 0

@@ -24,8 +24,7 @@ from ml_collections import ConfigDict
 from difftx.configs import base, scaling
 from difftx.configs.base import Arm
 
-ARG = "{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
-
+ARG = "{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
 ARMS = {
     "transformer": Arm("transformer"),
@@ -39,7 +38,7 @@ ARMS = {
 
 
 def get_config(arm: str = "diff") -> ConfigDict:
-    """Return the config of one row of Table 6, a key of `ARMS`."""
+    """Return the config of an arm, which is a row of Table 6 of the paper."""
     base.require_known(arm, ARMS, ARG)
     c = scaling.get_config(f"{ARMS[arm].architecture}-1.4b")
     ARMS[arm].change(c)

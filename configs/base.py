@@ -15,15 +15,15 @@ from difftx.model.abstract import match
 
 
 class Arm(NamedTuple):
-    """A model of a comparison: an architecture, and changes to its config."""
+    """One of the models that a recipe compares: an architecture with changes to its config."""
 
     architecture: str
-    model: Mapping[str, Any] = MappingProxyType({})  # Field of the group `model` → value.
-    wide_heads: bool = False  # Whether the model has half as many heads of twice the width.
-    suites: tuple[str, ...] = ()  # Suites to run besides those of every arm.
+    model: Mapping[str, Any] = MappingProxyType({})  # Changed fields of the config group `model`, with their values.
+    wide_heads: bool = False  # Whether to halve the number of heads, which doubles their width.
+    suites: tuple[str, ...] = ()  # Evaluation suites to run in addition to those of all arms.
 
     def change(self, c: ConfigDict) -> None:
-        """Change a config of the arm's architecture into the config of the arm."""
+        """Apply the arm's changes to a config that already has the arm's architecture."""
         if self.wide_heads:
             c.model.num_heads //= 2
         c.model.update(self.model)
@@ -35,12 +35,9 @@ def get_config() -> ConfigDict:
 
 
 def choose(c: ConfigDict, architecture: str, *, heads: int) -> None:
-    """Change a Transformer's config into that of another architecture with as many parameters.
+    """Change the config of a Transformer with `heads` heads to another architecture with as many parameters.
 
-    Args:
-        c: Config with the sizes of the Transformer; changed in place.
-        architecture: A value of `model.architecture`, or "diff_fixed_lambda" for diff with λ = λ_init.
-        heads: Number of heads of the Transformer.
+    `architecture` is a value of `model.architecture`, or "diff_fixed_lambda" for diff with λ = λ_init.
     """
     match(c, "diff" if architecture == "diff_fixed_lambda" else architecture, heads=heads)
     if architecture == "diff_fixed_lambda":
@@ -48,6 +45,6 @@ def choose(c: ConfigDict, architecture: str, *, heads: int) -> None:
 
 
 def require_known(text: str, known: Collection[str], form: str) -> None:
-    """Raise `ValueError` unless `text`, the argument of a recipe or a part of it, is known."""
+    """Raise `ValueError` unless `text`, a recipe's argument or a part of it, is one of `known`."""
     if text not in known:
         raise ValueError(f"{text!r} is not a valid {form}.{did_you_mean(text, known)}")

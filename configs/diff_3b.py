@@ -4,15 +4,14 @@ Command:  python train.py --config=configs/diff_3b.py:diff --config.data.path='c
           (diff, transformer, or another architecture, with as many parameters)
 Protocol: Table 9, with 1T tokens (Table 1). Appendix B's comparison stops at 350B (--config.train.steps=83_447).
 Expected: Tables 1, 2, 5 and 8. Not reproduced here yet.
-Note:     the paper calls the model 2.8B. 28 layers of width 3072 and one embedding of 100,288 tokens have 3.48B
-          parameters.
+Note:     the paper calls the model 2.8B, but these sizes, with a shared embedding, give 3.48B parameters.
 """
 
 from ml_collections import ConfigDict
 
 from difftx.configs import base
 
-ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{architecture}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
@@ -27,8 +26,8 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.optimizer.warmup_steps = 1000
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
-    c.train.steps = 238_419  # 1e12 / 4,194,304, rounded up.
+    c.train.steps = 238_419  # 1e12 tokens / 4,194,304 tokens per step, rounded up.
     c.train.global_batch_tokens = 4_194_304
-    c.checkpoint.keep_every_steps = 10_000  # Figure 3b evaluates these checkpoints: 23 in all, of 42 GB each.
+    c.checkpoint.keep_every_steps = 10_000  # Figure 3b of the paper needs these 23 checkpoints of 42 GB each.
     base.choose(c, architecture, heads=24)
     return c

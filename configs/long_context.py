@@ -15,21 +15,21 @@ from ml_collections import ConfigDict
 
 from difftx.configs import diff_3b
 
-ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{architecture}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
-    """Return the config of an architecture; set `checkpoint.init_from` on the command line."""
+    """Return the config of an architecture. Set `checkpoint.init_from` on the command line to the run to continue."""
     c = diff_3b.get_config(architecture)
     c.model.rope_theta = 640_000.0
     c.model.remat = "full"
-    c.mesh.context_method = "zigzag"  # If mesh.context > 1: on TPUs the backward pass is then one kernel, not two.
+    c.mesh.context_method = "zigzag"  # Lets TPUs compute the backward pass in one kernel if mesh.context > 1.
     c.data.sequence_length = 65_536
     c.data.upsampling.longer_than_tokens = 4096
     c.optimizer.learning_rate = 8e-5
     c.optimizer.final_learning_rate = 0.0
     c.optimizer.warmup_steps = 20
-    c.train.steps = 358  # 1.5e9 / 4,194,304, rounded up.
+    c.train.steps = 358  # 1.5e9 tokens / 4,194,304 tokens per step, rounded up.
     c.checkpoint.every_steps = 100
     c.eval.every_steps = 100
     return c

@@ -20,17 +20,17 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base, long_context
 
-ARG = "{architecture}-{stage}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{architecture}-{stage}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
 
 def get_config(arg: str = "diff-stage1") -> ConfigDict:
-    """Return the config named `architecture-stage`, where the stage is stage1 or stage2."""
+    """Return the config of an architecture and a training stage, such as "diff-stage2"."""
     architecture, _, stage = arg.rpartition("-")
     base.require_known(stage, ("stage1", "stage2"), "{stage}")
     c = long_context.get_config(architecture)
     c.data.upsampling.longer_than_tokens = None
-    c.train.steps = 4769  # 2e10 / 4,194,304, rounded up.
-    c.checkpoint.every_steps = c.eval.every_steps = 477  # 2B tokens.
+    c.train.steps = 4769  # 2e10 tokens / 4,194,304 tokens per step, rounded up.
+    c.checkpoint.every_steps = c.eval.every_steps = 477  # Every 2B tokens.
     c.checkpoint.keep_every_steps = 477
     c.eval.math.new_tokens = 1024
     if stage == "stage2":
@@ -39,8 +39,8 @@ def get_config(arg: str = "diff-stage1") -> ConfigDict:
         c.data.document_mask = True
         c.optimizer.learning_rate = 1e-5
         c.train.global_batch_tokens = 1_048_576
-        c.train.steps = 1908  # 2e9 / 1,048,576, rounded up.
+        c.train.steps = 1908  # 2e9 tokens / 1,048,576 tokens per step, rounded up.
         c.checkpoint.every_steps = c.eval.every_steps = 100
         c.checkpoint.keep_every_steps = 100
-        c.eval.math.new_tokens = 16_384  # The context length; question and answer together cannot be longer.
+        c.eval.math.new_tokens = 16_384  # The context length, a limit for question and answer together.
     return c

@@ -4,7 +4,7 @@ Paper:    arXiv 2410.05258; the architecture of §2, at a much smaller scale.
 Command:  make quickstart
           python train.py --config=configs/quickstart.py:diff --workdir=runs/quickstart/diff
           python train.py --config=configs/quickstart.py:transformer --workdir=runs/quickstart/transformer
-          The variants of difftx/model/variants/, by their names, have as many parameters.
+          In place of `diff`, write any value of `model.architecture`. All have as many parameters.
 Hardware: 2 CPU cores, about 3 minutes per model. Result: README.md shows a real run.
 """
 
@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base
 
-ARG = "{architecture}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{architecture}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
 
 def get_config(architecture: str = "diff") -> ConfigDict:
@@ -22,14 +22,14 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.model.d_model = 128
     c.model.num_layers = 4
     c.model.mlp_dim = 340
-    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters: docs/results.md.
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/results.md).
     c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"
     c.data.path = "stdlib"
     c.data.tokenizer = "bytes"
     c.data.sequence_length = 256
     c.optimizer.learning_rate = 4e-3
-    c.optimizer.warmup_steps = 275  # Half of the steps; a shorter warm-up hurts diff more: docs/results.md.
+    c.optimizer.warmup_steps = 275  # Half of the steps. A shorter warm-up hurts diff more than the Transformer.
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
     c.train.steps = 550
@@ -38,6 +38,5 @@ def get_config(architecture: str = "diff") -> ConfigDict:
     c.eval.every_steps = 100
     c.eval.loss_tokens = 65_536
     c.logging.every_steps = 1
-    # Few heads, so that training takes minutes on a laptop. The official code's notes advise at least 8 heads.
-    base.choose(c, architecture, heads=4)
+    base.choose(c, architecture, heads=4)  # Few, so that training takes minutes on a laptop.
     return c

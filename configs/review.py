@@ -21,38 +21,37 @@ from ml_collections import ConfigDict
 from difftx.configs import base
 from difftx.configs.base import Arm
 
-ARG = "{arm}-{data}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{arm}-{data}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
-INSIDE = ("attention", "gradients", "outliers")  # Suites that look inside the model.
-NEED_TEXT = ("hallucination",)  # Suites that require a model of text; the data "retrieval" leaves them out.
-# λ = 1 in all layers throughout training. The factor after the head norm, 1 - λ_init, would then be 0, so it is set to
-# 0.2, its value at λ_init = 0.8.
+INSIDE = ("attention", "gradients", "outliers")  # Suites that analyse attention weights, gradients and hidden states.
+NEED_TEXT = ("hallucination",)  # Suites that require a model of text, so that they do not run on "retrieval".
+# λ = 1 in all layers throughout training. The factor after the head norm, by default 1 - λ_init, would then be 0, so it
+# is set to 0.2, its value at λ_init = 0.8.
 LAMBDA_1 = {"lambda_learned": False, "lambda_init": 1.0, "post_scale": 0.2}
-
 
 ARMS = {
     "diff": Arm("diff", suites=INSIDE),
     "transformer": Arm("transformer", suites=INSIDE),
-    "nc1": Arm("diff", suites=("attention",)),  # Are A1 and A2 more alike at irrelevant tokens?
-    "nc2": Arm("diff", LAMBDA_1),  # Does pure subtraction win if there are many distractors?
-    "nc3": Arm("diff", suites=("gradients", "attention")),  # Does training push both maps towards shared noise?
-    "sp1": Arm("top_k"),  # Does explicit sparsity do as well?
-    "sp2": Arm("diff", suites=("attention",)),  # How sparse are the maps, compared with `transformer`?
-    "sp3": Arm("signed_mask", suites=("attention",)),  # Does one softmax with a learned signed mask do as well?
-    "q1": Arm("diff", LAMBDA_1),  # λ clamped to 1; `diff` is the arm with a learned λ per layer.
-    "q2-scalar": Arm("diff", {"head_norm": "scalar"}),  # What is left without the head norm?
+    "nc1": Arm("diff", suites=("attention",)),  # Tests if the two attention maps agree more at irrelevant tokens.
+    "nc2": Arm("diff", LAMBDA_1),  # Tests if subtraction with a fixed λ = 1 wins with many distractors.
+    "nc3": Arm("diff", suites=("gradients", "attention")),  # Tests if training aligns the maps in noise.
+    "sp1": Arm("top_k"),  # Tests if explicit sparsity does as well as differential attention.
+    "sp2": Arm("diff", suites=("attention",)),  # Measures how sparse the attention maps are.
+    "sp3": Arm("signed_mask", suites=("attention",)),  # Tests if a learned signed mask does as well.
+    "q1": Arm("diff", LAMBDA_1),  # Fixes λ at 1, for comparison with `diff`, which learns one λ per layer.
+    "q2-scalar": Arm("diff", {"head_norm": "scalar"}),  # Measures the gain that is left without the head norm.
     "q2-none": Arm("diff", {"head_norm": "none", "post_scale": 1.0}),
-    "q3": Arm("transformer", {"num_heads": 32}),  # Are twice as many heads of half the width the reason?
-    "q4": Arm("diff", suites=("hallucination",)),  # Are answers truer than `transformer`'s, or only fewer?
-    "q5": Arm("diff", suites=("attention", "outliers")),  # Do attention sinks persist, compared with `transformer`?
-    "gated": Arm("gated"),  # Does a gate explain it? The review's closing remark.
-    "lambda_0.5": Arm("diff", {"lambda_init": 0.5}),  # How much does the schedule of λ_init matter?
+    "q3": Arm("transformer", {"num_heads": 32}),  # Tests if the gain comes from more, narrower heads.
+    "q4": Arm("diff", suites=("hallucination",)),  # Tests if answers are truer, or only fewer.
+    "q5": Arm("diff", suites=("attention", "outliers")),  # Tests if attention sinks persist.
+    "gated": Arm("gated"),  # Tests if a gate alone explains the gain, as the review's closing remark suggests.
+    "lambda_0.5": Arm("diff", {"lambda_init": 0.5}),  # Tests if the schedule of λ_init over the layers matters.
     "lambda_0.8": Arm("diff", {"lambda_init": 0.8}),
 }
 
 
 def get_config(arg: str = "diff-text") -> ConfigDict:
-    """Return the config named `arm-data`, where data is text or retrieval."""
+    """Return the config of an arm, trained on "text" or "retrieval", such as "nc2-retrieval"."""
     base.require_known(arg, [f"{name}-{data}" for name in ARMS for data in ("text", "retrieval")], ARG)
     name, _, data = arg.rpartition("-")
     arm = ARMS[name]
@@ -66,7 +65,7 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
     if data == "retrieval":
         c.model.vocab_size = c.data.synthetic.vocab_size
         c.data.path = "synthetic:retrieval"
-        c.data.tokenizer = "bytes"  # Not used, but needs no download.
+        c.data.tokenizer = "bytes"  # Not used. This one needs no download.
         c.data.synthetic.train_examples = 1_000_000
         c.data.synthetic.distractors = 768
         c.data.sequence_length = 1024
@@ -74,5 +73,5 @@ def get_config(arg: str = "diff-text") -> ConfigDict:
         c.eval.suites = ("exact_match", *(suite for suite in arm.suites if suite not in NEED_TEXT))
     base.choose(c, arm.architecture, heads=16)
     arm.change(c)
-    c.checkpoint.keep_every_steps = c.eval.every_steps  # So that other suites can be run later.
+    c.checkpoint.keep_every_steps = c.eval.every_steps  # Keeps checkpoints for suites that are run later.
     return c

@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base
 
-ARG = "{architecture}-{size}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{architecture}-{size}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
-# Size → (d_model, layers, differential heads, learning rate), from Table 10. Heads have d = 128; at 830m d = 96.
+# Size → (d_model, number of layers, heads of the differential model, learning rate), from Table 10 of the paper.
 SIZES = {
     "830m": (1536, 24, 8, 1.5e-4),
     "1.4b": (2048, 24, 8, 1.5e-4),
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def get_config(arg: str = "diff-1.4b") -> ConfigDict:
-    """Return the config named `architecture-size`, where the size is a key of `SIZES`."""
+    """Return the config of an architecture and a size, such as "diff-1.4b"."""
     architecture, _, size = arg.partition("-")
     base.require_known(size, SIZES, "{size}")
     d_model, num_layers, diff_heads, learning_rate = SIZES[size]

@@ -18,32 +18,31 @@ from ml_collections import ConfigDict
 
 from difftx.configs import base, toy
 
-ARG = "{task}-{size}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
-HEADS = 16  # Heads of the Transformer; diff then has 8, the least that the official code's notes advise.
+ARG = "{task}-{size}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
-# Size → (d_model, layers). Heads are 24, 32, 40, 48 and 64 wide.
+# Size → (d_model, number of layers).
 SIZES = {"10m": (384, 6), "20m": (512, 6), "40m": (640, 8), "80m": (768, 12), "160m": (1024, 12)}
 
 
 def get_config(arg: str = "books-10m-diff") -> ConfigDict:
-    """Return the config named `task-size-arm`; arms are those of configs/toy.py."""
+    """Return the config of a task, a size and an arm, such as "books-10m-diff"."""
     base.require_known(arg, [f"{task}-{size}-{arm}" for task in TASKS for size in SIZES for arm in toy.ARMS], ARG)
     task, size, name = arg.split("-", 2)
     arm = toy.ARMS[name]
     c = base.get_config()
     c.model.d_model, c.model.num_layers = SIZES[size]
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
-    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters: docs/results.md.
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/results.md).
     c.data.tokenizer = "bytes"
     c.optimizer.learning_rate = 1e-3  # Not tuned.
     c.optimizer.b2 = 0.95
     c.optimizer.weight_decay = 0.1
     c.train.global_batch_tokens = 65_536
-    c.checkpoint.every_steps = 200  # About a minute, the most that a stopped run loses.
+    c.checkpoint.every_steps = 200  # About once a minute, so that a killed run loses little work.
     TASKS[task](c)
-    c.optimizer.warmup_steps = c.train.steps // 4  # Long, as in configs/toy.py; not tuned.
+    c.optimizer.warmup_steps = c.train.steps // 4  # Long, for the reason in configs/toy.py. Not tuned.
     c.eval.every_steps = c.train.steps // 10
-    base.choose(c, arm.architecture, heads=HEADS)
+    base.choose(c, arm.architecture, heads=16)  # diff then has 8, the fewest that the official code's notes recommend.
     arm.change(c)
     return c
 
@@ -52,14 +51,14 @@ def _recall(c: ConfigDict) -> None:
     c.model.vocab_size = c.data.synthetic.vocab_size
     c.data.sources = toy.RECALL
     c.data.synthetic.train_examples = 1_000_000
-    c.data.sequence_length = 512  # An example of retrieval has 385 tokens.
+    c.data.sequence_length = 512  # Must hold an example of the task retrieval, which has 385 tokens.
     c.train.steps = 4000
     c.eval.suites = ("loss", "exact_match", "attention")
 
 
 def _books(c: ConfigDict) -> None:
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
-    c.data.path = "stores/books"  # `make reproduce` prepares it.
+    c.data.path = "stores/books"  # `make reproduce` writes this store.
     c.data.sequence_length = 1024
     c.train.steps = 7000
     c.eval.suites = ("loss", "recall", "needle", "attention", "outliers")

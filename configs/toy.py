@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from difftx.configs import ablations, base
 
-ARG = "{task}-{arm}"  # Form of the recipe's argument; `difftx sweep --grid` sets the names in braces.
+ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
 # Rows of "retrieval" ask for one of the keys among distractors. Rows of "mqar" ask for all keys, because one answer per
 # row is too weak a training signal for so few tokens.
@@ -28,10 +28,10 @@ RECALL = (
 
 ARMS = {**ablations.ARMS, "diff_v2": base.Arm("diff_v2")}
 
-# Task → (d_model, layers). Recall needs two layers: one attends to the previous token, one from a key to its value.
+# Task → (d_model, number of layers). Recall needs two layers: one copies the previous token, the other finds the key.
 SIZES = {"books": (64, 2), "recall": (64, 2), "books-0.8m": (128, 4)}
 
-# Task → arm → the best of the learning rates that `make study` tries.
+# Task → arm → the best learning rate in the sweeps of `make study`.
 LEARNING_RATES = {
     "books": dict.fromkeys(ARMS, 8e-3) | dict.fromkeys(["transformer-8x256", "diff-no_norm", "diff_v2"], 1.6e-2),
     "recall": dict.fromkeys(ARMS, 5e-3)
@@ -42,7 +42,7 @@ LEARNING_RATES = {
 
 
 def get_config(arg: str = "books-diff") -> ConfigDict:
-    """Return the config named `task-arm`, with a task and an arm of `LEARNING_RATES`."""
+    """Return the config of a task and an arm, such as "books-diff"."""
     known = {f"{task}-{name}": (task, name) for task, rates in LEARNING_RATES.items() for name in rates}
     base.require_known(arg, known, ARG)
     task, name = known[arg]
@@ -51,7 +51,7 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
     c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
     c.model.d_model, c.model.num_layers = SIZES[task]
     c.model.mlp_dim = 2 * (4 * c.model.d_model // 3)
-    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters: docs/results.md.
+    c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/results.md).
     c.model.compute_dtype = "float32"  # Most CPUs emulate bfloat16, which is slower.
     c.model.remat = "none"
     c.data.tokenizer = "bytes"
@@ -67,9 +67,9 @@ def get_config(arg: str = "books-diff") -> ConfigDict:
 
 
 def _recall(c: ConfigDict) -> int:
-    """Set the fields of the task recall; return the Transformer's number of heads."""
+    """Set the fields of the task recall, and return the Transformer's number of heads."""
     c.model.rope_theta = 100.0  # Small, so that all rotary angles change noticeably within the short rows.
-    c.model.embedding_std = 0.5  # As large as attention's output, so that the tokens matter from the start.
+    c.model.embedding_std = 0.5  # As large as the output of attention, so that tokens matter from the start.
     c.data.sources = RECALL
     c.data.synthetic.vocab_size = 64
     c.data.synthetic.pairs = 8
@@ -80,13 +80,13 @@ def _recall(c: ConfigDict) -> int:
     c.train.steps = 2000
     c.optimizer.warmup_steps = 1000
     c.eval.suites = ("loss", "exact_match", "attention")
-    c.eval.needle.depths = (0.25, 0.5, 0.75)  # For the prompts of suite attention, examples of retrieval.
+    c.eval.needle.depths = (0.25, 0.5, 0.75)  # Suite attention uses these depths for its prompts.
     return 4
 
 
 def _books(c: ConfigDict) -> int:
-    """Set the fields of the task books; return the Transformer's number of heads."""
-    c.data.path = "stores/books"  # `make reproduce` prepares it.
+    """Set the fields of the task books, and return the Transformer's number of heads."""
+    c.data.path = "stores/books"  # `make reproduce` writes this store.
     c.data.sequence_length = 128
     c.train.global_batch_tokens = 1024
     c.train.steps = 500
@@ -94,7 +94,7 @@ def _books(c: ConfigDict) -> int:
     c.eval.suites = ("loss", "recall", "outliers")
     c.eval.loss_tokens = 131_072
     c.eval.bigrams_path = "stores/books.bigrams"
-    c.eval.recall_max_bigram_count = 280_000  # Count in all 114M bytes; about 1,250 in the bytes of training.
+    c.eval.recall_max_bigram_count = 280_000  # For counts in all 114M bytes, as 1,250 in the training bytes.
     c.eval.outliers.tokens = 16_384
     return 8
 

@@ -5,8 +5,7 @@ import sys
 
 from difftx.errors import UserError, did_you_mean, run_command
 
-# Descriptions of the commands. Each command is a module of difftx/commands/ whose `main` receives the arguments and
-# returns the exit code.
+# Command → description. Each command is a module of difftx/commands/ with a function `main(arguments) -> exit code`.
 COMMANDS = {
     "plan": "estimate the memory and time of a config on devices that are not attached",
     "data": "verify a token store, show a row of it, or count its bigrams",
@@ -31,7 +30,7 @@ def main() -> int:
 
 def entry() -> None:
     """Run the command and exit with its code."""
-    sys.path.insert(0, "")  # As with `python -m difftx`: config files import other files of the current folder.
+    sys.path.insert(0, "")  # Lets config files import modules of the current folder.
     run_command(main)
 
 

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-EXIT_FAILED = 1  # Python's own exit code after an exception.
+EXIT_FAILED = 1  # Also Python's exit code after an exception.
 EXIT_BAD_INPUT = 2
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: the run was stopped by a signal; the same command resumes it.
-LONGEST_MESSAGE = 1500
-# Control characters (C0 without tab and newline, DEL, C1), bidirectional controls, and surrogates, which cannot be
-# printed as UTF-8.
+EXIT_PREEMPTED = 75  # A signal stopped the run, and the same command resumes it. EX_TEMPFAIL in sysexits.h.
+LONGEST_MESSAGE = 1500  # In characters.
+# Control characters except tab and newline, bidirectional controls, and surrogates, which UTF-8 cannot encode.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-SOURCE = Path(__file__).parents[1]  # The source tree, unless difftx is installed without -e.
+SOURCE = Path(__file__).parents[1]  # The source tree, or site-packages if difftx was installed without -e.
 
-# Errors of the operating system that the user can correct, with the fix. Other errors may be temporary.
+# Error codes of the operating system that the user can correct → what to do. Other errors may be temporary.
 FIXES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "change its permissions, or use another path",
@@ -38,7 +37,7 @@ FIXES = {
     errno.EOPNOTSUPP: "use a path on another file system",
 }
 SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Temporary errors, which need no traceback even if the operating system does not name the file.
+# Errors that may pass by themselves. They need no traceback, even if the operating system does not name the file.
 TEMPORARY = (*SPACE, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
 
 
@@ -68,15 +67,15 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'X'?" for the known name that `name` most likely stands for, or else all known names.
+    """Return " Did you mean 'X'?" for the known name that is most similar to `name`, or else all known names.
 
-    Besides similar spellings, `name` may be an abbreviation: `lr` for `learning_rate`, `warmup` for `warmup_steps`.
+    `name` may also be an abbreviation, such as `lr` for `learning_rate` or `warmup` for `warmup_steps`.
     """
     known = sorted(known)
     group, _, last = name.rpartition(".")
     close = [other for other in known if _is_short_for(last, other.rpartition(".")[2])]
     close = [other for other in close if other.rpartition(".")[0] == group] or close
-    if len(close) != 1:  # No abbreviation, or an ambiguous one.
+    if len(close) != 1:  # `name` is not an abbreviation, or it is ambiguous.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
@@ -87,10 +86,8 @@ def _is_short_for(text: str, name: str) -> bool:
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs an extra of pyproject.toml into the running Python.
-
-    The command installs from the source tree, because someone else may own the project's name on a package index.
-    """
+    """Return the command that installs an extra of pyproject.toml into the running Python."""
+    # The command names the source tree, because a package index may have another project of the same name.
     source, where = (SOURCE, "") if (SOURCE / "pyproject.toml").is_file() else (".", " (in difftx's source tree)")
     return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{source}[{extra}]')}{where}"
 
@@ -104,7 +101,7 @@ def import_extra(module: str, extra: str) -> Any:
 
 
 def explained(error: BaseException) -> UserError | RunError | None:
-    """Return a `UserError` or `RunError` that explains an exception in one line, or None if only a traceback helps."""
+    """Return a `UserError` or `RunError` that explains an exception in one line, or None if it needs a traceback."""
     if isinstance(error, UserError | RunError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("difftx"):
@@ -128,12 +125,12 @@ def _shortened(path: object) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of a value for a message, but only the first digits of a SHA-256."""
+    """Return the `repr` of a value for a message. Of a SHA-256, return only the first digits."""
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's `main` and exit with its result. Print one line for an exception that `explained` can explain."""
+    """Run a command's `main` and exit with its result. Print a known error as one line in place of a traceback."""
     try:
         sys.exit(main())
     except Exception as error:

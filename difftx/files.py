@@ -1,6 +1,6 @@
 """Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines.
 
-Functions that read retry after errors that may be temporary, and raise `UnreadableError` if every attempt fails.
+All functions that read a file retry after temporary errors, and raise `UnreadableError` if every attempt fails.
 """
 
 import argparse
@@ -22,18 +22,16 @@ from typing import Any, BinaryIO
 
 from difftx.errors import UnreadableError, UserError
 
-# Pauses between attempts to read, for example until a restarting file server is back.
+# Pauses between attempts to read, long enough for a file server to restart.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# JSON type → name in error messages.
 NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
 
 
 def require_local(name: str, path: str | Path) -> None:
-    """Raise `UserError` if a path is the address of an object store, such as gs://bucket/run.
-
-    `name` is the flag or config field that holds the path. A text may hold several paths, separated by commas.
-    """
+    """Raise `UserError` if one of the comma-separated paths is in an object store, such as gs://bucket/run."""
     slashes = "/" if isinstance(path, Path) else "//"  # A `Path` has lost one of the two slashes.
     if re.search(f"(^|,)[A-Za-z][A-Za-z0-9+.-]+:{slashes}", str(path)):
         shown = re.sub(r":/(?!/)", "://", str(path))
@@ -49,11 +47,11 @@ def require_local_paths(flags: argparse.Namespace) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise an `OSError` that names the cause, unless a folder is writable or can be created with its parents."""
+    """Raise an `OSError` that names the cause, unless a folder is writable or can be created."""
     folder = folder.absolute()
     while not os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folder.lstat()  # Raises if a name is too long or a folder cannot be searched.
+            folder.lstat()  # Raises an error if a name is too long or a folder cannot be searched.
         folder = folder.parent
     if not folder.exists():
         raise FileNotFoundError(errno.ENOENT, "Broken symbolic link", str(folder))
@@ -66,7 +64,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_writable_file(path: Path) -> None:
-    """Raise an `OSError` if a file cannot be written because it is a folder, or its folder fails `require_writable`."""
+    """Raise an `OSError` that names the cause, unless a file can be written."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     require_writable(path.parent)
@@ -74,9 +72,9 @@ def require_writable_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing under a temporary name; at the end of the block, sync it to disk and rename it to `path`.
+    """Open a file under a temporary name. At the end of the block, sync it to disk and rename it to `path`.
 
-    An exception deletes the file. A kill may leave a temporary file, whose name begins with a dot.
+    If the block raises an exception, delete the file. A killed process leaves a file whose name begins with a dot.
     """
     temporary = _temporary(path)
     try:
@@ -94,9 +92,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Create a folder under a temporary name, to be filled in the block; at the end of the block, rename it to `path`.
+    """Create a folder under a temporary name. At the end of the block, rename it to `path`.
 
-    An exception deletes the folder. A kill may leave a temporary folder, which the next call for the same path deletes.
+    If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
     """
     remove_temporaries(path.parent, path.name)
     temporary = _temporary(path)
@@ -110,13 +108,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves either the old or the new contents, never a part of them."""
+    """Write a file so that a crash leaves either the complete old text or the complete new text."""
     with new_file(path) as file:
         file.write(text.encode())
 
 
 def remove_temporaries(folder: Path, name: str | None = None) -> None:
-    """Delete the temporary files and folders that killed processes of this host have left, or only those for `name`."""
+    """Delete temporary files and folders of killed processes on this host, or only those for the path `name`."""
     wanted = ".+" if name is None else re.escape(name)
     temporary = re.compile(rf"\.{wanted}\.{re.escape(platform.node())}\.(\d+)")
     for path in folder.iterdir():
@@ -127,7 +125,7 @@ def remove_temporaries(folder: Path, name: str | None = None) -> None:
 
 def _is_running(process: int) -> bool:
     """Return whether another process of this host has the id `process`."""
-    if process == os.getpid():  # An earlier process had the same id, as in a restarted container.
+    if process == os.getpid():  # A process of a restarted container may have had the same id.
         return False
     try:
         os.kill(process, 0)
@@ -144,9 +142,9 @@ def _temporary(path: Path) -> Path:
 
 
 def retry_read[T](path: Path, read: Callable[[], T]) -> T:
-    """Return `read()`, and retry after errors that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
+    """Return `read()`. Call it again after an `OSError` that may be temporary, such as EIO, ESTALE, EACCES or EMFILE.
 
-    `read` must open `path` in every call, because a stale handle stays stale. Errors in `PERMANENT` are not retried.
+    `read` must open `path` in every call, because a stale file handle remains stale.
     """
     for pause in (*RETRY_SECONDS, None):
         try:
@@ -172,10 +170,8 @@ def read_file(path: Path) -> bytes | None:
 
 
 def size_of(path: Path) -> int | None:
-    """Return the size of a file in bytes, or None if `path` is not an existing regular file.
-
-    `Path.is_file` would return False, instead of raising `UnreadableError`, if it cannot tell whether the file exists.
-    """
+    """Return the size of a file in bytes, or None if `path` is not an existing regular file."""
+    # `Path.is_file` would return False if it cannot tell whether the file exists. This function raises an error.
     try:
         status = retry_read(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -184,11 +180,9 @@ def size_of(path: Path) -> int | None:
 
 
 def list_folder(path: Path) -> dict[str, bool]:
-    """Return a mapping from each name in a folder to whether it is a folder or a symbolic link; empty without a folder.
+    """Return each name in a folder, with True for folders and symbolic links. An absent folder has no names.
 
-    Raises:
-        UserError: `path` is not a folder.
-        UnreadableError: the folder cannot be read, or `path` is a link whose target does not exist.
+    Raise `UserError` if `path` is a file, and `UnreadableError` if it is a link whose target does not exist.
     """
 
     def scan() -> dict[str, bool]:
@@ -205,7 +199,7 @@ def list_folder(path: Path) -> dict[str, bool]:
 
 
 def check_link(path: Path) -> None:
-    """Raise `UnreadableError` if `path` is a link whose target does not exist; its disk may not be mounted yet."""
+    """Raise `UnreadableError` if `path` is a link whose target does not exist, for example on an unmounted disk."""
     if path.is_symlink() and not path.exists():
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
@@ -219,19 +213,16 @@ def read_json(path: Path) -> Any:
         return json.loads(content)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:  # Invalid UTF-8, huge numbers, deep nesting.
+    except (ValueError, RecursionError) as error:  # Invalid UTF-8, a huge number or deep nesting.
         raise UserError(f"{path}: not JSON ({error})") from error
 
 
 def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
     """Return the first schema error of a JSON value, such as "files.config: not an object", or None if there is none.
 
-    Args:
-        value: JSON value.
-        shape: Schema of the value: a type, where `int` means a count in 0 … 2**63 - 1 and `object` any value;
-            `{name: shape}` for an object with at least these names; `{str: shape}` for an object with any names;
-            `[shape]` for a list.
-        path: Path of `value` within the whole JSON value, for the message.
+    The schema `shape` is a type, `{name: shape}` for an object with at least these names, `{str: shape}` for an object
+    with any names, or `[shape]` for a list. The type `int` means a count in 0 … 2**63 - 1, and `object` any value.
+    `path` is the path of `value` within a larger value, for the message.
     """
     at = path or "the text"
     if isinstance(shape, type):
@@ -254,21 +245,21 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
 class JsonLines:
     """A file of JSON objects, one per line, to which several threads and processes may append.
 
-    A kill during `append` may leave an incomplete last line. `read` skips it, and `append` starts a new line after it.
+    If a process is killed in `append`, the last line may be incomplete. `read` skips such a line.
     """
 
     def __init__(self, path: Path):
         self.path, self._lock = path, threading.Lock()
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
-        """Return the objects that fit `shape`, a schema of `schema_error`. An absent file has no objects."""
+        """Return the objects that match `shape`, a schema for `schema_error`. An absent file has none."""
         return [row for row in parse_json_lines(read_file(self.path) or b"", shape) if row is not None]
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append objects, and return when they are on disk."""
+        """Append objects, and sync the file to disk."""
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # The file is opened for each call, because another process may have left an incomplete line in the meantime.
+        # Another process may have left an incomplete line since the last call.
         with self._lock, self.path.open("a+b") as file:
             if size := file.seek(0, os.SEEK_END):
                 file.seek(size - 1)
@@ -284,13 +275,13 @@ class JsonLines:
 
 
 def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
-    """Return the object in each line, or None for a line that is not JSON or does not fit `shape`."""
+    """Return the object in each line, or None for a line that is not JSON or does not match `shape`."""
     rows = map(_parse_json, content.splitlines())
     return [row if schema_error(row, shape) is None else None for row in rows]
 
 
 def _parse_json(text: bytes) -> Any:
-    """Return a JSON value, or None if a text is not JSON."""
+    """Return the JSON value in a text, or None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -313,7 +304,7 @@ def with_sha256(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_sha256(value: Any) -> dict[str, Any] | None:
-    """Return the object that `with_sha256` was called with, or None if the SHA-256 in `value` is absent or wrong."""
+    """Return an object without its field "sha256", or None if `value` is not an object with the right SHA-256."""
     if not isinstance(value, dict):
         return None
     content = {name: inner for name, inner in value.items() if name != "sha256"}

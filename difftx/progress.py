@@ -11,26 +11,23 @@ import rich.progress
 
 from difftx.errors import printable
 
-LINE_SECONDS = 10.0
+LINE_SECONDS = 10.0  # Time between two lines outside of a terminal.
 LINE = "{what}: {done:,} of {total:,}, {left} left"
 
 
 class Advance(Protocol):
-    """A function that adds `parts` to the finished parts of a task, and shows `text` next to the task's bar."""
+    """A function that adds `parts` to the number of finished parts of a task, and shows `text` next to its bar."""
 
     def __call__(self, parts: int, text: str = "") -> None: ...
 
 
 class Work:
-    """A context manager that displays tasks, which may be nested, each with the finished share and the time left."""
+    """A display of the progress of tasks, which may be nested. It is a context manager."""
 
     def __init__(self, *, enabled: bool = True, on_advance: Callable[[], None] = lambda: None, is_output: bool = False):
-        """Create the display.
+        """Create the display, which shows nothing unless `enabled`. `on_advance` is called when a task advances.
 
-        Args:
-            enabled: Show anything at all. Only one of several processes should show its progress.
-            on_advance: Function to call whenever a task advances, even if nothing is shown.
-            is_output: Write to standard output instead of standard error, and keep finished bars on the screen.
+        If `is_output`, write to standard output instead of standard error, and keep finished bars on the screen.
         """
         self._enabled, self._on_advance, self._is_output = enabled, on_advance, is_output
         self._console = rich.console.Console(stderr=not is_output, emoji=False)
@@ -39,6 +36,7 @@ class Work:
             rich.progress.BarColumn(),
             rich.progress.TaskProgressColumn(),
             rich.progress.TextColumn("{task.fields[text]}", markup=False),
+            rich.progress.TimeElapsedColumn(),
             rich.progress.TimeRemainingColumn(),
             console=self._console,
             disable=not enabled or not self._console.is_terminal,
@@ -58,13 +56,9 @@ class Work:
     ) -> Iterator[Advance]:
         """Show a task of `total` parts, and yield the function to call when parts of the task are finished.
 
-        Args:
-            what: Name of the task.
-            total: Number of parts.
-            done: Number of parts that were finished before.
-            label: Format of the text before the bar, with the fields `what`, `done` and `total`.
-            line: Format of a line outside of a terminal. Its further fields are `share` (0 to 1), `text`, and the time
-                left as `left` (a `timedelta`) and as `seconds`.
+        Before, `done` parts were already finished. `label` is the format of the text before the bar, with the fields
+        `what`, `done` and `total`. `line` is the format of the lines outside of a terminal. It can also use `share`
+        (0 to 1), `text`, and the time left as `left` (a `timedelta`) or `seconds`.
         """
         description = label.format(what=what, done=done, total=total)
         bar = self._bars.add_task(description, total=total, completed=done, text="")
@@ -93,8 +87,19 @@ class Work:
             if not self._is_output:
                 self._bars.remove_task(bar)
 
+    @contextlib.contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """Show that something of unknown duration is under way, and print its duration at the end of the block."""
+        began = time.monotonic()
+        bar = self._bars.add_task(what, total=None, text="")
+        if not self._console.is_terminal:
+            self.note(f"{what} …")
+        yield
+        self._bars.remove_task(bar)
+        self.note(f"{what}: {time.monotonic() - began:.1f} s")
+
     def track[Item](self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
-        """Yield `items`, of which there are `total`, and show their progress as a task."""
+        """Yield the `total` items, and show the progress as a task."""
         with self.task(what, total) as advance:
             for item in items:
                 yield item
@@ -102,9 +107,7 @@ class Work:
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
-        if not self._enabled:
-            return
-        if self._console.is_terminal:
+        if self._enabled and self._console.is_terminal:
             self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-        else:
+        elif self._enabled:
             print(printable(text), file=self._console.file, flush=True)

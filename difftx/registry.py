@@ -30,29 +30,28 @@ class Extension:
 
 EXTENSION_HINT = " If a file of yours adds it, name the file with --extension=FILE.py."
 
-_running: list[Path] = []  # Files that `import_file` is running; each file imports the next one.
+_running: list[Path] = []  # Files that are running now. Each one imports the next one.
 _extensions: dict[Path, Extension] = {}
-_modules: dict[Path, types.ModuleType] = {}  # Modules of the user files that have run.
+_modules: dict[Path, types.ModuleType] = {}  # User files that have run, as modules.
 
 
 class Registry[T](Mapping[str, T]):
-    """A mapping from names to implementations of one kind.
+    """A mapping from names to implementations of one kind, such as "architecture".
 
-    Args:
-        kind: Kind of the entries, such as "architecture", for error messages.
-        builtin: Name → "module:attribute". Entries are imported at first use, so that commands start fast.
+    `builtin` maps names to entries, or to texts "module:attribute". Such an attribute is imported at its first use, so
+    that commands start fast.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str]):
+    def __init__(self, kind: str, builtin: Mapping[str, str | T]):
         self.kind = kind
         self._entries: dict[str, Any] = dict(builtin)
         self._extensions: dict[str, Extension] = {}
 
     def register[U](self, name: str) -> Callable[[U], U]:
-        """Return a decorator that adds an entry. It raises `UserError` if the name is taken or not an identifier."""
+        """Return a decorator that adds an entry, or raises `UserError` if the name is taken or not an identifier."""
 
         def add(entry: U) -> U:
-            if not name.isidentifier():  # Names become config fields, files and parts of metrics.
+            if not name.isidentifier():  # Names are used as config fields and file names.
                 raise UserError(f"{self.kind} {name!r}: a name consists of letters, digits and underscores")
             if name in self._entries:
                 raise UserError(f"{self.kind} {name!r} exists already; register yours under another name")
@@ -66,7 +65,7 @@ class Registry[T](Mapping[str, T]):
         return add
 
     def extension_of(self, name: str) -> Extension | None:
-        """Return the file that registered an entry; None for an entry of difftx."""
+        """Return the user's file that registered an entry, or None for an entry of difftx."""
         return self._extensions.get(name)
 
     def __getitem__(self, name: str) -> T:
@@ -79,7 +78,7 @@ class Registry[T](Mapping[str, T]):
             entry = self._entries[name] = getattr(importlib.import_module(module), attribute)
         return entry
 
-    def __contains__(self, name: object) -> bool:  # The method of `Mapping` expects a KeyError.
+    def __contains__(self, name: object) -> bool:  # The inherited method expects a KeyError.
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -90,11 +89,9 @@ class Registry[T](Mapping[str, T]):
 
 
 def import_file(path: Path, flag: str) -> types.ModuleType:
-    """Run a user's Python file, which `flag` names, and return it as a module.
-
-    A file that has registered an entry is not run a second time, because the entry's name would be taken.
-    """
+    """Run a user's Python file, and return it as a module. `flag` is the flag that names the file, for messages."""
     resolved = path.resolve()
+    # Do not run a file again if it has registered an entry, because the entry's name would be taken.
     if resolved in _extensions and resolved in _modules:
         return _modules[resolved]
     # Files of the same name in different folders are different modules.
@@ -124,7 +121,7 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         at = f"{module.__file__}:{lines[-1]}" if lines else str(module.__file__)
-        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file did not run: no frame.
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:  # The file has no frame.
             at = f"{error.filename}:{error.lineno}"
         text = str(error.args[0] if error.args else error).splitlines()
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -132,7 +129,7 @@ def one_line_errors(module: types.ModuleType) -> Iterator[None]:
 
 
 def load_extensions(paths: Sequence[Path]) -> None:
-    """Run the files that `--extension` names; raise `UserError` if one does not exist, fails or registers nothing."""
+    """Run the files of `--extension`. Raise `UserError` if one does not exist, fails or registers nothing."""
     for path in paths:
         if not path.is_file():
             raise UserError(f"--extension={path}: no such file")
@@ -142,18 +139,15 @@ def load_extensions(paths: Sequence[Path]) -> None:
 
 
 def loaded_extensions() -> list[Extension]:
-    """Return all files, including recipes, that registered entries in this process, sorted by path."""
+    """Return the files that have registered entries in this process, including recipes, sorted by path."""
     return sorted(_extensions.values(), key=lambda extension: extension.path)
 
 
 def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Raise `UserError` unless the extensions that a run recorded are loaded, with the recorded contents.
+    """Raise `UserError` unless the extensions that a run has recorded are loaded, with the same contents.
 
-    A recorded path is only printed and never executed, because another person may have written it.
-
-    Args:
-        recorded: "path" and "sha256" of each extension.
-        what: Name of the run or file that was made with the extensions, for messages.
+    `recorded` has the "path" and "sha256" of each extension. The path is printed and never executed, because another
+    person may have written it. `what` names the run or file for the message.
     """
     require_names(recorded, what)
     if changes := changed_extensions(recorded):
@@ -161,7 +155,7 @@ def require_extensions(recorded: Sequence[Mapping[str, str]], what: str) -> None
 
 
 def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
-    """Raise `UserError` unless the extensions that a run recorded are loaded, possibly with other contents."""
+    """Raise `UserError` unless the extensions that a run has recorded are loaded, possibly with other contents."""
     for extension in recorded:
         if _loaded_as(extension) is None:
             flag = shlex.quote(f"--extension={extension['path']}")
@@ -169,7 +163,7 @@ def require_names(recorded: Sequence[Mapping[str, str]], what: str) -> None:
 
 
 def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return descriptions of the loaded extensions whose contents differ from those that a run recorded."""
+    """Return descriptions of the loaded extensions whose contents differ from the contents that a run has recorded."""
     changes = []
     for extension in recorded:
         loaded, sha256 = _loaded_as(extension), extension["sha256"]
@@ -179,7 +173,7 @@ def changed_extensions(recorded: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _loaded_as(recorded: Mapping[str, str]) -> Extension | None:
-    """Return the loaded file with the recorded content, or else the one with the recorded name in any folder."""
+    """Return the loaded extension with the recorded content, else one with the recorded file name, else None."""
     same = [e for e in _extensions.values() if e.sha256 == recorded["sha256"]]
     named = [e for e in _extensions.values() if Path(e.path).name == Path(recorded["path"]).name]
     return next(iter(same + named), None)

@@ -19,18 +19,19 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import dataclasses
-import functools
 import math
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
 
+from difftx import compilation_cache
 from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
 from difftx.parallel.mesh import make_mesh
+
+compilation_cache.enable()  # All tests, and the processes that they start, share the user's cache.
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,18 +94,11 @@ def write_text(path: Path) -> Path:
     return path
 
 
-@functools.cache
-def _compilation_cache() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="difftx-tests-")
-
-
 def child_environment(devices: int) -> dict[str, str]:
-    """Return the environment of a process with `devices` CPU devices. These processes share a compilation cache."""
+    """Return the environment of a process with `devices` CPU devices."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}"),
-        "JAX_COMPILATION_CACHE_DIR": _compilation_cache().name,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
 

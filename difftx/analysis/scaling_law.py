@@ -3,9 +3,10 @@
 The fit minimises the Huber loss of log L over log a, log b and log c, from several starting points (Hoffmann et al.,
 arXiv 2203.15556, approach 3).
 
-Confidence intervals come from a bootstrap of residuals, which draws the mean residual of each size and the deviation of
-each seed from that mean separately. It scales both to their unbiased variance and, because sizes and seeds are few, by
-the ratio of the widths of Student's t and of a normal distribution.
+Confidence intervals come from a bootstrap of the residuals. Each x is called a size, and points of one size come from
+runs with different seeds. A resample draws the mean residual of each size and the deviation of each seed from that mean
+separately. Both are scaled to their unbiased variance and, as there are few of them, by the ratio of the widths of
+Student's t and of a normal distribution.
 """
 
 import dataclasses
@@ -15,19 +16,19 @@ import numpy as np
 import scipy.optimize
 import scipy.stats
 
-LAW_PARAMETERS = 3
-FEWEST_SIZES = LAW_PARAMETERS + 1  # A law through three sizes would leave no residuals.
-HUBER_WIDTH = 1e-3  # Largest residual of log L that counts squared, as in Hoffmann et al.
-LARGEST_EXTRAPOLATION = 2.0  # Largest factor between an x that counts as covered and the nearest x of the data.
+LAW_PARAMETERS = 3  # The law's parameters are a, b and c.
+FEWEST_SIZES = LAW_PARAMETERS + 1  # A fit to fewer sizes would leave no residuals, which the bootstrap needs.
+HUBER_WIDTH = 1e-3  # Residuals of log L up to this width count squared and larger ones linearly (Hoffmann et al.).
+LARGEST_EXTRAPOLATION = 2.0  # An x counts as extrapolated if it is outside the data by more than this factor.
 CONFIDENCE = 0.95
 TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)  # Quantiles that bound a confidence interval.
-EXPONENTS = (0.01, 5.0)  # Bounds of b.
-STARTS = 3
+EXPONENTS = (0.01, 5.0)  # Lower and upper bound of a fitted b.
+STARTS = 3  # Number of starting points of a fit.
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-    """The law L(x) = a·x^-b + c, or several laws if the fields are arrays."""
+    """The law L(x) = a·x^-b + c. Arrays in the fields describe several laws."""
 
     a: np.ndarray | float
     b: np.ndarray | float
@@ -45,7 +46,7 @@ class PowerLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A law, the points to which it was fitted, and the laws fitted to bootstrap resamples."""
+    """A law, the points to which it was fitted, and the laws fitted to bootstrap resamples of these points."""
 
     x: np.ndarray
     loss: np.ndarray
@@ -54,10 +55,9 @@ class Fit:
 
     @classmethod
     def of(cls, x: np.ndarray, loss: np.ndarray, *, resamples: int, seed: int) -> Self:
-        """Fit a law to points with at least `FEWEST_SIZES` different x. Points with equal x are different seeds."""
+        """Fit a law to points, which must have at least `FEWEST_SIZES` different x."""
         order = np.argsort(x, kind="stable")
         x, loss = np.asarray(x, float)[order], np.asarray(loss, float)[order]
-        assert len(np.unique(x)) >= FEWEST_SIZES
         centre = float(np.exp(np.mean(np.log(x))))  # Dividing x by `centre` makes a and b nearly independent.
         u = x / centre
         best = min((_minimise(u, loss, start) for start in _starting_points(u, loss)), key=lambda result: result.cost)
@@ -84,18 +84,18 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The sizes at which a model and a reference have equal loss."""
+    """The sizes (numbers of parameters or tokens) at which a model and a reference have equal loss."""
 
     x: float  # Size of the model.
-    reference_x: float
+    reference_x: float  # Size of the reference.
     loss: float
     ratio: float  # x / reference_x.
     interval: tuple[float, float]  # Confidence interval of `ratio`.
-    extrapolated: bool  # Whether one of the sizes is an extrapolation of its law (`Fit.extrapolates`).
+    extrapolated: bool  # Whether one of the sizes is far outside the data of its fit (`Fit.extrapolates`).
 
 
 def match_at(fit: Fit, reference: Fit, x: float) -> Match | None:
-    """Match the model at size `x` with the reference of equal loss; return None if there is no such reference."""
+    """Find the size at which the reference has the loss of the model at size `x`. Return None if there is none."""
     loss = float(fit.law(x))
     reference_x = float(reference.law.inverse(loss))
     if not np.isfinite(reference_x):
@@ -107,7 +107,7 @@ def match_at(fit: Fit, reference: Fit, x: float) -> Match | None:
 
 
 def match_reference_at(fit: Fit, reference: Fit, reference_x: float) -> Match | None:
-    """Match the reference at size `reference_x` with the model of equal loss; return None if there is no such model."""
+    """Find the size at which the model has the loss of the reference at `reference_x`. Return None if there is none."""
     swapped = match_at(reference, fit, reference_x)
     if swapped is None:
         return None
@@ -118,7 +118,7 @@ def match_reference_at(fit: Fit, reference: Fit, reference_x: float) -> Match | 
 
 
 def _starting_points(u: np.ndarray, loss: np.ndarray) -> list[np.ndarray]:
-    """Return the `STARTS` points (log a, log b, log c) of a grid over b and c with the smallest mean error."""
+    """Return starting points (log a, log b, log c): the `STARTS` points of a grid with the smallest mean error."""
     grid = [
         np.array([np.mean(loss) - share * np.min(loss), b, share * np.min(loss)])
         for share in (0.1, 0.4, 0.7, 0.85, 0.95, 0.99)
@@ -131,7 +131,7 @@ def _starting_points(u: np.ndarray, loss: np.ndarray) -> list[np.ndarray]:
 def _minimise(
     u: np.ndarray, loss: np.ndarray, start: np.ndarray, evaluations: int = 500
 ) -> scipy.optimize.OptimizeResult:
-    """Fit (log a, log b, log c) of the law a·u^-b + c by the Huber loss of log L."""
+    """Fit (log a, log b, log c) of the law a·u^-b + c by the Huber loss of log L, starting at `start`."""
     log_u, target = np.log(u), np.log(loss)
 
     def residuals(p: np.ndarray) -> np.ndarray:
@@ -157,14 +157,14 @@ def _parameters(p: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _resampled(x: np.ndarray, residuals: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Return resampled residuals, `[resamples, points]`: a deviation of each size plus a deviation of each seed."""
+    """Return residuals `[resamples, points]`. Each is the sum of one drawn for the size and one drawn for the seed."""
     _, size_of, seeds = np.unique(x, return_inverse=True, return_counts=True)
     points, sizes = len(x), len(seeds)
     means = np.bincount(size_of, residuals) / seeds
     deviations = residuals - means[size_of]
     size_freedom, seed_freedom = sizes - LAW_PARAMETERS, points - sizes  # Degrees of freedom.
     seed_variance = float(np.sum(deviations**2)) / seed_freedom if seed_freedom else 0.0
-    # The mean of a size also varies because its seeds vary. That part is already in the seeds' deviations.
+    # Means of sizes also vary because seeds vary. Subtract that part, since the seeds' deviations contain it.
     size_variance = (float(np.sum(seeds * means**2)) / size_freedom - seed_variance) / (points / sizes)
     drawn = np.zeros((resamples, points))
     if size_variance > 0:
@@ -183,5 +183,5 @@ def _student_factor(freedom: int) -> float:
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, TAILS, method="inverted_cdf")  # Does not interpolate infinite values.
+    low, high = np.quantile(values, TAILS, method="inverted_cdf")  # This method does not interpolate infinite values.
     return float(low), float(high)

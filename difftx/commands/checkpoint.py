@@ -25,7 +25,7 @@ from difftx.training.checkpoint.retention import quarantine, remove, steps_to_ke
 from difftx.training.resume import changed_fields
 from difftx.training.run import read_config
 
-PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; the reasons of failures fit.
+PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,17 +74,16 @@ def list_checkpoints(folder: Path) -> None:
     table = rich.table.Table()
     for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
         table.add_column(title, justify=justify, overflow="fold")
-    for path in [folder / str(step) for step in steps_in(folder)]:
-        why = _problem(path, content=False)
+    states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
+    for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
+        age = datetime.timedelta(seconds=round(time.time() - path.lstat().st_mtime))
         state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
-        table.add_row(path.name, _size(path), _age(path), state)
-    for path in quarantined_in(folder):
-        table.add_row(path.name, _size(path), _age(path), "quarantined")
+        table.add_row(path.name, _size(path), str(age), state)
     rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 
 def verify(folder: Path) -> None:
-    """Compare all checksums, print the result for each checkpoint, and raise an error if one does not verify."""
+    """Compare the checksums of all checkpoints, print the results, and raise an error if one does not verify."""
     steps, corrupt, unreadable = steps_in(folder), [], []
     for step in steps:
         began = time.perf_counter()
@@ -101,7 +100,7 @@ def verify(folder: Path) -> None:
 
 
 def diff(a: Path, b: Path, values: bool) -> None:
-    """Print the differences of two checkpoints: config fields, and names, shapes, dtypes and `values` of arrays."""
+    """Print the differences of two checkpoints in config, names, shapes and dtypes, and optionally in `values`."""
     for folder in (a, b):
         if why := why_invalid(folder, content=values):
             raise UserError(f"{folder}: does not verify: {why}")
@@ -123,8 +122,8 @@ def diff(a: Path, b: Path, values: bool) -> None:
 def prune(workdir: Path, keep: int | None, yes: bool) -> None:
     """Print, and with `yes` delete, the quarantined checkpoints and the verified ones that need not be kept.
 
-    The run's config decides which verified checkpoints to keep; with `keep`, these are the newest `keep` ones. A
-    checkpoint that does not verify or cannot be read is kept. If no checkpoint verifies, none is deleted.
+    The newest `keep` verified checkpoints are kept, or those that the run's config keeps if `keep` is None. Checkpoints
+    that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted.
     """
     if keep is not None and keep < 1:
         raise UserError(f"--keep={keep} must be at least 1")
@@ -151,7 +150,7 @@ def prune(workdir: Path, keep: int | None, yes: bool) -> None:
 
 
 def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
-    """Return None if a checkpoint verifies, the error if it cannot be read, or else why it does not verify."""
+    """Return None if a checkpoint verifies, an error if it cannot be read, else the reason why it does not verify."""
     try:
         return why_invalid(folder, step=int(folder.name), content=content)
     except UnreadableError as error:
@@ -159,7 +158,7 @@ def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
 
 
 def _value_changes(a: Path, b: Path) -> Iterator[str]:
-    """Yield a line for each array that differs and has the same shape in both checkpoints, which are read whole."""
+    """Yield a line for each array that has the same shape but different values in the two checkpoints."""
     old, new = _read_arrays(a), _read_arrays(b)
     for name, x in old.items():
         y = new.get(name)
@@ -195,7 +194,3 @@ def _size(folder: Path) -> str:
     except OSError as error:
         return str(error.strerror)
     return f"{size / 2**20:,.1f} MiB"
-
-
-def _age(folder: Path) -> str:
-    return str(datetime.timedelta(seconds=round(time.time() - folder.lstat().st_mtime)))

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Config | None:
-    """Check the flags, and return the config of the new run, or None for an export."""
+    """Check the flags. Return the config of the new run for an import, or None for an export."""
     if (options.source == OURS) == (options.target == OURS):
         raise UserError(f"--from={options.source} --to={options.target}: exactly one of them must be {OURS}")
     if not options.input.is_dir():

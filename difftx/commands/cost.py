@@ -14,7 +14,7 @@ from difftx.training.run import Run
 
 
 def format_cost(config: Config) -> str:
-    """Return lines with a config's parameters, FLOPs and memory per device; `UserError` if its mesh is impossible."""
+    """Return a text with a config's parameters, FLOPs and memory. Raise `UserError` if its mesh is impossible."""
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     parameters = count_parameters(config.model)
@@ -36,7 +36,7 @@ def format_cost(config: Config) -> str:
 
 
 def _memory_warning(state: float, activations: float, devices: Sequence[jax.Device]) -> list[str]:
-    """Return a line of warning if the estimate exceeds the devices' memory, as far as they report it."""
+    """Return a list with a warning if the estimate exceeds the memory of the devices, else an empty list."""
     if devices[0].platform == "cpu":  # CPU devices share the host's memory.
         needed, owner = (state + activations) * len(devices), "this machine"
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -52,7 +52,7 @@ def _memory_warning(state: float, activations: float, devices: Sequence[jax.Devi
 
 
 def format_data(run: Run) -> str:
-    """Return a line with the run's numbers of tokens and its tokenizer, and the notes of its data set-up."""
+    """Return lines with the numbers of tokens, the tokenizer, and notes on up-sampling and packing."""
     epochs = run.data.epochs(run.config.train.steps * run.config.batch_rows)
     train = ", ".join(f"{rows.tokens:,} {name} ({epochs[name]:.2f} epochs)" for name, rows in run.data.train.items())
     valid = ", ".join(f"{rows.tokens:,} {name}" for name, rows in run.data.valid.items())

@@ -19,7 +19,6 @@ from difftx.files import require_local_paths, require_writable_file
 from difftx.progress import Work
 
 DOCUMENT_STYLES = ("cyan", "yellow")  # Alternating, so that neighbouring documents differ.
-BOUNDARY_STYLE = "bold reverse"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,14 +41,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     require_local_paths(options)
     if options.command == "verify":
-        return verify(options.folder)
-    if options.command == "bigrams":
-        return count_bigrams(options.folders, options.out, options.min_count, options.max_memory_mib)
-    return show_row(options.folder, options.split, options.row, options.sequence_length, options.tokenizer)
+        verify(options.folder)
+    elif options.command == "bigrams":
+        count_bigrams(options.folders, options.out, options.min_count, options.max_memory_mib)
+    else:
+        show_row(options.folder, options.split, options.row, options.sequence_length, options.tokenizer)
+    return 0
 
 
-def verify(folder: Path) -> int:
-    """Check every file of a store and print its counts. If there are problems, print them and raise `UserError`."""
+def verify(folder: Path) -> None:
+    """Check every file of a store. Print its counts, or print all problems and raise `UserError`."""
     meta = read_meta(folder)
     problems = [problem for split in SPLITS for problem in _problems(folder, meta, split)]
     if problems:
@@ -60,11 +61,10 @@ def verify(folder: Path) -> int:
         shards, documents, tokens = len(counts["shards"]), counts["documents"], counts["tokens"]
         print(f"{split}: {shards} shards, {documents:,} documents, {tokens:,} tokens")
     print(f"{folder}: every SHA-256, count, offset and token is right")
-    return 0
 
 
-def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> int:
-    """Print the text of a row, with a line above each document that names it. The documents alternate in colour."""
+def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer: str | None) -> None:
+    """Print the text of a row, with a title above each document and documents in alternating colours."""
     store = open_store(folder, split)
     meta = read_meta(folder)
     rows = -(-len(store) // max(1, sequence_length))
@@ -83,13 +83,12 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         name = _document_id(folder, meta, split, document)
         title = f"document {document}" if name is None else f"document {document} ({name})"
         where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
-        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style=BOUNDARY_STYLE))
+        console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style="bold reverse"))
         text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
         console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
-    return 0
 
 
-def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib: int) -> int:
+def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib: int) -> None:
     """Count the bigrams in the training documents of all given stores, and write one file of counts."""
     for flag, value in (("--min_count", min_count), ("--max_memory_mib", memory_mib)):
         if value < 1:
@@ -118,7 +117,6 @@ def count_bigrams(folders: Sequence[Path], out: Path, min_count: int, memory_mib
         f"{out}: {header['bigrams']:,} bigrams that occur at least {min_count:,} times; "
         f"{header['occurrences']:,} occurrences of any in {header['tokens']:,} tokens"
     )
-    return 0
 
 
 def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
@@ -147,7 +145,6 @@ def _problems(folder: Path, meta: dict[str, Any], split: str) -> Iterator[str]:
 
 
 def _document_id(folder: Path, meta: dict[str, Any], split: str, document: int) -> str | None:
-    """Return a document's id, or None if the store has no ids."""
     for index, shard in enumerate(meta["splits"][split]["shards"]):
         if document < shard["documents"]:
             if "ids" not in shard["sha256"]:

@@ -4,9 +4,9 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import rich.console
@@ -31,18 +31,12 @@ from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
 
 TRUST = "--trust_run_config"
-# Tasks of lm-eval whose data are plain files on the Hugging Face hub. Other tasks may execute code.
+# Tasks of lm-eval that only read data files from the Hugging Face hub. Other tasks may execute code.
 PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 
 
 def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
-    """Evaluate checkpoints of a run and print the numbers.
-
-    Raises:
-        UserError: The input is wrong in some process, or a step cannot be evaluated. All other steps are evaluated
-            before the error is raised.
-        RunError: A checkpoint was deleted or replaced during its evaluation.
-    """
+    """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
     workdir, suites = options.workdir, options.suite.split(",")
     evals.check_suites(suites)
     for field in overrides:
@@ -57,10 +51,10 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     evaluator = _Evaluator(checkpointer, workdir, config, suites, options.again)
     with Work(enabled=multihost.is_primary()) as work:
         if options.step is None:
-            newest = checkpointer.read_newest(evaluator.load)
-            if newest is None:
+            evaluate = checkpointer.read_newest(evaluator.load)
+            if evaluate is None:
                 raise UserError(f"--workdir={workdir}: no checkpoint there yet")
-            evaluator.evaluate(newest, work)
+            evaluate(work)
             return
         available = multihost.decide_on_primary(checkpointer.steps, DECISION_SECONDS)
         if not available:
@@ -69,12 +63,12 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
         failed = []
         for step in work.track(chosen, f"steps of {workdir}", len(chosen)):
             try:
-                loaded = evaluator.load(step)
+                evaluate = evaluator.load(step)
             except UserError as error:
                 failed.append(str(error))
                 multihost.say(f"{error}; skipped")
             else:
-                evaluator.evaluate(loaded, work)
+                evaluate(work)
     if failed:
         raise UserError(f"{len(failed)} of {len(chosen)} steps were not evaluated: {failed[0]}")
 
@@ -96,28 +90,26 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
     return chosen
 
 
-class _LoadedStep(NamedTuple):
-    step: int
-    checkpoint: Checkpoint
-    run: Run
-    todo: Sequence[str]  # Suites without a result for these weights and settings.
-    params: Any  # Parameters of the model; None if `todo` is empty.
-
-
 class _Evaluator:
-    """Evaluation of a run's steps, each with its checkpoint's config; steps with equal configs share mesh and data."""
+    """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs share the mesh and data."""
 
     def __init__(self, checkpointer: Checkpointer, workdir: Path, config: Config, suites: Sequence[str], again: bool):
         self._checkpointer, self._workdir, self._config = checkpointer, workdir, config
         self._suites, self._again = suites, again
         self._run: Run | None = None
-        self._run_config: Config | None = None  # The checkpoint's config that `_run` was opened with.
+        self._run_config: Config | None = None  # Config of the checkpoint that `_run` was opened with.
 
-    def load(self, step: int) -> _LoadedStep:
-        """Open a step's checkpoint, and read its parameters unless all suites have a result."""
+    def load(self, step: int) -> Callable[[Work], None]:
+        """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
         checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
         if self._run is None or self._run_config != checkpoint.config:
-            self._run = _open_run(checkpoint, self._workdir)
+            try:
+                check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
+            except UserError as error:
+                flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
+                advice = f"If these are not the devices of the training, choose a mesh: {flags}"
+                raise UserError(f"{error}. {advice}") from error
+            self._run = open_run(checkpoint, self._workdir)
             self._run.check_everywhere(lambda run: evals.check_run(run, self._suites))
             self._run_config = checkpoint.config
         run = self._run
@@ -126,24 +118,15 @@ class _Evaluator:
         if todo:
             require_writable(self._workdir)
             self._checkpointer.verified(step)
-        return _LoadedStep(step, checkpoint, run, todo, load_params(run, step) if todo else None)
+        params = load_params(run, step) if todo else None
 
-    def evaluate(self, loaded: _LoadedStep, work: Work) -> None:
-        """Run the suites without a result, and print the numbers of all suites."""
-        step, checkpoint, run, todo, params = loaded
-        evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
-        if multihost.is_primary():
-            for suite in self._suites:
-                _show_result(run, suite, step, fresh=suite in todo)
+        def evaluate(work: Work) -> None:
+            evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
+            if multihost.is_primary():
+                for suite in self._suites:
+                    _show_result(run, suite, step, fresh=suite in todo)
 
-
-def _open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
-    try:
-        check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
-    except UserError as error:
-        flags = "--mesh.data=1 --mesh.fsdp=-1 --mesh.context=1 --mesh.tensor=1 --mesh.slices=1"
-        raise UserError(f"{error}. If these are not the devices of the training, choose a mesh: {flags}") from error
-    return open_run(checkpoint, workdir)
+        return evaluate
 
 
 def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint: Checkpoint) -> list[str]:
@@ -166,15 +149,11 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
 def confirm_outward(
     config: Config, workdir: Path, suites: Sequence[str], overrides: Mapping[str, str], *, trusted: bool
 ) -> None:
-    """Require confirmation of config fields that make a suite contact an address, send a secret or execute code.
+    """Raise `UserError` if a suite would contact an address, send a secret or execute code without confirmation.
 
-    A run directory may come from another person. A value of such a field is therefore accepted only from the command
-    line (`overrides`) or if the user has given --trust_run_config (`trusted`), which prints the value. Two downloads
-    need no confirmation, because their addresses are fixed and they neither send data nor execute code: a tiktoken
-    vocabulary, whose SHA-256 tiktoken checks, and the data of the tasks in `PLAIN_TASKS`.
-
-    Raises:
-        UserError: A value comes from the run directory and is not trusted.
+    A run directory may come from another person. The value of such a config field is therefore accepted only from the
+    command line (`overrides`), or if the user has given --trust_run_config (`trusted`), which prints the value. The
+    data of `PLAIN_TASKS` and tiktoken vocabularies need no confirmation, because their addresses are fixed.
     """
     for field, value, effect in _outward_fields(config, suites, overrides):
         if field in overrides:
@@ -189,7 +168,7 @@ def confirm_outward(
 def _outward_fields(
     config: Config, suites: Sequence[str], overrides: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (field, value, effect) for each such field that the suites would use."""
+    """Yield the name, value and effect of each field that would contact an address, send a secret or execute code."""
     settings, judge = config.eval, config.eval.judge
     names = {name for suite in suites for name in evals.with_inner(config, suite)}
     if "hallucination" in names and settings.hallucination.judge_model is not None:
@@ -214,7 +193,7 @@ def load_params(run: Run, step: int) -> Any:
 
 
 def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
-    """Print a suite's stored result and draw its charts, unless the result is not fresh and its charts exist."""
+    """Print a suite's stored result. Draw its charts if the result is fresh or they do not exist yet."""
     path = evals.result_path(run.workdir, suite, step)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
@@ -242,14 +221,14 @@ def list_suites() -> None:
 
 
 def draw_curves(pattern: str, out: Path, metric: Metric) -> None:
-    """Draw the curves of the runs that match a glob; print their table and the files written."""
+    """Draw the curves of the runs that match a glob. Print their table and the paths of the figures."""
     rows, files = write_curves(pattern, out, metric)
     _console().print(format_table(rows))
     print(*files, sep="\n")
 
 
 def fit_scaling(pattern: str, out: Path, metric: Metric) -> None:
-    """Fit scaling laws to the runs or tables that match a glob; print the fits, the matches and the files written."""
+    """Fit scaling laws to the runs or tables that match a glob. Print the results and the paths of the files."""
     studies, files = write_scaling(pattern, out, metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
@@ -259,7 +238,7 @@ def fit_scaling(pattern: str, out: Path, metric: Metric) -> None:
 
 
 def write_report(workdirs: Sequence[Path], out: Path | None) -> None:
-    """Write the report of one run, or of several to compare, and print the file's path."""
+    """Write the report of one run, or a report that compares several runs, and print its path."""
     from difftx.report.page import write_page  # Imported here because importing Bokeh takes half a second.
 
     print(printable(str(write_page(workdirs, out or workdirs[0] / "report.html"))))

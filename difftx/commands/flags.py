@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from difftx import compilation_cache
 from difftx.config.build import annotation_of
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local_paths, require_writable_file
@@ -17,14 +18,15 @@ from difftx.registry import load_extensions
 
 
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--extension`, for `prepare_process`."""
+    """Add the flag `--extension`, whose files `prepare_process` loads."""
     text = "run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md"
     parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
 
 
 def prepare_process(options: argparse.Namespace) -> None:
-    """Check the paths of a command line, load its extensions, and silence orbax, which logs every save and restore."""
+    """Check the paths of a command line, load its extensions, and set the options of JAX and orbax."""
     require_local_paths(options)
+    compilation_cache.enable()
     load_extensions(options.extension)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # difftx reports the failures of orbax itself.
 
@@ -39,10 +41,7 @@ def require_file_path(flag: str, path: Path) -> None:
 def parse_command(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *groups: str
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Return the flags and the overrides of config fields of a command line, after a call of `prepare_process`.
-
-    The function adds the flag `--extension`. `arguments` = None means `sys.argv`; `groups` is as for `parse_overrides`.
-    """
+    """Add `--extension`, parse the command line, load its extensions, and return its flags and config overrides."""
     add_extension_flag(parser)
     options, rest = parser.parse_known_args(arguments)
     prepare_process(options)  # Extensions may add fields that overrides set.
@@ -50,10 +49,7 @@ def parse_command(
 
 
 def parse_overrides(arguments: Sequence[str], *groups: str) -> dict[str, str]:
-    """Parse overrides such as `--config.mesh.tensor=4` into `{"mesh.tensor": "4"}`.
-
-    Each override begins with the name of one of `groups`, or with "config" if `groups` contains "config".
-    """
+    """Return overrides that begin with one of `groups`, such as `--config.mesh.tensor=4` as `{"mesh.tensor": "4"}`."""
     overrides = {}
     remaining = list(arguments)
     while remaining:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from difftx.inference.generate import Request
     from difftx.inference.sampling import Sampling
 
-NEW_TOKENS = 256  # Default of --new_tokens, if the context has room.
+NEW_TOKENS = 256  # Default of --new_tokens if the context has room for so many.
 SEEDS = 2**32
 
 
@@ -92,12 +92,12 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
-    """Return --prompt, or the prompts of the file --prompts, each with the seed of its completion."""
+    """Return the prompt or the prompts of the file, each with the seed of its completion."""
     if options.prompt is not None:
         return [(Record("--prompt", {"prompt": options.prompt}), options.seed)]
     prompts = []
     for i, record in enumerate(read_records(options.prompts, field="--prompts", what="prompts")):
-        record.text("prompt")  # Raises an error unless the prompt is a text.
+        record.text("prompt")  # Raises an error if the prompt is not text.
         seed = record.values.get("seed", options.seed + i)
         if type(seed) is not int or not 0 <= seed < SEEDS:
             raise UserError(f"{record.name}: seed={seed!r} must be an integer in 0 … 2**32 - 1")
@@ -139,10 +139,10 @@ def _complete_file(
     sampling: "Sampling",
     options: argparse.Namespace,
 ) -> None:
-    """Complete all prompts, and write the completions in the order of the prompts to --out or stdout."""
+    """Complete all prompts. Write the completions to --out or stdout, in the order of the prompts."""
     from difftx.inference.generate import generate
 
-    # Batch prompts of similar lengths: a batch takes as long as its longest row.
+    # Put prompts of similar lengths into a batch, because a batch takes as long as its longest row.
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
     done: dict[int, dict[str, Any]] = {}
     with Work(enabled=multihost.is_primary()) as work, work.task("prompts", len(requests)) as advance:

@@ -22,7 +22,7 @@ from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the cost of the config; with --search, print the meshes and remat policies that fit."""
+    """Print the cost of the config or, with --search, the meshes and remat policies that fit."""
     parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
     topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
@@ -66,16 +66,12 @@ def main(arguments: Sequence[str]) -> int:
         if not found[0].fits:
             raise estimate.DoesNotFitError(found[0].needed_bytes, chip.hbm_bytes)
     except estimate.DoesNotFitError as error:
-        hint = "--search looks for a mesh and a remat policy that fit"
-        raise UserError(f"{title}: {error}; {hint}") from error
+        raise UserError(f"{title}: {error}; --search looks for a mesh and a remat policy that fit") from error
     return 0
 
 
 def with_slices(config: Config, topology: Topology) -> Config:
-    """Return the config with `mesh.slices` of the topology. `mesh.slices` of the given config must be 1 or equal to it.
-
-    `mesh.data` becomes the number of slices, unless it is -1 or a multiple of that number.
-    """
+    """Set `mesh.slices` to the topology's number of slices, and `mesh.data` too unless it is -1 or a multiple of it."""
     slices, data = topology.slices, config.mesh.data
     if config.mesh.slices == slices:
         return config

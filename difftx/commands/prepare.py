@@ -1,7 +1,7 @@
 """The command `python -m difftx prepare --input=… --tokenizer=… --out=DIR`, which makes a token store from text.
 
-It tokenises the input in units, then assembles the units into the shards of a store. If it is stopped or killed, the
-same command resumes from the finished files. The bytes of the store depend only on the input and the options.
+It tokenises the input in parts (units), then assembles them into the shards of a store. If it is stopped or killed,
+the same command resumes from the finished files. The bytes of the store depend only on the input and the options.
 """
 
 import argparse
@@ -14,22 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from difftx.commands.flags import add_extension_flag
+from difftx.commands.flags import add_extension_flag, prepare_process
 from difftx.data.prepare import assembly
 from difftx.data.prepare.job import Job, describe, input_states, open_job
 from difftx.data.prepare.readers import Fields, Source, sources_of
 from difftx.data.prepare.workers import BeamWorkers, Workers
 from difftx.data.store import SPLITS, read_meta
 from difftx.errors import EXIT_PREEMPTED, RunError, UserError
-from difftx.files import require_local, require_local_paths, require_writable
-from difftx.registry import load_extensions
+from difftx.files import require_local, require_writable
 
 LOCAL = "local"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parse and check the flags, then run `prepare`."""
-    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Python ≥ 3.13 counts only available CPUs.
+    processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; all CPUs before Python 3.13.
     parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
     parser.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
     parser.add_argument("--tokenizer", required=True, help="bytes, a tiktoken encoding, or a .tiktoken file")
@@ -57,10 +56,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    require_local_paths(options)
     if options.extension and options.runner != LOCAL:
         raise UserError(f"--extension={options.extension[0]}: only --runner={LOCAL} reads with extensions")
-    load_extensions(options.extension)
+    prepare_process(options)
     for flag in ("input", "valid_input"):
         if (pattern := getattr(options, flag)) is not None:
             require_local(f"--{flag}", pattern)
@@ -73,7 +71,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def prepare(job: Job) -> int:
-    """Prepare a store and print a summary of its contents; return 0, or 75 after a signal."""
+    """Prepare a store and print a summary of it. Return the exit code: 0, or 75 after a signal."""
     sources = _sources(job)
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)

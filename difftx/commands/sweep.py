@@ -12,10 +12,7 @@ from difftx.launch.grid import make_points, parse_grid
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the grid's runs on this machine, or write their job files.
-
-    Exit codes: 0 all done, 1 a run failed, 75 a signal stopped the sweep, which the same command resumes.
-    """
+    """Train the grid's runs, or write their job files. Exit codes: 0 done, 1 a run failed, 75 stopped by a signal."""
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
     values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"

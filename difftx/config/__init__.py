@@ -1,4 +1,4 @@
-"""The config schema: frozen dataclasses that declare each field once and validate their values."""
+"""The config schema: frozen dataclasses that declare and validate all config fields."""
 
 import json
 
@@ -50,7 +50,16 @@ class Config(Group):
                 f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep "
                 "every key; use a smaller number"
             )
-        self._check_keep_best()
+        keep_best, suites = self.checkpoint.keep_best, self.eval.suites
+        if keep_best is not None and (suite := keep_best.split("/")[0]) not in suites:
+            raise UserError(
+                f"checkpoint.keep_best={keep_best!r}: {suite} is not one of eval.suites={suites}; add it there"
+            )
+        if keep_best is not None and self.checkpoint.every_steps % self.eval.every_steps:
+            raise UserError(
+                f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
+                f"{self.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
+            )
         paths = [data.path, *(source.path for source in data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
         if is_synthetic and data.synthetic.vocab_size > model.vocab_size:
@@ -59,25 +68,9 @@ class Config(Group):
                 f"use at most {model.vocab_size}"
             )
 
-    def _check_keep_best(self) -> None:
-        """Raise `UserError` if `checkpoint.keep_best` names a number that checkpoints never have."""
-        if self.checkpoint.keep_best is None:
-            return
-        suite = self.checkpoint.keep_best.split("/")[0]
-        if suite not in self.eval.suites:
-            raise UserError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best!r}: {suite} is not one of eval.suites="
-                f"{self.eval.suites}; add it there"
-            )
-        if self.checkpoint.every_steps % self.eval.every_steps:
-            raise UserError(
-                f"eval.every_steps={self.eval.every_steps} does not divide checkpoint.every_steps="
-                f"{self.checkpoint.every_steps}, so that checkpoint.keep_best has no numbers to compare; use a divisor"
-            )
-
     @property
     def batch_rows(self) -> int:
-        """Rows per update, over all devices and microbatches."""
+        """Number of rows per update, over all devices and microbatches."""
         return self.train.global_batch_tokens // self.data.sequence_length
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""Validated configs from plain values: those of a recipe, of a command line or of a `config.json`."""
+"""Construction of validated configs from the values in a recipe, on the command line or in a `config.json`."""
 
 import ast
 import contextlib
@@ -21,20 +21,20 @@ def config_from_dict(raw: Any) -> Config:
 
 
 def override(config: Config, overrides: Mapping[str, str]) -> Config:
-    """Return a copy of the config with fields replaced by command-line texts, such as `{"mesh.tensor": "4"}`."""
+    """Return the config with some fields replaced by values from the command line, such as `{"mesh.tensor": "4"}`."""
     raw = values_of(config)
     apply_overrides(raw, overrides)
     return config_from_dict(raw)
 
 
 def apply_overrides(values: Any, overrides: Mapping[str, str]) -> None:
-    """Set fields in nested `ConfigDict`s or dictionaries from command-line texts."""
+    """Set fields in nested `ConfigDict`s or dictionaries, from texts on the command line."""
     for field, text in overrides.items():
         _set(values, Config, field.split("."), text, field)
 
 
 def annotation_of(field: str) -> Any:
-    """Return the type annotation of a field, such as "optimizer.learning_rate", or raise `UserError`."""
+    """Return the type annotation of a field such as "train.steps", or raise `UserError` if it is unknown."""
     annotation, path = Config, []
     for name in field.split("."):
         path.append(name)
@@ -46,7 +46,7 @@ def annotation_of(field: str) -> Any:
 
 
 def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) -> None:
-    """Set the field at the path `names` inside a group. A number in the path is an index into a list of groups."""
+    """Set the field of `target` at the path `names`. A number in the path is an index into a list of groups."""
     name, *rest = names
     path = field.removesuffix("." + ".".join(rest)) if rest else field
     annotation = _annotation(group, name, path)
@@ -68,14 +68,14 @@ def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) 
 
 
 def build_group(group: type, raw: Any, path: str) -> Any:
-    """Build the group at a path of the config from a mapping of its fields, or raise `UserError`."""
+    """Build a group from a mapping of its fields, or raise `UserError`. `path` is the group's path, for messages."""
     if not isinstance(raw, Mapping):
         raise UserError(f"{path or 'config'}={raw!r}: expected a group of fields")
     prefix = f"{path}." if path else ""
     hints = types_of(group)
     for name, value in raw.items():
         if name not in hints:
-            _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises the error.
+            _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises `UserError`.
     values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
     missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
@@ -96,9 +96,9 @@ def _annotation(group: Any, name: str, field: str) -> Any:
 
 
 def _checked(value: Any, annotation: Any, path: str) -> Any:
-    """Return `value` if it matches the annotation, with integers converted to floats and lists to tuples.
+    """Return `value`, with integers converted to floats and lists to tuples as the annotation requires.
 
-    NaN and infinity are rejected in all fields (None means "no limit"), and so are integers that numpy cannot hold.
+    Raise `UserError` if the value does not match the annotation, is NaN or infinite, or is too large for numpy.
     """
     if type(value) is int and value.bit_length() > 63:
         raise UserError(f"{path}: an integer of {value.bit_length()} bits; at most 63 are possible")
@@ -143,7 +143,7 @@ def parse(text: str, annotation: Any, field: str) -> Any:
 
 
 def _parse_list(text: str, annotation: Any, field: str) -> tuple[Any, ...]:
-    """Parse a Python or JSON list such as `("a", "b")` or `[0.0, 1.0]`, or comma-separated values."""
+    """Parse a list in Python or JSON, such as `("a", "b")` or `[0.0, 1.0]`, or comma-separated values."""
     if text.lstrip()[:1] in ("(", "["):
         values = _literal(text, field)
         return tuple(values) if isinstance(values, list | tuple) else (values,)

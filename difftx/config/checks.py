@@ -1,4 +1,4 @@
-"""A check of names that several config groups share, and the divisors that error messages propose."""
+"""Helpers of the config groups: a check of names, and divisors to propose in error messages."""
 
 import math
 from collections.abc import Sequence

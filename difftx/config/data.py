@@ -7,55 +7,55 @@ from difftx.config.checks import require_distinct_names
 from difftx.config.fields import AxisLength, Group, NotNegative, Positive, ProperShare, Seed
 from difftx.errors import UserError
 
-SYNTHETIC = "synthetic:"  # Prefix of data paths that name a task of difftx/data/synthetic.py.
+SYNTHETIC = "synthetic:"  # Prefix of data paths that select a task of difftx/data/synthetic.py.
 
 
 class SourceConfig(Group):
-    """A data source, an entry of `data.sources`."""
+    """An entry of `data.sources`: one of several sources of training data."""
 
     name: str
     """Name of the source and of its validation set."""
     path: str
-    """Path of the data, written as for `data.path`."""
+    """Path of the data, in the format of `data.path`."""
     weight: float
-    """Share of the rows, relative to the other sources. 0: the source is a validation set only."""
+    """Share of the rows, relative to the other sources. With 0, the source is only a validation set."""
 
 
 class StageConfig(Group):
-    """A change of the source weights during training, an entry of `data.stages`."""
+    """An entry of `data.stages`: a change of the source weights during training."""
 
     from_tokens: int
     """Number of training tokens after which these weights apply, rounded up to 256 rows."""
     weights: tuple[float, ...]
-    """One weight per entry of `data.sources`."""
+    """Weight of each entry of `data.sources`."""
 
 
 class UpsamplingConfig(Group, path="data.upsampling"):
-    """Up-sampling of long documents within each source (§3.3, arXiv 2402.10171)."""
+    """Up-sampling of long documents within each source (§3.3 of the paper, arXiv 2402.10171)."""
 
     longer_than_tokens: Positive[int] | None = None
-    """Length in tokens above which a document is long; None: no up-sampling."""
+    """Length in tokens above which a document counts as long. None: no up-sampling."""
     share: ProperShare = 0.7
-    """Share of a source's tokens that come from long documents. A source that has a larger share keeps it."""
+    """Share of a source's tokens that come from long documents. A source with a larger share is not changed."""
 
 
 class SyntheticConfig(Group, path="data.synthetic"):
-    """Synthetic tasks, selected by data paths that start with "synthetic:"."""
+    """Settings of the synthetic tasks, which data paths such as "synthetic:mqar" select."""
 
     vocab_size: AxisLength = 8192
-    """Number of different tokens; at most `model.vocab_size`."""
+    """Number of different tokens, at most `model.vocab_size`."""
     pairs: Positive[int] = 64
-    """Tasks mqar and retrieval: keys with values per example."""
+    """Tasks mqar and retrieval: number of key-value pairs per example."""
     query_power: Positive[float] = 0.01
-    """Task mqar: a gap g before a query has probability proportional to g ** (`query_power` - 1)."""
+    """Task mqar: the probability of a gap of g before a query is proportional to g ** (`query_power` - 1)."""
     distractors: NotNegative[int] = 256
-    """Task retrieval: tokens placed among the pairs."""
+    """Task retrieval: number of irrelevant tokens placed among the pairs."""
     train_examples: Positive[int] = 100_000
-    """Examples per epoch."""
+    """Number of training examples per epoch."""
     valid_examples: Positive[int] = 1000
-    """Examples of the validation set."""
+    """Number of examples in the validation set."""
     seed: Seed = 0
-    """Seed of the examples, below 2**32."""
+    """Random seed of the examples, below 2**32."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,35 +70,35 @@ class DataConfig(Group, path="data"):
     """Training data, and the packing of documents into rows."""
 
     path: str | None = None
-    """A store written by `difftx prepare`; text: "stdlib" (the running Python's library), a text file or a glob of text
-    files; or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy"."""
+    """Path of a store written by `difftx prepare`, a text file or a glob of text files, "stdlib" for the source code of
+    Python's library, or a synthetic task: "synthetic:mqar", "synthetic:retrieval" or "synthetic:copy"."""
     sources: tuple[SourceConfig, ...] = ()
-    """Several paths in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source
-    is also a validation set. On the command line: JSON, or one field, such as --config.data.sources.0.weight=0.5."""
+    """Sources in place of `data.path`: ({"name": "books", "path": "stores/books", "weight": 0.7}, …). Each source
+    is also a validation set. The command line accepts JSON, or one field as in --config.data.sources.0.weight=0.5."""
     stages: tuple[StageConfig, ...] = ()
-    """Later weights of the sources: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …)."""
+    """Changes of the source weights during training: ({"from_tokens": 10_000_000_000, "weights": (0.3, 0.7)}, …)."""
     upsampling: UpsamplingConfig
     synthetic: SyntheticConfig
     tokenizer: str = "cl100k_base"
     """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file."""
     verify: bool = False
-    """Whether to compare the SHA-256 of a store's files with its description before the first step."""
+    """Whether to verify the SHA-256 of each file of a store before the first step."""
     sequence_length: AxisLength = 2048
-    """Tokens per row."""
+    """Number of tokens per row."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """How documents fill rows. "concat": end to end, split every `sequence_length` tokens; "best_fit": whole where a
+    """How documents fill rows. "concat": concatenated, and split every `sequence_length` tokens. "best_fit": whole if a
     row can hold them, with some padding."""
     document_mask: bool = False
-    """Whether attention stays within a document. Positions then restart in each document, and a document's first token
-    is not a target."""
+    """Whether a token attends only to tokens of its own document. Positions then restart in each document, and the loss
+    does not count a document's first token."""
     valid_fraction: ProperShare = 0.05
-    """Share of a text's documents that are held out for validation, chosen by hash; a store has its own split."""
+    """Share of the documents of text files that are held out for validation. A store has its own split."""
     seed: Seed = 0
-    """Seed of the order of rows, below 2**32."""
+    """Random seed of the order of rows, below 2**32."""
     prefetch_batches: Positive[int] = 2
-    """Batches prepared ahead of the step."""
+    """Number of batches that are prepared in advance."""
     cache_path: str = "~/.cache/difftx"
-    """Folder of packing indices for "best_fit", named by content. Runs share it, and it may be deleted at any time."""
+    """Folder of packing indices for "best_fit". All runs share it, and you can delete it at any time."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -117,7 +117,6 @@ class DataConfig(Group, path="data"):
 
 
 def _check_weights(field: str, names: Sequence[str], weights: Sequence[float]) -> None:
-    """Raise `UserError` unless each name has a weight of at least 0, and at least one weight is above 0."""
     if len(weights) != len(names):
         raise UserError(f"{field}={tuple(weights)}: {len(weights)} weights for the {len(names)} data.sources")
     if not all(weight >= 0 for weight in weights) or not sum(weights) > 0:

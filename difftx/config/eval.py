@@ -18,34 +18,34 @@ MathFormat = Literal["gsm8k", "math", "svamp", "asdiv", "mawps", "carp", "tabmwp
 
 
 class NeedleCaseConfig(Group):
-    """Numbers of hidden and queried needles, an entry of `eval.needle.cases`."""
+    """An entry of `eval.needle.cases`: how many needles a prompt hides, and how many it asks for."""
 
     needles: int
-    """Needles hidden in a prompt."""
+    """Number of needles that are hidden in a prompt."""
     queries: int
-    """Needles that the prompt asks for."""
+    """Number of needles that the prompt asks for."""
 
 
 class NeedleConfig(Group, path="eval.needle"):
-    """Suite needle: retrieval of magic numbers of cities that are hidden in a long text (§3.4)."""
+    """Settings of suite needle: retrieval of magic numbers of cities from a long text (§3.4 of the paper)."""
 
     cases: Entries[tuple[NeedleCaseConfig, ...]] = tuple(
         NeedleCaseConfig(needles=n, queries=q) for n, q in ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1))
     )
-    """Numbers of hidden needles and of queries; the defaults are those of Table 2, and 8 and 1 of Figure 5."""
+    """Numbers of hidden needles and of queries. The defaults are from Table 2, and for 8 needles from Figure 5."""
     lengths: Unique[tuple[Positive[int], ...]] = ()
-    """Tokens of prompt and answer, such as (8192, 16384); (): `data.sequence_length`."""
+    """Numbers of tokens of prompt and answer together, such as (8192, 16384). (): `data.sequence_length`."""
     depths: Entries[tuple[Share, ...]] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Positions of the queried needles, as shares of the haystack."""
+    """Positions of the queried needles in the haystack, from 0 (start) to 1 (end)."""
     samples: Positive[int] = 50
-    """Prompts per case, length and depth."""
+    """Number of prompts per case, length and depth."""
     new_tokens: Positive[int] = 32
-    """Largest number of tokens of an answer."""
+    """Largest number of tokens in an answer."""
     haystack: str | None = None
-    """Text that hides the needles: a path written as for `data.path` (of a store, its validation split). None: the
-    run's first validation set of text."""
+    """Path of the text that hides the needles, in the format of `data.path`. Of a store, the validation split is used.
+    None: the run's first validation set of text."""
     seed: Seed = 0
-    """Seed of cities, numbers, positions and haystacks, below 2**32."""
+    """Random seed of cities, numbers, positions and haystacks, below 2**32."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -57,40 +57,40 @@ class NeedleConfig(Group, path="eval.needle"):
 
 
 class IclTaskConfig(Group):
-    """A classification task, an entry of `eval.icl.tasks`: two files of JSON lines (plain, .gz, .zst or .xz)."""
+    """An entry of `eval.icl.tasks`: a classification task in two files of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
     """Name of the task in the results."""
     train: str
-    """Path of the demonstrations."""
+    """Path of the file with the demonstrations."""
     test: str
-    """Path of the questions."""
+    """Path of the file with the questions."""
     text: str
-    """Field of the text."""
+    """Name of the JSON field with the text."""
     label: str
-    """Field of the label."""
+    """Name of the JSON field with the label."""
     text_word: str
-    """Word before the text in a prompt, such as "Question"."""
+    """Word that precedes the text in a prompt, such as "Question"."""
     label_word: str
-    """Word before the label in a prompt, such as "Type"."""
+    """Word that precedes the label in a prompt, such as "Type"."""
 
 
 class IclConfig(Group, path="eval.icl"):
-    """Suite icl: classification from demonstrations in the prompt (§3.5)."""
+    """Settings of suite icl: classification from demonstrations in the prompt (§3.5 of the paper)."""
 
     tasks: tuple[IclTaskConfig, ...] = ()
-    """The tasks: ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text", "label":
-    "coarse", "text_word": "Question", "label_word": "Type"}, …)."""
+    """Classification tasks: ({"name": "trec", "train": "trec_train.jsonl", "test": "trec_test.jsonl", "text": "text",
+    "label": "coarse", "text_word": "Question", "label_word": "Type"}, …)."""
     shots: tuple[Positive[int], ...] = ()
-    """Numbers of demonstrations; (): 1, 2, 4, … and as many as the context holds."""
+    """Numbers of demonstrations. (): 1, 2, 4, …, and as many as the context holds."""
     questions: Positive[int] = 250
     """Largest number of questions per task."""
     orders: Entries[tuple[Order, ...]] = get_args(Order)
-    """Orders of demonstrations: "random", or "alternating" with one of each class in turn."""
+    """Orders of demonstrations: "random", or "alternating", which takes one of each class in turn."""
     permutations: Positive[int] = 10
-    """Different permutations of the same demonstrations, in each order; all of them where there are fewer."""
+    """Largest number of permutations of the same demonstrations, in each order."""
     seed: Seed = 0
-    """Seed of demonstrations, questions and permutations, below 2**32."""
+    """Random seed of demonstrations, questions and permutations, below 2**32."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -98,47 +98,46 @@ class IclConfig(Group, path="eval.icl"):
 
 
 class HallucinationSetConfig(Group):
-    """A set of documents, an entry of `eval.hallucination.sets`: a file of JSON lines (plain, .gz, .zst or .xz)."""
+    """An entry of `eval.hallucination.sets`: documents in a file of JSON lines (plain, .gz, .zst or .xz)."""
 
     name: str
     """Name of the set in the results."""
     path: str
     """Path of the file."""
     kind: Literal["summarisation", "question_answering"]
-    """Task of the set."""
+    """Task for the documents of the set."""
     document: str
-    """Field of the document: a text, a list of texts, or HotpotQA's titles and sentences."""
+    """Name of the JSON field with the document: a text, a list of texts, or HotpotQA's titles and sentences."""
     question: str | None
-    """Field of the question; null for summarisation."""
+    """Name of the JSON field with the question, or null for summarisation."""
     answers: str
-    """Field of the reference answers: a text or a list of texts."""
+    """Name of the JSON field with the reference answers: a text or a list of texts."""
     new_tokens: int
-    """Largest number of tokens of an answer."""
+    """Largest number of tokens in an answer."""
 
 
 class HallucinationConfig(Group, path="eval.hallucination"):
-    """Suite hallucination: answers about a document that the prompt contains (§3.6, Table 4)."""
+    """Settings of suite hallucination: answers about a document in the prompt (§3.6 and Table 4 of the paper)."""
 
     sets: tuple[HallucinationSetConfig, ...] = ()
-    """The sets, with the names of their fields, here LongBench's: ({"name": "hotpotqa", "path": "hotpotqa.jsonl",
-    "kind": "question_answering", "document": "context", "question": "input", "answers": "answers", "new_tokens": 32},
-    …)."""
+    """Sets of documents, such as those of LongBench: ({"name": "hotpotqa", "path": "hotpotqa.jsonl", "kind":
+    "question_answering", "document": "context", "question": "input", "answers": "answers", "new_tokens": 32}, …)."""
     samples: Positive[int] = 100
     """Largest number of samples per set."""
     long_documents: Literal["cut_middle", "refuse"] = "cut_middle"
-    """What happens to a document that the context cannot hold. "cut_middle": its first and last tokens are kept, as in
-    LongBench; "refuse": the suite ends with an error."""
+    """What happens to a document that exceeds the context. "cut_middle": only its first and last tokens are kept, as in
+    LongBench. "refuse": the suite ends with an error."""
     judge_model: str | None = None
     """Model at `eval.judge.base_url` that judges the answers, such as "gpt-4o-2024-08-06". None: the offline judge,
     which compares words."""
     judge_temperature: NotNegative[float] | None = 0.0
-    """Sampling temperature of the judge; None: the endpoint's own, since some models accept no other."""
+    """Sampling temperature of the judge. None: the endpoint's default, the only one that some models accept."""
     support_words: Positive[int] = 2
-    """Offline judge: length in words of the runs that it looks for in the document and the references."""
+    """Offline judge: length in words of the word sequences that it searches in the document and the references."""
     support_threshold: Share = 0.5
-    """Offline judge: share of a summary's runs that must be found for the summary to be right."""
+    """Offline judge: share of the word sequences of a summary that must be found for the summary to be correct."""
     seed: Seed = 0
-    """Seed of the samples, below 2**32."""
+    """Random seed of the samples, below 2**32."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -159,28 +158,28 @@ class HallucinationConfig(Group, path="eval.hallucination"):
 
 
 class JudgeConfig(Group, path="eval.judge"):
-    """Access to `eval.hallucination.judge_model`; results do not depend on it."""
+    """Access to the model `eval.hallucination.judge_model`. Stored results do not depend on these fields."""
 
     base_url: str = "https://api.openai.com/v1"
-    """Address of an endpoint for chat completions; with a key: https, or http to this machine."""
+    """Address of an endpoint for chat completions. With a key, it must be https, or http to this machine."""
     key_variable: str | None = "OPENAI_API_KEY"
-    """Environment variable that holds the key; its name ends in _KEY or _TOKEN. None: no key."""
+    """Name of the environment variable with the key, which ends in _KEY or _TOKEN. None: no key."""
     concurrency: Positive[int] = 4
-    """Requests in flight."""
+    """Largest number of simultaneous requests."""
     requests_per_minute: Positive[float] | None = None
-    """Largest rate over all requests; None: only the endpoint's own limit."""
+    """Largest number of requests per minute. None: no limit except the endpoint's own."""
     timeout_seconds: Positive[float] = 120.0
-    """Time for a whole request, until its response is complete."""
+    """Time limit for a request, until its response is complete."""
     attempts: Positive[int] = 8
-    """Attempts per verdict."""
+    """Largest number of attempts to get a verdict."""
     backoff_seconds: Positive[float] = 1.0
-    """Wait after the first failed attempt; it doubles after each further one."""
+    """Pause after the first failed attempt. It doubles after each further one."""
     longest_wait_seconds: Positive[float] = 120.0
-    """Longest wait; an endpoint that asks for a longer one ends the suite."""
+    """Longest pause. If the endpoint asks for a longer one, the suite ends."""
     usd_per_million_tokens_in: NotNegative[float] | None = None
-    """Price of prompt tokens; None: no cost is printed."""
+    """Price of prompt tokens. None: no cost is printed."""
     usd_per_million_tokens_out: NotNegative[float] | None = None
-    """Price of generated tokens; None: no cost is printed."""
+    """Price of generated tokens. None: no cost is printed."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -202,25 +201,25 @@ class JudgeConfig(Group, path="eval.judge"):
 
 
 class AttentionConfig(Group, path="eval.attention"):
-    """Suite attention: attention weights of the last token of needle prompts (Table 3, Figure 1).
+    """Settings of suite attention: attention weights of the last token of needle prompts (Table 3 of the paper).
 
     The suite uses `depths`, `haystack`, `new_tokens` and `seed` of `eval.needle`.
     """
 
     needles: int = 2
-    """Needles hidden in a prompt."""
+    """Number of needles that are hidden in a prompt."""
     queries: int = 1
-    """Needles that the prompt asks for: the answer."""
+    """Number of needles that the prompt asks for, and that count as the answer."""
     length: Positive[int] | None = None
-    """Tokens of prompt and answer; None: `data.sequence_length`."""
+    """Number of tokens of prompt and answer together. None: `data.sequence_length`."""
     samples: Positive[int] = 20
-    """Prompts per depth."""
+    """Number of prompts per depth."""
     layers: Unique[tuple[Positive[int], ...]] = ()
-    """Layers, from 1, over which numbers, table and drawn maps are averaged; (): all."""
+    """Layers, numbered from 1, over which the results are averaged. (): all."""
     l0_share: Fraction = 1e-3
-    """The pseudo-ℓ0 norm counts the entries above this share of their row's sum of |A|."""
+    """Share of the sum of |A| in its row above which an attention weight counts in the pseudo-ℓ0 norm."""
     shown_queries: Positive[int] = 8
-    """Rows of the map that is drawn: the last tokens of one prompt."""
+    """Number of rows in the drawn attention map, which are the last tokens of one prompt."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -229,45 +228,45 @@ class AttentionConfig(Group, path="eval.attention"):
 
 
 class OutliersConfig(Group, path="eval.outliers"):
-    """Suite outliers: magnitudes of attention logits and hidden states (Table 5)."""
+    """Settings of suite outliers: magnitudes of attention logits and hidden states (Table 5 of the paper)."""
 
     tokens: Positive[int] = 400_000
-    """Largest number of tokens of each validation set; the suite reads them twice."""
+    """Largest number of tokens of each validation set."""
     ranks: Entries[tuple[Positive[int], ...]] = (1, 2, 3, 10, 100)
-    """Ranks among all magnitudes that are reported; 1 is the largest."""
+    """Ranks of the magnitudes to report. Rank 1 is the largest."""
 
 
 class QuantizeConfig(Group, path="eval.quantize"):
-    """Suite quantize: other suites with quantised attention logits (Figure 8)."""
+    """Settings of suite quantize: other suites with quantised attention logits (Figure 8 of the paper)."""
 
     bits: Entries[tuple[Bits, ...]] = (16, 8, 6, 4)
-    """Numbers of bits, 2 to 16; 16 is not quantised, as in the figure."""
+    """Numbers of bits from 2 to 16. With 16, as in Figure 8, the logits are not quantised."""
     granularity: Granularity = "query"
-    """Used in place of `model.attention_logit_granularity`."""
+    """Value of `model.attention_logit_granularity` in this suite."""
     suites: Entries[tuple[str, ...]] = ("loss",)
-    """Suites to run, with their own settings."""
+    """Suites to run with quantised logits."""
 
 
 class GradientsConfig(Group, path="eval.gradients"):
-    """Suite gradients: gradient norms by matrix and layer (Appendix F)."""
+    """Settings of suite gradients: gradient norms of each matrix and layer (Appendix F of the paper)."""
 
     tokens: Positive[int] = 65_536
-    """Largest number of tokens of each validation set per gradient."""
+    """Largest number of tokens of each validation set for one gradient."""
     at_initialization: Unique[tuple[Initialization, ...]] = get_args(Initialization)
-    """Initial models of the same seed to measure too. "as_configured"; "no_scale": without the factor 1 - λ_init;
-    "no_norm": without the head norm; "no_scale_no_norm": without both; "counterpart": the Transformer that matches a
-    diff model, and vice versa. All have `model.zero_init_output` = False."""
+    """Untrained models to measure too. "as_configured": the run's model. "no_scale": without the factor 1 - λ_init.
+    "no_norm": without the head norm. "no_scale_no_norm": without both. "counterpart": for diff, a Transformer of equal
+    size, and vice versa. All have `model.zero_init_output` = False and the same seed."""
 
 
 class HarnessConfig(Group, path="eval.harness"):
-    """Suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8; extra "eval")."""
+    """Settings of suite harness: tasks of EleutherAI's lm-eval (Tables 1 and 8). Requires the extra "eval"."""
 
     tasks: Entries[tuple[str, ...]] = HARNESS_TASKS
-    """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them; the defaults are the paper's."""
+    """Tasks and groups of lm-eval, as `lm-eval ls tasks` lists them. The defaults are those of the paper."""
     num_fewshot: NotNegative[int] | None = None
-    """Examples in a prompt; None: the task's own number, 0 for the default tasks."""
+    """Number of examples in a prompt. None: the task's own number, which is 0 for the default tasks."""
     limit: Positive[int] | None = None
-    """Number of questions per task, from the first; None: all."""
+    """Number of questions per task, starting with the first. None: all."""
     data_path: str | None = None
     """Folder of JSON lines for the default tasks: arc_challenge_test.jsonl, arc_easy_test, boolq_val, hellaswag_val,
     openbookqa_test, piqa_val, winogrande_val and, for examples, <task>_train (plain, .gz, .zst or .xz; fields in
@@ -275,45 +274,45 @@ class HarnessConfig(Group, path="eval.harness"):
     include_path: str | None = None
     """Folder of lm-eval YAML files that define further tasks."""
     truncate: bool = False
-    """Whether a request longer than the context loses its left end, as in lm-eval's own models, and is counted; False:
-    it is an error."""
+    """Whether to truncate requests that exceed the context on the left, as lm-eval's own models do, and count them. If
+    not, such a request is an error."""
     seed: Seed = 1234
-    """Seed of the examples in prompts and of samples, below 2**32."""
+    """Random seed of the examples in prompts and of samples, below 2**32."""
 
 
 class MathTaskConfig(Group):
-    """A task, an entry of `eval.math.tasks`: files of JSON lines with the fields of a published format."""
+    """An entry of `eval.math.tasks`: problems in files of JSON lines, with the fields of a published format."""
 
     name: str
     """Name of the task in the results."""
     format: MathFormat
     """Format of the test file (`difftx/evals/math/formats.py`)."""
     test: str
-    """Path of the problems."""
+    """Path of the file with the problems."""
     train: str | None
-    """Path of the demonstrations; null: none."""
+    """Path of the file with the demonstrations, or null."""
     train_format: MathFormat | None
-    """Format of the demonstrations; null: `format`."""
+    """Format of the file with the demonstrations. null: the value of `format`."""
 
 
 class MathConfig(Group, path="eval.math"):
-    """Suite math: word problems with free-form answers (ICLR camera-ready, appendix C; extra "eval")."""
+    """Settings of suite math: word problems (Appendix C of the paper's ICLR version). Requires the extra "eval"."""
 
     tasks: tuple[MathTaskConfig, ...] = ()
-    """The tasks: ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train": "gsm8k_train.jsonl",
-    "train_format": None}, …)."""
+    """Mathematical tasks: ({"name": "gsm8k", "format": "gsm8k", "test": "gsm8k_test.jsonl", "train":
+    "gsm8k_train.jsonl", "train_format": None}, …)."""
     shots: NotNegative[int] = 4
-    """Demonstrations in a prompt, the same for all questions; 0: none."""
+    """Number of demonstrations in a prompt, the same for all questions."""
     chain_of_thought: bool = True
-    """Whether demonstrations include their solutions, or, without demonstrations, the prompt asks for steps."""
+    """Whether demonstrations include their solutions. Without demonstrations, whether the prompt asks for steps."""
     questions: Positive[int] | None = None
-    """Questions per task, drawn by the seed; None: all."""
+    """Number of questions per task, drawn at random. None: all."""
     new_tokens: Positive[int] = 16_384
-    """Largest number of tokens of an answer, as far as the context holds them."""
+    """Largest number of tokens in an answer, which the context length limits too."""
     temperature: NotNegative[float] = 0.0
-    """Sampling temperature; 0 takes the most likely token."""
+    """Sampling temperature. With 0, the most likely token is taken."""
     seed: Seed = 0
-    """Seed of demonstrations, questions and samples, below 2**32."""
+    """Random seed of demonstrations, questions and samples, below 2**32."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -327,30 +326,29 @@ class MathConfig(Group, path="eval.math"):
 
 
 class EvalConfig(Extensible, path="eval"):
-    """Evaluation during training, and the settings of every suite."""
+    """Evaluation during training, and the settings of all suites."""
 
     every_steps: Positive[int] = 1000
-    """Steps between evaluations in the training loop; the last step is always evaluated."""
+    """Number of steps between evaluations in the training loop. The last step is always evaluated."""
     suites: tuple[str, ...] = ("loss",)
-    """Suites that the training loop runs; `python eval.py --list` prints them."""
+    """Suites that the training loop runs. `python eval.py --list` lists all suites."""
     loss_tokens: Positive[int] = 1_048_576
     """Suites loss and recall: largest number of tokens of each validation set."""
     recall_max_bigram_count: NotNegative[int] = 1250
-    """Suite recall: a bigram that occurs more often in the training data is memorised and is not an AR-Hit
-    (Zoology)."""
+    """Suite recall: largest number of times that the training data may contain the bigram of an AR-Hit (Zoology)."""
     bigrams_path: str | None = None
-    """Suite recall: a file written by `difftx data bigrams`; None: bigrams are counted at start-up, if the run
-    tokenises its own text."""
+    """Suite recall: file written by `difftx data bigrams`. None: count the bigrams at the start of the run, which is
+    possible if the run tokenises its own text."""
     position_documents: Positive[int] = 256
     """Suite position: largest number of long documents of each validation set."""
     throughput_rounds: Positive[int] = 5
-    """Suite throughput: turns of each model; the median counts."""
+    """Suite throughput: number of measurements of each model, of which the median is the result."""
     throughput_steps: Positive[int] = 10
-    """Suite throughput: batches per turn."""
+    """Suite throughput: number of batches per measurement."""
     sample_tokens: Positive[int] = 200
-    """Suite sample: new tokens per prompt."""
+    """Suite sample: number of new tokens per prompt."""
     sample_temperature: NotNegative[float] = 0.8
-    """Suite sample: sampling temperature; 0 takes the most likely token."""
+    """Suite sample: sampling temperature. With 0, the most likely token is taken."""
     needle: NeedleConfig
     icl: IclConfig
     attention: AttentionConfig

@@ -1,7 +1,7 @@
 """Base classes of the config groups, and the types, rules and defaults of their fields.
 
-The schema declares each field once, as a field of a dataclass with a type and a default, followed by a string with the
-meaning and unit. The `ConfigDict` that recipes edit, the command line and docs/config.md derive from this declaration.
+Each config field is declared once, as a field of a dataclass with a type and a default, followed by a string with its
+meaning and unit. Recipes, the command line and docs/config.md use this declaration.
 """
 
 import dataclasses
@@ -15,28 +15,27 @@ from ml_collections.config_dict import placeholder
 
 from difftx.errors import UserError
 
-_added: dict[type, dict[str, type]] = {}  # Group → field name → group that an extension added.
+_added: dict[type, dict[str, type]] = {}  # Group → groups that extensions have added to it, by name.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule for the values of a field, which `typing.Annotated` attaches to the field's type."""
+    """A condition for the values of a field. `typing.Annotated` attaches it to the field's type."""
 
     holds: Callable[[Any], bool]
-    message: str  # Text after "field=value" in the error message.
+    message: str  # End of the error message, after "field=value".
 
 
 _T = TypeVar("_T")
-_NOT_EMPTY = Rule(bool, ": give at least one entry")
 _DISTINCT = Rule(lambda entries: len(set(entries)) == len(entries), ": the entries must differ")
 _AXIS_LIMIT = Rule(lambda value: value < 2**31, " must be less than 2**31, the limit for an axis of an array")
 
-# Types of fields with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of
-# different integers, and `Entries[tuple[int, ...]]` is such a list that is not empty.
+# Types with rules. For example, `Positive[int]` is a positive integer, `Unique[tuple[int, ...]]` is a list of different
+# integers, and `Entries[tuple[int, ...]]` is a list of different integers with at least one entry.
 Positive = Annotated[_T, Rule(lambda value: value > 0, " must be positive")]
 NotNegative = Annotated[_T, Rule(lambda value: value >= 0, " must not be negative")]
 Unique = Annotated[_T, _DISTINCT]
-Entries = Annotated[_T, _NOT_EMPTY, _DISTINCT]
+Entries = Annotated[_T, Rule(bool, ": give at least one entry"), _DISTINCT]
 AxisLength = Annotated[Positive[int], _AXIS_LIMIT]
 Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, " must lie in 0 … 2**32 - 1")]
 Share = Annotated[float, Rule(lambda value: 0 <= value <= 1, " must lie in 0 … 1")]
@@ -45,7 +44,7 @@ ProperShare = Annotated[float, Rule(lambda value: 0 < value < 1, " must lie betw
 
 
 def check_rules(field: str, value: Any, annotation: Any) -> None:
-    """Raise `UserError` if a value, or an entry of a list, breaks a rule of its type. None breaks no rule."""
+    """Raise `UserError` if a value, or an entry of a list, breaks a rule of its type. None is always valid."""
     if value is None:
         return
     for kind in options(annotation):
@@ -61,7 +60,7 @@ def check_rules(field: str, value: Any, annotation: Any) -> None:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Group:
-    """Base class of config groups. Subclasses become frozen dataclasses that check the rules of their fields' types."""
+    """Base class of config groups. Each subclass becomes a frozen dataclass that checks the values of its fields."""
 
     _path = ""
 
@@ -75,10 +74,10 @@ class Group:
 
 
 class Extensible(Group):
-    """Base class of groups to which `add_group` adds groups, which become attributes: `config.eval.bleu.samples`."""
+    """A group to which extensions can add groups, such as `config.eval.bleu`."""
 
     extensions: tuple[tuple[str, Any], ...] = ()
-    """Name and value of each added group; not a field of the config itself."""
+    """Name and value of each added group. This attribute is not a config field."""
 
     def __getattr__(self, name: str) -> Any:
         for added, value in object.__getattribute__(self, "extensions"):
@@ -88,10 +87,9 @@ class Extensible(Group):
 
 
 def add_group(parent: type[Extensible], name: str, group: type) -> None:
-    """Add the frozen dataclass `group` to the group `parent` of the schema, as a field with the given name.
+    """Add the dataclass `group` to the group `parent` of the schema, as a field with the given name.
 
-    Raises:
-        UserError: The name is taken, or `group` is not a frozen dataclass whose fields all have defaults.
+    Raise `UserError` if the name is taken, or if `group` is not a frozen dataclass whose fields all have defaults.
     """
     if name in types_of(parent):
         raise UserError(f"{parent.__name__} has a field {name!r} already; choose another name")
@@ -103,12 +101,12 @@ def add_group(parent: type[Extensible], name: str, group: type) -> None:
 
 
 def added_groups(parent: type) -> Mapping[str, type]:
-    """Return field name → group for the groups that extensions added to a group."""
+    """Return the groups that extensions have added to a group, by field name."""
     return _added.get(parent, {})
 
 
 def types_of(group: type) -> dict[str, Any]:
-    """Return field name → type annotation for a group, including groups added by extensions."""
+    """Return the types of a group's fields by name, including groups that extensions have added."""
     return {**_declared_types(group), **added_groups(group)}
 
 
@@ -119,12 +117,12 @@ def _declared_types(group: type, with_rules: bool = False) -> dict[str, Any]:
 
 
 def values_of(group: Any) -> dict[str, Any]:
-    """Return a group as nested dictionaries of plain values and tuples, including groups added by extensions."""
+    """Return a group as nested dictionaries of plain values and tuples, including groups that extensions have added."""
     return {name: plain(getattr(group, name)) for name in types_of(type(group))}
 
 
 def plain(value: Any) -> Any:
-    """Return a value with its groups converted to dictionaries."""
+    """Return a value with all groups in it converted to dictionaries."""
     if dataclasses.is_dataclass(value):
         return values_of(value)
     return tuple(map(plain, value)) if isinstance(value, tuple) else value
@@ -136,7 +134,7 @@ def options(annotation: Any) -> tuple[Any, ...]:
 
 
 def entry_type(annotation: Any) -> type | None:
-    """Return the dataclass of the entries if the annotation is a list of groups, else None."""
+    """Return the dataclass of the list entries if the annotation is a list of groups, else None."""
     item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
     return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
 
@@ -147,15 +145,14 @@ def describe_type(annotation: Any) -> str:
     for option in options(annotation):
         if get_origin(option) is Literal:
             names.append("one of " + ", ".join(repr(value) for value in get_args(option)))
-        elif option is type(None):
-            names.append("None")
         elif get_origin(option) is tuple:
             item = get_args(option)[0]
             names.append("a list of " + (getattr(item, "__name__", None) or "values"))
         elif dataclasses.is_dataclass(option):
             names.append("a group of fields")
         else:
-            names.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[option])
+            words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
+            names.append(words[option])
     return " or ".join(names)
 
 

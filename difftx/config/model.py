@@ -8,12 +8,12 @@ from difftx.config.checks import divisor_below, divisors
 from difftx.config.fields import AxisLength, Extensible, NotNegative, Positive
 from difftx.errors import UserError
 
-# Fields that only some architectures use. Each architecture lists the fields that it uses in `SelfAttention.fields`.
+# Fields that only some architectures use. Each architecture lists those that it uses in `SelfAttention.fields`.
 SPECIFIC_FIELDS = ("signal_heads", "top_k", "lambda_init", "lambda_learned", "lambda_std", "post_scale")
 
 
 def default_specific_fields() -> dict[str, Any]:
-    """Return the defaults of `SPECIFIC_FIELDS`, for resetting them when a config changes its architecture."""
+    """Return the defaults of `SPECIFIC_FIELDS`, to reset these fields when a config changes its architecture."""
     return {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in SPECIFIC_FIELDS}
 
 
@@ -21,80 +21,84 @@ class ModelConfig(Extensible, path="model"):
     """The decoder. The defaults are the paper's 1.4B differential model (arXiv 2410.05258, Tables 6 and 10)."""
 
     architecture: str = "diff"
-    """What attends: "diff" (differential attention), "transformer" (softmax attention, its baseline), "diff_v2", "gda",
-    "gated", "off_by_one", "sink", "top_k", "signed_mask" (`difftx/model/variants/`), or one of an extension."""
+    """Attention variant: "diff" (differential attention), "transformer" (softmax attention, the baseline), "diff_v2",
+    "gda", "gated", "off_by_one", "sink", "top_k", "signed_mask" (`difftx/model/variants/`), or one of an extension."""
     vocab_size: AxisLength = 100_288
-    """Rows of the embedding; at least the tokenizer's number of tokens (cl100k_base has 100,277)."""
+    """Number of embeddings, at least the tokenizer's number of tokens (100,277 for cl100k_base)."""
     d_model: AxisLength = 2048
     """Width of the residual stream."""
     num_layers: AxisLength = 24
-    """Number of blocks of attention and MLP."""
+    """Number of layers, each with attention and an MLP."""
     num_heads: AxisLength = 8
-    """Number of heads. A diff head has two query/key sub-heads, so the matched Transformer has twice as many (§3.1)."""
+    """Number of heads. A diff head has two query/key sub-heads, so a Transformer of equal size has twice as many."""
     num_kv_heads: AxisLength | None = None
-    """Number of key/value heads for grouped queries, counted like `num_heads`; None: one per head (gda: one per noise
-    head)."""
+    """Number of key/value heads for grouped-query attention, counted like `num_heads`. None: one per head, or with gda
+    one per noise head."""
     head_dim: AxisLength | None = None
-    """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads; a head of diff and
-    signed_mask counts as two, and gda's noise heads count too."""
+    """Width d of a query/key sub-head (Eq. 1). None: `d_model` divided by the number of sub-heads. A head of diff or
+    signed_mask has two sub-heads. In gda, each signal head and each noise head is one."""
     signal_heads: Positive[int] | None = None
-    """Architecture gda only: signal heads per noise head; `num_heads` counts the signal heads."""
+    """Architecture gda only: number of signal heads per noise head. `num_heads` counts the signal heads."""
     top_k: Positive[int] | None = None
     """Architecture top_k only: number of keys that a query attends to."""
     mlp_dim: AxisLength = 5440
-    """Hidden width of SwiGLU: 8/3 `d_model` rounded down to a multiple of 64. With it and one embedding, all five sizes
-    of Table 10 round to the printed ones. 5504, a multiple of 128, costs 1 % more and fills a TPU's lanes."""
+    """Hidden width of SwiGLU. The default, 8/3 `d_model` rounded down to a multiple of 64, gives the model sizes of
+    Table 10. 5504, a multiple of 128, costs 1 % more and suits the lanes of a TPU."""
     rope_theta: Positive[float] = 10_000.0
     """Base of the rotary embedding. The paper states only its value at 64K tokens, 640,000."""
     norm_eps: Positive[float] = 1e-5
-    """Epsilon of the RMSNorms before each sub-layer and after the last layer."""
+    """Epsilon of the RMSNorms before attention, before the MLP and after the last layer."""
     head_norm: Literal["none", "rms", "rms_affine", "scalar"] = "rms_affine"
-    """RMSNorm over each head's output, 2d wide. "rms": without a gain (Eq. 3, Hugging Face); "rms_affine": with a gain
-    (the official code); "scalar": one learned factor per layer in place of a norm; "none": neither."""
+    """Norm of each head's output. "rms": RMSNorm without a gain (Eq. 3, Hugging Face). "rms_affine": RMSNorm with gain
+    (the official code). "scalar": one learned factor per layer in place of a norm. "none": no norm and no factor."""
     head_norm_eps: Positive[float] = 1e-5
     """Epsilon of the head norm."""
     lambda_init: float | None = None
-    """λ_init of every layer; None: 0.8 - 0.6 exp(-0.3 (l - 1)) for layer l = 1, 2, … (§2.1)."""
+    """λ_init of all layers. None: 0.8 - 0.6 exp(-0.3 (l - 1)) in layer l = 1, 2, … (§2.1 of the paper)."""
     lambda_learned: bool = True
-    """False: λ is λ_init and has no parameters. For a fixed λ = 1 set `lambda_init` = 1 and a `post_scale` such as 0.2
-    too, since 1 - λ_init would zero the output."""
+    """Whether λ is learned. If not, λ = λ_init. For λ = 1, set `lambda_init` = 1 and a `post_scale` such as 0.2, since
+    the default factor 1 - λ_init would be 0."""
     lambda_std: NotNegative[float] = 0.1
-    """Standard deviation of the initial λ_q1, λ_k1, λ_q2 and λ_k2."""
+    """Standard deviation of the initial vectors λ_q1, λ_k1, λ_q2 and λ_k2."""
     post_scale: float | None = None
-    """Factor after the head norm; None: 1 - λ_init (Eq. 3)."""
+    """Factor that multiplies the output of the head norm. None: 1 - λ_init (Eq. 3 of the paper)."""
     init: Literal["fan_in", "normal"] = "fan_in"
-    """Initialization of projections. "fan_in": uniform with variance 1 / (3 fan_in), as torch's Linear in the official
-    code; "normal": N(0, `init_std`²)."""
+    """Initial values of projections. "fan_in": uniform with variance 1 / (3 fan_in), like PyTorch's `Linear` in the
+    official code. "normal": normal with mean 0 and standard deviation `init_std`."""
     init_std: NotNegative[float] = 0.02
-    """Standard deviation for `init` = "normal"."""
+    """Standard deviation of the projections' initial values if `init` is "normal"."""
     embedding_std: NotNegative[float] = 0.02
-    """Standard deviation of the initial embedding; the paper and its code do not state one."""
+    """Standard deviation of the initial embeddings. The paper and its code do not state a value."""
     zero_init_output: bool = False
-    """Whether both residual branches start at zero (W_O and the MLP's last matrix). False, with `init` = "fan_in", is
-    the initialization of the official code; True is better for both models at 0.1M parameters (docs/results.md)."""
+    """Whether attention's output projection and the MLP's last matrix are initially zero. The official code has False,
+    with `init` = "fan_in". True is better for both models at 0.1M parameters (docs/results.md)."""
     tie_embeddings: bool = True
-    """Whether the input embedding is also the output projection; Table 10's sizes require it."""
+    """Whether the embedding is also the output projection. The model sizes of Table 10 require it."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of activations and matrix products; parameters and λ are float32."""
+    """Dtype of activations and matrix products. Parameters and λ are float32."""
     remat: Literal["none", "dots", "full", "offload"] = "dots"
-    """What the backward pass keeps per layer. "none": everything except what kernels recompute; "dots": matrix
-    products; "full": the layer's input; "offload": the layer's input, in host memory."""
+    """Which activations of a layer the backward pass does not recompute. "none": all outside of kernels. "dots": matrix
+    products. "full": the layer's input. "offload": the layer's input, which is kept in host memory."""
     attention_implementation: Implementation = "auto"
-    """Attention kernel. "auto"; "reference" or "xla" for every architecture; "cudnn" for all except off_by_one, sink,
-    top_k and signed_mask; "pallas_tpu", "pallas_gpu" or "cudnn_wide" for diff and gda; "splash" (TPU) for transformer,
-    diff_v2 and gated."""
+    """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures, "cudnn" all except
+    off_by_one, sink, top_k and signed_mask, "pallas_tpu", "pallas_gpu" and "cudnn_wide" diff and gda, and "splash" (on
+    TPUs) transformer, diff_v2 and gated."""
     attention_logit_bits: int | None = None
-    """Round attention logits to this many bits (2 to 15) and back, scaled by their largest magnitude; the suite
-    quantize sets it. Requires "auto", "reference" or "xla". None: no rounding."""
+    """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
+    rounding. The suite quantize sets this field, which requires the kernel "auto", "reference" or "xla"."""
     attention_logit_granularity: Granularity = "query"
-    """Which logits share a scale. "query": those of a query in one head and group; "token": those in all heads and
-    groups."""
+    """Which rounded logits share a scale. "query": the logits of one query in one sub-head. "token": the logits of a
+    token in all heads."""
 
     def __post_init__(self):
         super().__post_init__()
         attention = ARCHITECTURES[self.architecture]
         attention.check(self)
-        self._check_specific_fields()
+        for name, default in default_specific_fields().items():
+            if (value := getattr(self, name)) != default and name not in attention.fields:
+                raise UserError(
+                    f"model.{name}={value}: architecture {self.architecture!r} does not use it; leave it at {default}"
+                )
         sub_heads = attention.sub_heads(self, self.num_heads)
         if self.head_dim is None and self.d_model % sub_heads:
             step = self.signal_heads or 1
@@ -115,23 +119,14 @@ class ModelConfig(Extensible, path="model"):
                     f"values; use {divisor_below(self.num_kv_heads, heads)}"
                 )
 
-    def _check_specific_fields(self) -> None:
-        """Raise `UserError` if a field that the architecture does not use differs from its default."""
-        used = ARCHITECTURES[self.architecture].fields
-        for name, default in default_specific_fields().items():
-            if (value := getattr(self, name)) != default and name not in used:
-                raise UserError(
-                    f"model.{name}={value}: architecture {self.architecture!r} does not use it; leave it at {default}"
-                )
-
     @property
     def groups(self) -> int:
-        """Keys per key/value head, and the width of a value head in units of d: 2 for heads with two groups, else 1."""
+        """Number of keys per key/value head: 2 for an architecture with two attention maps per head, else 1."""
         return ARCHITECTURES[self.architecture].groups
 
     @property
     def query_heads(self) -> int:
-        """Queries of width d per token."""
+        """Number of queries per token."""
         return ARCHITECTURES[self.architecture].query_heads(self)
 
     @property

@@ -20,15 +20,15 @@ from difftx.registry import import_file, one_line_errors
 
 
 def default_config() -> ConfigDict:
-    """Return a `ConfigDict` of all fields with the schema's defaults, for recipes to edit."""
+    """Return a `ConfigDict` with the default of every field, for recipes to edit."""
     return defaults_of(Config)
 
 
 def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
     """Return the config of a recipe, with overrides applied.
 
-    `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. Append `:ARG` to pass an argument to
-    `get_config`. Fields that a recipe derives from other fields by `ConfigDict.get_ref` follow the overridden values.
+    `spec` is `FILE.py` or the name of a recipe of difftx, such as `quickstart`. An appended `:ARG` is the argument of
+    `get_config`. An override also changes the fields that the recipe derives from the field by `ConfigDict.get_ref`.
     """
     path, _, argument = spec.partition(":")
     module = _import_recipe(path)
@@ -45,7 +45,7 @@ def load_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def argument_of(path: str) -> str | None:
-    """Return `ARG` of a recipe: the form of its argument, such as "{architecture}-{size}", or None."""
+    """Return the format of a recipe's argument, such as "{architecture}-{size}", or None if it takes none."""
     return getattr(_import_recipe(path), "ARG", None)
 
 

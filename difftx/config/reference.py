@@ -21,7 +21,7 @@ Set a field in a recipe (`c.optimizer.learning_rate = 1e-3`) or on the command l
 
 
 def reference_page() -> str:
-    """Return the content of docs/config.md: a section per group, with the type, default and meaning of each field."""
+    """Return docs/config.md, which has a section per group with the type, default and meaning of each field."""
     return HEADER + "".join(_section(Config, ""))
 
 
@@ -48,7 +48,7 @@ def _section(group: type, path: str) -> list[str]:
 
 
 def _meanings_of(group: type) -> dict[str, str]:
-    """Return field name → meaning for a dataclass, from the string below each field in the source code."""
+    """Return the string that follows each field of a dataclass in the source code, by field name."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(definition, ast.ClassDef)
     found = {}

@@ -9,66 +9,65 @@ DevicesAlongAxis = Annotated[int, Rule(lambda size: size == -1 or size > 0, " mu
 
 
 class OptimizerConfig(Extensible, path="optimizer"):
-    """The optimizer. Weight decay applies to projections and embeddings, but not to norm gains, λ vectors and sinks."""
+    """The optimizer. Weight decay applies to projections and embeddings, but not to vectors such as gains of norms."""
 
     name: str = "adamw"
-    """Optimizer: "adamw", or one of an extension."""
+    """Name of the optimizer: "adamw", or one of an extension."""
     schedule: str = "linear"
-    """Learning-rate schedule: "linear" (warm-up and decay), or one of an extension."""
+    """Name of the learning-rate schedule: "linear" (linear warm-up and decay), or one of an extension."""
     learning_rate: Positive[float] = 1.5e-4
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: NotNegative[float] = 0.0
-    """Learning rate after the last step; the decay from the peak is linear."""
+    """Learning rate after the last step, at the end of the decay."""
     warmup_steps: NotNegative[int] = 375
-    """Steps of the linear warm-up from zero."""
+    """Number of steps of the linear warm-up from zero."""
     b1: Fraction = 0.9
-    """Decay rate of the first moment."""
+    """Decay rate of Adam's first moment."""
     b2: Fraction = 0.98
-    """Decay rate of the second moment."""
+    """Decay rate of Adam's second moment."""
     eps: Positive[float] = 1e-8
     """Term added to the denominator of Adam's update."""
     weight_decay: NotNegative[float] = 0.05
-    """Decoupled weight decay, multiplied by the learning rate."""
+    """Decoupled weight decay, which is multiplied by the learning rate."""
     clip_norm: Positive[float] | None = 1.0
-    """Largest global norm of the gradient; None: no clipping. The paper does not state a value."""
+    """Largest global norm of the gradient. None: no clipping. The paper does not state a value."""
 
 
 class TrainConfig(Group, path="train"):
-    """Length of training, and size of an update."""
+    """Length of training, and size of each update."""
 
     steps: AxisLength = 40_000
     """Number of updates."""
     global_batch_tokens: AxisLength = 262_144
-    """Tokens per update, over all devices and microbatches."""
+    """Number of tokens per update, over all devices and microbatches."""
     accumulation: AxisLength = 1
-    """Microbatches per update; the gradient is the mean over all their tokens."""
+    """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
     seed: Seed = 0
-    """Seed of the parameters' initial values."""
+    """Random seed of the initial parameters."""
+    compilation_cache: str = "auto"
+    """Folder of compiled programs, which later starts read. "auto": a folder in the user's cache folder, as for all
+    other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""
 
 
 class MeshConfig(Group, path="mesh"):
-    """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices.
-
-    `difftx.parallel.mesh` checks the product of the axes against the number of devices.
-    """
+    """Number of devices along each axis of the mesh. One axis may be -1, which takes all remaining devices."""
 
     data: DevicesAlongAxis = 1
-    """Copies of the parameters."""
+    """Number of copies of the parameters."""
     fsdp: DevicesAlongAxis = -1
-    """Shards of the parameters, the optimizer's moments and the batch."""
+    """Number of shards of the parameters, the optimizer's moments and the batch."""
     context: DevicesAlongAxis = 1
-    """Shards of a row's tokens."""
+    """Number of shards of each row's tokens."""
     context_method: Literal["heads", "gather", "zigzag"] = "heads"
-    """How attention communicates along `context`. "heads": devices exchange tokens for heads, whose number `context`
-    must divide; "gather": each device gathers the keys and values of whole rows; "zigzag": as "gather", with causal
-    work balanced over the devices."""
+    """How attention communicates along `context`. "heads": each device gets whole rows for a part of the heads, whose
+    number `context` must divide. "gather": each device gathers the keys and values of whole rows. "zigzag": like
+    "gather", with equal amounts of causal attention per device."""
     tensor: DevicesAlongAxis = 1
-    """Shards of heads, MLP width and vocabulary."""
+    """Number of shards of the heads, the MLP width and the vocabulary."""
     slices: Positive[int] = 1
-    """Slices of a multi-slice TPU pod, joined by the data-centre network; they divide the axis `data`."""
+    """Number of slices of a multi-slice TPU pod, which the data-centre network connects. It must divide `data`."""
     preset: Literal["none", "auto"] = "none"
-    """With "auto", mesh, remat and accumulation come from the table in `difftx/parallel/presets.py`, by device and
-    model size."""
+    """Whether `difftx/parallel/presets.py` selects mesh, remat and accumulation for the device and the model size."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,61 +80,59 @@ class MultihostConfig(Group, path="multihost"):
     """Time limits, in seconds, for training with several processes (docs/operations.md)."""
 
     initialization_timeout_seconds: Positive[int] = 1800
-    """Time for all processes to start; cold pods take long."""
+    """Time for all processes to start. The default is long, because pods may start slowly."""
     heartbeat_timeout_seconds: Positive[int] = 100
-    """Silence after which a process, dead or frozen, counts as gone. JAX's own heartbeat gets four times as long."""
+    """Time without a heartbeat after which a process counts as dead. JAX's own heartbeat has four times this limit."""
     barrier_timeout_seconds: Positive[int] = 600
-    """Time for all processes to reach the same start, checkpoint or evaluation, and for a save to be on disk."""
+    """Time for all processes to reach a common point, such as a checkpoint, and for a save to be on disk."""
     watchdog_seconds: Positive[int] = 1800
-    """Time without a finished step, compilation included, after which a process prints all stacks and exits."""
+    """Time limit for a step, including compilation. A process that exceeds it prints all stacks and exits."""
 
 
 class GuardsConfig(Group, path="guards"):
-    """Detection of bad steps during training, and the reaction to them.
+    """Detection of bad steps and the reaction to them.
 
-    An update whose loss or gradient is not finite is always skipped. A step is bad if its update was skipped or if its
-    loss is a spike.
+    A step is bad if its loss is a spike, or if its update was skipped because the loss or the gradient was not finite.
     """
 
     on_bad_steps: Literal["rewind", "stop"] = "rewind"
-    """Reaction to too many bad steps in a row. "rewind":
-    restore a good checkpoint and pass over the data of the bad steps; "stop": end the run with exit code 1."""
+    """Reaction to too many bad steps in a row. "rewind": restore a good checkpoint, and skip the data of the bad steps.
+    "stop": end the run with exit code 1."""
     max_skipped: Positive[int] = 10
-    """Skipped updates among consecutive bad steps that trigger `on_bad_steps`."""
+    """Number of skipped updates among consecutive bad steps that triggers `on_bad_steps`."""
     skip_steps: NotNegative[int] = 100
-    """Batches of data that a rewind passes over in addition to those of the bad steps."""
+    """Number of batches that a rewind skips in addition to those of the bad steps."""
     max_rewinds: NotNegative[int] = 3
-    """Rewinds per run; the next one ends the run."""
+    """Largest number of rewinds per run. Instead of a further rewind, the run ends."""
     spike_threshold: Positive[float] | None = None
-    """A loss is a spike if it lies this many robust standard deviations (1.4826 MAD) above the median; a healthy run
-    stays below about 6. None: no loss is a spike, so that compared runs see the same data."""
+    """Number of robust standard deviations (1.4826 MAD) above the median from which a loss is a spike. A healthy run
+    stays below about 6. None: no loss is a spike, so that all compared runs see the same data."""
     spike_window_steps: Positive[int] = 128
-    """Number of recent losses of good steps that give the median and the MAD."""
+    """Number of recent losses of good steps from which the median and the MAD are computed."""
     spike_patience_steps: Positive[int] = 8
-    """Spikes among consecutive bad steps that trigger `on_bad_steps`."""
+    """Number of spikes among consecutive bad steps that triggers `on_bad_steps`."""
 
 
 class CheckpointConfig(Group, path="checkpoint"):
     """Writing, retention and verification of checkpoints."""
 
     every_steps: Positive[int] = 1000
-    """Steps between checkpoints. The last step and a SIGTERM write one too."""
+    """Number of steps between checkpoints. The last step and a SIGTERM also write one."""
     keep: Positive[int] = 3
-    """Number of newest checkpoints to keep, and of newest checkpoints at a multiple of `every_steps`."""
+    """Number of newest checkpoints to keep. The same number at multiples of `every_steps` is kept too."""
     keep_every_steps: Positive[int] | None = None
-    """Also keep every checkpoint whose step is a multiple of this; None: no others."""
+    """Also keep all checkpoints whose step is a multiple of this number. None: no others."""
     keep_best: str | None = None
-    """Also keep the checkpoint that is best by this number of a suite, such as "loss/loss". The suite must be one of
-    `eval.suites` and run at every checkpoint. None: no best one is kept."""
+    """Number of a suite, such as "loss/loss", whose best checkpoint is kept too. The suite must be one of `eval.suites`
+    and run at every checkpoint. None: no best checkpoint is kept."""
     keep_best_mode: Literal["min", "max"] = "min"
-    """Whether the smallest or the largest number is the best."""
+    """Whether the smallest or the largest number of `keep_best` is the best."""
     verify: Literal["checksums", "sizes"] = "checksums"
-    """What a restore compares with the manifest. "checksums": every byte; "sizes": file names and lengths only."""
+    """What is verified before a checkpoint is restored. "checksums": every byte. "sizes": only file names and sizes."""
     max_failed_saves: Positive[int] = 3
-    """Consecutive failed saves that end the run; each is retried at the next save point."""
+    """Number of consecutive failed saves that ends the run. After fewer, training continues until the next save."""
     init_from: str | None = None
-    """Path of a run (its newest checkpoint) or of a checkpoint whose weights start the training; None: random
-    weights."""
+    """Path of a checkpoint, or of a run with checkpoints, that provides the initial weights. None: random weights."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -147,8 +144,8 @@ class LoggingConfig(Group, path="logging"):
     """Destinations and frequency of training metrics."""
 
     every_steps: Positive[int] = 10
-    """Steps between rows of `metrics.jsonl`."""
+    """Number of steps between rows of `metrics.jsonl`."""
     tensorboard: bool = True
-    """Whether to write event files to `<workdir>/tensorboard`."""
+    """Whether to write TensorBoard's event files to `<workdir>/tensorboard`."""
     wandb_project: str | None = None
-    """Weights & Biases project that also receives the metrics (extra "wandb"); None: no project."""
+    """Weights & Biases project that also receives the metrics (requires the extra "wandb"). None: no project."""

@@ -1,8 +1,8 @@
 """Exact counts of token bigrams within documents, for stores of any size, in bounded memory.
 
-`write_bigrams` is an external merge sort: it writes sorted runs, each with the bigrams of a chunk of tokens, and merges
-them. Its result is a line of JSON (the header), all bigrams in ascending order, and all counts. Both arrays are
-little-endian uint64, so that they can be memory-mapped.
+`write_bigrams` counts one chunk of tokens after another, writes each chunk's sorted counts to a temporary file, and
+merges them. Its output has a line of JSON (the header), all bigrams in ascending order, and their counts. Both arrays
+are little-endian uint64, so that they can be memory-mapped.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ SHAPE = {
     "stores": [dict],
     "tokenizer": {"name": str, "vocabulary_sha256": str},
 }
-ALIGNMENT = 64  # Bytes. The header is padded with spaces to align the arrays that follow.
-BYTES_PER_ITEM = 64  # Memory for each token that is counted or entry that is merged, with all temporary copies.
+ALIGNMENT = 64  # Spaces after the header align the arrays that follow to a multiple of this number of bytes.
+BYTES_PER_ITEM = 64  # Memory to count one token or to merge one count, including all temporary copies.
 
 
 @dataclasses.dataclass(frozen=True)
 class BigramCounts:
-    """The number of occurrences of each bigram, without the bigrams that occur less than `min_count` times."""
+    """The number of occurrences of each bigram that occurs at least `min_count` times."""
 
-    bigrams: np.ndarray  # uint64, ascending, as encoded by `as_bigrams`.
-    counts: np.ndarray  # uint64
+    bigrams: np.ndarray  # The bigrams in ascending order, encoded by `as_bigrams` as uint64.
+    counts: np.ndarray  # Number of occurrences of each bigram, uint64.
     min_count: int
-    description: dict[str, Any]  # Origin of the counts, as JSON.
+    description: dict[str, Any]  # JSON object that says which text was counted.
 
     def of(self, bigrams: np.ndarray) -> np.ndarray:
-        """Return the count of each given bigram, or 0 for a bigram that is left out."""
+        """Return the count of each given bigram, or 0 if there is no count for it."""
         if not len(self.bigrams):
             return np.zeros(len(bigrams), np.uint64)
         indices = np.minimum(np.searchsorted(self.bigrams, bigrams), len(self.bigrams) - 1)
@@ -55,7 +55,7 @@ def as_bigrams(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def count_bigrams(stores: Sequence[TokenStore]) -> BigramCounts:
-    """Count the bigrams of stores in memory."""
+    """Count the bigrams of all stores together, without temporary files."""
     found = np.concatenate([_bigrams_of(store, 0, len(store)) for store in stores])
     bigrams, counts = np.unique(found, return_counts=True)
     description = {"counted": "the training text, in memory", "tokens": sum(map(len, stores))}
@@ -66,16 +66,13 @@ def write_bigrams(
     stores: Sequence[TokenStore],
     path: Path,
     *,
-    min_count: int,
-    memory_bytes: int,
-    description: dict[str, Any],
+    min_count: int,  # Bigrams that occur less often are left out.
+    memory_bytes: int,  # Limit on memory, which does not cover the document offsets of the stores.
+    description: dict[str, Any],  # Entries to add to the header.
     work: Work,
 ) -> dict[str, Any]:
-    """Write the total counts of the bigrams in several stores to a file, atomically, and return the file's header.
-
-    Bigrams that occur less than `min_count` times are left out. `memory_bytes` does not include the document offsets of
-    the stores. Temporary files next to `path` take up to 32 bytes per distinct bigram of each chunk.
-    """
+    """Count the bigrams of all stores together, write the counts to a file atomically, and return the file's header."""
+    # The temporary files take up to 32 bytes per distinct bigram of each chunk.
     items = max(1, memory_bytes // BYTES_PER_ITEM)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         runs, *merged = (Path(scratch) / name for name in ("runs", "bigrams", "counts"))
@@ -108,7 +105,7 @@ def write_bigrams(
 
 
 def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCounts:
-    """Map a file that `write_bigrams` wrote into memory. Errors name it as the value of the config field `field`."""
+    """Memory-map a file of `write_bigrams`. Error messages name it as the value of the config field `field`."""
     where = f"{field}={str(path)!r}"
     try:
         with path.open("rb") as file:
@@ -137,18 +134,18 @@ def read_bigrams(path: Path, vocabulary_sha256: str, *, field: str) -> BigramCou
 
 
 def _bigrams_of(store: TokenStore, start: int, stop: int) -> np.ndarray:
-    """Return the bigrams within documents whose first token is one of tokens start … stop - 1 of the store."""
+    """Return the bigrams that begin at tokens `start` to `stop - 1`, without those that span two documents."""
     tokens = store.slice(start, min(stop + 1, len(store)))
     bigrams = as_bigrams(tokens[:-1], tokens[1:])
     offsets = store.offsets.view(np.int64)
     first, last = np.searchsorted(offsets, [start + 1, start + len(tokens)])
     inside = np.ones(len(bigrams), bool)
-    inside[offsets[first:last] - start - 1] = False  # The second token of these bigrams begins another document.
+    inside[offsets[first:last] - start - 1] = False  # The second token of these bigrams is the first of a document.
     return bigrams[inside]
 
 
 def _write_runs(stores: Sequence[TokenStore], path: Path, items: int, work: Work) -> np.ndarray:
-    """Write a run, `[entries, 2]`, for each chunk of `items` tokens; return the start of each run, and the end."""
+    """Write the sorted pairs (bigram, count) of each chunk of `items` tokens. Return where each chunk's pairs begin."""
     lengths = [0]
     with path.open("wb") as file, work.task("counting", sum(map(len, stores))) as advance:
         for store in stores:
@@ -162,10 +159,10 @@ def _write_runs(stores: Sequence[TokenStore], path: Path, items: int, work: Work
 
 
 def _merge(runs: np.ndarray, bounds: np.ndarray, items: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Merge sorted runs: yield the number of entries read, their distinct bigrams, and the sums of their counts.
+    """Merge the pairs of all chunks (runs). Yield the number of pairs read, their bigrams, and the total counts.
 
-    A step looks at the next entries of each run, `items` in total. It merges the entries up to the smallest bigram that
-    ends such a part, because all entries that the step does not read have larger bigrams.
+    A step looks at the next part of each run, `items` pairs in all. It merges all pairs up to the smallest bigram that
+    ends a part. These totals are final, because all pairs that are not read yet have larger bigrams.
     """
     starts, ends = bounds[:-1].copy(), bounds[1:]
     share = max(1, items // max(1, len(ends)))

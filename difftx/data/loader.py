@@ -1,7 +1,7 @@
 """Global batches from an endless sequence of examples, resumable from one integer.
 
-With batches of B rows, batch n consists of examples nB … nB + B - 1, with any mesh and any number of processes. Each
-process reads only the rows that its devices hold.
+Batch n of B rows consists of examples n·B to n·B + B - 1, for every mesh and every number of processes. Each process
+reads only the rows that its devices hold.
 """
 
 import dataclasses
@@ -20,32 +20,30 @@ from difftx.errors import UserError, shown
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows to train on or to score, as `[B, T]` arrays of numpy or as sharded jax arrays."""
+    """Rows to train on or to score. All fields are numpy arrays or sharded jax arrays of shape `[B, T]`."""
 
     tokens_BT: Any  # int32
-    targets_BT: Any  # int32; the next token, or the answer of a synthetic task.
-    loss_mask_BT: Any  # float32; 1 where the target counts in the loss, else 0.
-    segment_ids_BT: Any = None  # int32; 1, 2, … for the documents of a row, 0 for padding. None: one segment per row.
-    positions_BT: Any = None  # int32; position in the segment. None: position in the row.
+    targets_BT: Any  # int32. The next token, or the answer of a synthetic task.
+    loss_mask_BT: Any  # float32. 1 where the target counts in the loss, else 0.
+    segment_ids_BT: Any = None  # int32. 1, 2, … for the documents of a row, 0 for padding. None: one document.
+    positions_BT: Any = None  # int32. Position of each token in its document. None: position in the row.
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSlice:
-    """The examples that one process loads, as a data source for grain."""
+    """The rows that one process loads, as a data source for grain."""
 
-    examples: Any  # Random access: a grain.MapDataset or a Mixture.
-    rows: int  # Rows per batch.
-    rows_here: np.ndarray  # Indices of this process's rows in a batch, ascending.
+    examples: Any  # Rows with random access: a grain.MapDataset or a Mixture.
+    rows: int  # Number of rows in a global batch.
+    rows_here: np.ndarray  # Indices of this process's rows in a global batch, ascending.
 
     def __len__(self) -> int:
-        # Endless examples have the length sys.maxsize. grain adds to a length, so return at most half of that.
+        # The length of endless examples is sys.maxsize. Half of it leaves room for what grain adds to a length.
         return min(len(self.examples) // self.rows * len(self.rows_here), sys.maxsize // 2)
 
     def __getitem__(self, index: int) -> Row:
         batch, row = divmod(index, len(self.rows_here))
-        example = self.examples[batch * self.rows + int(self.rows_here[row])]
-        assert example is not None  # grain returns None only for filtered elements, and there is no filter.
-        return example
+        return self.examples[batch * self.rows + int(self.rows_here[row])]
 
 
 class Loader(Iterator[Batch]):
@@ -53,21 +51,18 @@ class Loader(Iterator[Batch]):
 
     def __init__(
         self,
-        examples: Any,
+        examples: Any,  # `examples`, `signature` and `where` are those of `Sources`.
         *,
-        rows: int,
+        rows: int,  # Number of rows in a global batch.
         prefetch_batches: int,
-        sharding: jax.sharding.NamedSharding,
+        sharding: jax.sharding.NamedSharding,  # Sharding of the `[rows, T]` arrays of a global batch.
         signature: dict[str, Any],
         vocab_size: int,
         where: Callable[[int], str],
     ):
-        """Start at the first example. A global batch has `rows` rows; `sharding` is that of a `[rows, T]` array.
-
-        `examples`, `signature` and `where` are the attributes and the method of `Sources` with these names.
-        """
         self._rows_here = rows_here(sharding, rows)
-        self._iterator = host_batches(HostSlice(examples, rows, self._rows_here), prefetch_batches)
+        self._source = HostSlice(examples, rows, self._rows_here)
+        self._iterator = host_batches(self._source, prefetch_batches)
         self._rows, self._sharding, self._signature = rows, sharding, signature
         self._vocab_size, self._where = vocab_size, where
         self._examples = 0
@@ -79,12 +74,19 @@ class Loader(Iterator[Batch]):
         self._examples += self._rows
         return batch
 
+    def abstract_batch(self) -> Batch:
+        """Return the shapes, dtypes and sharding of all batches."""
+
+        def abstract(x_T: np.ndarray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self._rows, *x_T.shape), x_T.dtype, sharding=self._sharding)
+
+        return Batch(**{f"{name}_BT": abstract(x_T) for name, x_T in self._source[0].items()})
+
     def state(self) -> dict[str, Any]:
-        """Return the state to pass to `restore`, as a JSON value."""
         return {"examples": self._examples, "signature": self._signature}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the examples that had been consumed when `state` was saved with the same data."""
+        """Continue after the examples consumed when `state` was saved. Raise `UserError` if the data are different."""
         if changes := signature_changes(state["signature"], self._signature):
             raise UserError(
                 f"the checkpoint was made with other data: {', '.join(changes)}; restore what changed, "
@@ -101,28 +103,28 @@ class Loader(Iterator[Batch]):
 
 
 def signature_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "name old → new" for each part of a loader's signature that differs."""
+    """Return a text "name old → new" for each entry that differs between the signatures of two loaders."""
     pairs = {name: (old.get(name), new.get(name)) for name in old | new}
     return [f"{name} {shown(before)} → {shown(after)}" for name, (before, after) in pairs.items() if before != after]
 
 
 def host_batches(examples: HostSlice, prefetch: int) -> grain.DatasetIterator[Row]:
-    """Return an iterator of one process's rows of each batch, stacked and prefetched in a thread."""
+    """Return an iterator of batches with the rows of one process. A thread reads `prefetch` batches ahead."""
     batches = grain.MapDataset.source(examples).batch(len(examples.rows_here))
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
 
 
 def rows_here(sharding: jax.sharding.NamedSharding, rows: int) -> np.ndarray:
-    """Return the indices, ascending, of the batch's rows that the devices of this process hold."""
-    # The indices may have gaps, and other processes may hold the same rows, because the mesh follows the interconnect
+    """Return the indices, in ascending order, of the rows of a global batch that this process's devices hold."""
+    # The indices may have gaps, and several processes may hold the same row, because the mesh follows the interconnect
     # of a pod and not the boundaries of its hosts.
     indices = sharding.addressable_devices_indices_map((rows, sharding.mesh.shape["context"])).values()
     return np.unique(np.concatenate([np.arange(rows)[index[0]] for index in indices if index is not None]))
 
 
 def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Raise `UserError` with the origin of the row, `where(row)`, if a token or target is not in the vocabulary."""
-    # The model would not fail, because lookups on a device clamp an invalid index or return zeros.
+    """Raise `UserError` if a token or target is not in the vocabulary. `where(row)` describes the origin of a row."""
+    # The model itself would not fail, because lookups on a device clamp an invalid index or return zeros.
     for name in ("tokens", "targets"):
         ids = rows[name]
         if len(invalid := np.argwhere((ids < 0) | (ids >= vocab_size))):
@@ -136,11 +138,11 @@ def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
 
 
 def make_batch(rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
-    """Turn the `[rows_here, T]` arrays of this process into a global batch of `rows` rows."""
+    """Make a global batch of `rows` rows. `rows_of_process` has those whose indices `rows_here` returns."""
     here = rows_here(sharding, rows)
 
     def global_array(x_here: np.ndarray) -> jax.Array:
-        def shard(index: Any) -> np.ndarray:  # `index` slices the rows and the tokens of the global array.
+        def shard(index: Any) -> np.ndarray:  # `index` has a slice of the rows and a slice of the tokens.
             return x_here[np.searchsorted(here, np.arange(rows)[index[0]]), index[1]]
 
         return jax.make_array_from_callback((rows, x_here.shape[1]), sharding, shard)
@@ -151,7 +153,7 @@ def make_batch(rows_of_process: Row, rows: int, sharding: jax.sharding.NamedShar
 def ordered_batches(
     source: RowSource, *, rows: int, limit_tokens: int, sharding: jax.sharding.NamedSharding, vocab_size: int
 ) -> Iterator[Batch]:
-    """Yield batches of the first `limit_tokens` tokens of a source, in order; masked rows pad the last batch."""
+    """Yield the first `limit_tokens` tokens of a source as batches. Rows with a loss mask of 0 pad the last batch."""
     total = ordered_rows(source, limit_tokens)
     here = rows_here(sharding, rows)
     for start in range(0, total, rows):
@@ -164,5 +166,5 @@ def ordered_batches(
 
 
 def ordered_rows(source: RowSource, limit_tokens: int) -> int:
-    """Return the number of rows that `ordered_batches` yields, without the padding rows; at least 1."""
+    """Return the number of rows that `ordered_batches` yields, at least 1. Padding rows do not count."""
     return min(len(source), max(1, limit_tokens // source.sequence_length))

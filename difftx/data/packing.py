@@ -1,4 +1,4 @@
-"""Rows made from a store's documents, either split every T tokens or packed so that documents stay whole."""
+"""Rows of T tokens, made from a store by splitting it every T tokens or by packing whole documents into rows."""
 #   T = tokens per row
 
 import dataclasses
@@ -14,37 +14,37 @@ from difftx.data.store import TokenStore
 from difftx.errors import RunError, UserError
 from difftx.files import new_file
 
-BEST_FIT_VERSION = 1  # Increase this when the result of `best_fit` changes.
-CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a pack index file.
-GROUP_DOCUMENTS = 2**17  # Documents packed together; bounds memory and the distance between documents of a row.
+BEST_FIT_VERSION = 1  # Increase it when the result of `best_fit` changes, so that cached results are not used.
+CHECKSUM_BYTES = 16  # Size of the XXH3-128 checksum at the start of a cache file.
+GROUP_DOCUMENTS = 2**17  # Number of documents packed at once. Larger groups use more memory and mix distant documents.
 
-# Arrays of T elements. Every row has "tokens" and "targets" (int32; a target is the next token) and "loss_mask"
-# (float32; 1 where a target counts in the loss, else 0). With data.document_mask, a row also has "segment_ids" (int32;
-# 1, 2, … for the segments, 0 for padding) and "positions" (int32; position of the token in its segment). A segment is
-# the part of a document that lies in the row.
+# A row is a dictionary of arrays of T elements. "tokens" and "targets" are int32, and a target is the next token.
+# "loss_mask" is float32: 1 where a target counts in the loss, else 0. With data.document_mask, a row also has int32
+# arrays "segment_ids" (1, 2, … for the segments, 0 for padding) and "positions" (position of the token in its segment).
+# A segment is the part of a document that lies in the row.
 Row = dict[str, np.ndarray]
 
 
 class RowSource(Protocol):
-    """Rows with random access."""
+    """Training or validation rows with random access."""
 
     name: str  # Origin of the rows, for messages.
-    sequence_length: int  # T
-    tokens: int  # Tokens per epoch, without padding.
-    fingerprint: str  # Identifies the content of the rows, together with the loader's settings.
+    sequence_length: int  # Number of tokens per row (T).
+    tokens: int  # Number of tokens per epoch, without padding.
+    fingerprint: str  # Text that changes if the data change. It does not cover the packing settings.
 
-    def __len__(self) -> int: ...  # Rows per epoch.
+    def __len__(self) -> int: ...  # Number of rows per epoch.
 
     def __getitem__(self, index: int) -> Row: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """The segments of each row: row i consists of segments `first[i]` … `first[i + 1] - 1`."""
+    """Parts of documents (segments) in each row. Row i consists of the segments `first[i]` to `first[i + 1] - 1`."""
 
-    first: np.ndarray  # int64 [rows + 1].
-    starts: np.ndarray  # int64 [segments]; position of each segment's first token in the store.
-    lengths: np.ndarray  # int64 [segments]; tokens of each segment, at most T.
+    first: np.ndarray  # Index of each row's first segment, then the number of segments, int64 `[rows + 1]`.
+    starts: np.ndarray  # Position of each segment's first token in the store, int64 `[segments]`.
+    lengths: np.ndarray  # Number of tokens in each segment, int64 `[segments]`.
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -53,18 +53,17 @@ class PackIndex:
 class PackedRows:
     """Rows of a token store, with random access.
 
-    The packing "concat" splits the concatenated documents every T tokens. With `document_mask`, the last row is padded
-    if it is incomplete; without, it is left out. The packing "best_fit" keeps documents of at most T tokens whole.
-
-    A target counts in the loss if it belongs to the same document as the token before it. Under "concat" without
+    The packing "concat" splits the concatenated documents every T tokens. An incomplete last row is padded if
+    `document_mask` is set, else left out. The packing "best_fit" keeps documents of at most T tokens whole. A target
+    counts in the loss if it belongs to the same document as the token before it. With "concat" and without
     `document_mask`, the first token of a document counts too. Prompt tokens never count.
     """
 
     def __init__(self, store: TokenStore, *, sequence_length: int, packing: str, document_mask: bool, cache_path: str):
-        """Prepare the rows. With the packing "best_fit", the folder `cache_path` caches the assignment to rows."""
+        """Assign the tokens to rows. The packing "best_fit" caches its result in the folder `cache_path`."""
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length, self.tokens, self._document_mask = sequence_length, len(store), document_mask
-        self._offsets = store.offsets.view(np.int64)  # Sums of uint64 and int64 would be floats.
+        self._offsets = store.offsets.view(np.int64)  # As int64, because a sum of uint64 and int64 is a float.
         # Position in the store of the first token after each document's prompt.
         self._responses = None if store.prompts is None else self._offsets[:-1] + store.prompts.view(np.int64)
         self._index = None if packing == "concat" else cached_best_fit(self._offsets, sequence_length, Path(cache_path))
@@ -101,19 +100,19 @@ class PackedRows:
         lengths = np.diff(np.concatenate([[start], self._offsets[first:last], [stop]]))
         row = empty_row(self.sequence_length, lengths)
         self._fill(row, 0, start, stop, self._offsets[last] != stop)
-        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # The targets there begin another document.
+        row["loss_mask"][self._offsets[first:last] - start - 1] = 0  # These targets begin another document.
         return row
 
     def _fill(self, row: Row, at: int, start: int, stop: int, document_continues: bool) -> None:
-        """Copy tokens start … stop - 1 of the store, and their targets, to position `at` of a row."""
-        # The last of these tokens has a target only if its document continues.
+        """Copy tokens `start` to `stop - 1` of the store, with their targets and loss mask, to index `at` of a row."""
+        # The last token has a target only if its document continues after it.
         tokens = self.store.slice(start, stop + document_continues)
         row["tokens"][at : at + stop - start] = tokens[: stop - start]
         row["targets"][at : at + len(tokens) - 1] = tokens[1:]
         row["loss_mask"][at : at + len(tokens) - 1] = self._counted(start + 1, start + len(tokens))
 
     def _counted(self, start: int, stop: int) -> np.ndarray:
-        """Return a float32 mask of tokens start … stop - 1 of the store: 0 for prompt tokens, 1 for all others."""
+        """Return the loss mask of tokens `start` to `stop - 1` of the store: 0 for prompt tokens, else 1."""
         if self._responses is None:
             return np.ones(stop - start, np.float32)
         positions = np.arange(start, stop)
@@ -122,7 +121,7 @@ class PackedRows:
 
 
 def empty_row(row_tokens: int, segment_lengths: np.ndarray | None) -> Row:
-    """Return a row of zeros. With `segment_lengths`, it has segment ids and positions for segments of these lengths."""
+    """Return a row of zeros. If `segment_lengths` is given, set ids and positions for segments of these lengths."""
     row = {
         "tokens": np.zeros(row_tokens, np.int32),
         "targets": np.zeros(row_tokens, np.int32),
@@ -160,13 +159,17 @@ def cached_best_fit(offsets: np.ndarray, row_tokens: int, folder: Path) -> PackI
 def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     """Pack documents into rows by best-fit decreasing, in groups of `GROUP_DOCUMENTS` (arXiv 2404.10830).
 
-    `offsets`, int64 [documents + 1], are the start of each document, and the end. A document longer than a row is first
-    split into full rows and a remainder. Rows, and the segments of each row, are in the order of the documents, so that
-    the first rows are not biased towards long documents.
+    `offsets` has the start of each document and the end of the last one, int64 `[documents + 1]`. A document longer
+    than a row is first split into full rows and a remainder. Rows, and the segments of each row, keep the order of the
+    documents, so that the first rows are not biased towards long documents.
     """
     counts, starts, lengths = [np.zeros(1, np.int64)], [], []
     for group in range(0, len(offsets) - 1, GROUP_DOCUMENTS):
-        group_starts, group_lengths = _segments(offsets[group : group + GROUP_DOCUMENTS + 1], row_tokens)
+        bounds = offsets[group : group + GROUP_DOCUMENTS + 1]
+        segments = -(-np.diff(bounds) // row_tokens)  # Number of segments of each document.
+        nth = np.arange(segments.sum()) - np.repeat(np.cumsum(segments) - segments, segments)
+        group_starts = np.repeat(bounds[:-1], segments) + nth * row_tokens
+        group_lengths = np.minimum(np.repeat(bounds[1:], segments) - group_starts, row_tokens)
         bins = _best_fit_decreasing(group_lengths, row_tokens)
         _, first_of_bin, bins = np.unique(bins, return_index=True, return_inverse=True)
         rows = np.argsort(np.argsort(first_of_bin))[bins]  # Number the rows by their first segment.
@@ -177,23 +180,15 @@ def best_fit(offsets: np.ndarray, row_tokens: int) -> PackIndex:
     return PackIndex(np.cumsum(np.concatenate(counts)), np.concatenate(starts), np.concatenate(lengths))
 
 
-def _segments(bounds: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split documents into segments of at most `row_tokens` tokens; return the starts and lengths of the segments."""
-    count = -(-np.diff(bounds) // row_tokens)
-    nth = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    starts = np.repeat(bounds[:-1], count) + nth * row_tokens
-    return starts, np.minimum(np.repeat(bounds[1:], count) - starts, row_tokens)
-
-
 def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Assign items to bins of capacity `room` by best-fit decreasing; return the bin of each item.
+    """Assign items to bins of capacity `room` by best-fit decreasing, and return the bin of each item.
 
-    Items are packed longest first, each into the fullest bin that still has space for it. A step packs all items of one
-    length that go into bins of one remaining capacity, so the work grows with the number of distinct lengths.
+    Items are packed longest first, each into the fullest bin that still has space for it. Items of equal length are
+    packed together into all bins with equal space, so the number of steps depends on the number of distinct lengths.
     """
     bins, count = np.empty(len(lengths), np.int64), 0
-    open_bins: dict[int, list[np.ndarray]] = {}  # Keyed by remaining capacity.
-    rooms = 0  # Bit r is set if a bin with remaining capacity r is open. The lowest bit ≥ `length` is the best fit.
+    open_bins: dict[int, list[np.ndarray]] = {}  # Bins with space left, keyed by their remaining capacity.
+    rooms = 0  # Bit r is set if a bin has remaining capacity r. The lowest set bit ≥ `length` is the best fit.
     by_length = np.argsort(-lengths, kind="stable")
     edges = np.flatnonzero(np.diff(lengths[by_length])) + 1
     for items in np.split(by_length, edges) if len(lengths) else []:
@@ -220,7 +215,7 @@ def _best_fit_decreasing(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _write(path: Path, index: PackIndex) -> None:
-    """Write an int64 array, the number of rows followed by the arrays of the index, after its XXH3-128 checksum."""
+    """Write a checksum, then one int64 array with the number of rows and the three arrays of the index."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = np.concatenate([[len(index)], index.first, index.starts, index.lengths]).astype("<i8", copy=False)
     with new_file(path) as file:

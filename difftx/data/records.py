@@ -1,4 +1,4 @@
-"""Input files that may be compressed, and the JSON lines in them."""
+"""Read files that may be compressed, and the JSON objects in their lines."""
 
 import dataclasses
 import gzip
@@ -19,7 +19,7 @@ else:
 
 OPENERS = {".gz": gzip.open, ".zst": zstd.open, ".xz": lzma.open}
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
-LONGEST_DOCUMENT = 2**30  # Bytes of a line or text file, decompressed. Each document is tokenised in one call.
+LONGEST_DOCUMENT = 2**30  # Largest decompressed line or text file in bytes. Each document is tokenised in one call.
 TOO_LONG = f"is longer than the {LONGEST_DOCUMENT:,} bytes that a document may have; split it"
 
 
@@ -29,7 +29,7 @@ def open_stream(file: Path) -> BinaryIO:
 
 
 def why_unreadable(file: Path, error: BaseException) -> str:
-    """Return a message with the name of a file and the cause of `error`, one of `READ_ERRORS`."""
+    """Return a message that names a file and the cause of `error`, which is one of `READ_ERRORS`."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file}: cannot be read ({error.strerror})"
     how = "truncated" if isinstance(error, EOFError) else "corrupt"
@@ -40,7 +40,7 @@ def why_unreadable(file: Path, error: BaseException) -> str:
 class Record:
     """A JSON object read from one line of a file."""
 
-    name: str  # File and line number, for messages.
+    name: str  # File name and line number, for messages.
     values: dict[str, Any]
 
     def field(self, name: str) -> Any:
@@ -58,10 +58,7 @@ class Record:
 
 
 def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
-    """Yield the JSON object of each line that is not blank; raise `UserError` if the file or a line is invalid.
-
-    Messages name the flag or config field that holds the path (`field`) and call the objects `what`, such as "prompts".
-    """
+    """Yield the JSON object of each line. Errors call the objects `what` and name `field`, which holds the path."""
     empty = True
     try:
         with open_stream(path) as stream:
@@ -81,7 +78,7 @@ def read_records(path: Path, *, field: str, what: str) -> Iterator[Record]:
 def _record(name: str, line: bytes) -> Record:
     try:
         values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # Includes UnicodeDecodeError.
+    except (ValueError, RecursionError) as error:  # A UnicodeDecodeError is a ValueError.
         raise UserError(f"{name} is not JSON ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f'{name} is not a JSON object, such as {{"text": "Once"}}')

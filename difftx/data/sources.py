@@ -1,4 +1,4 @@
-"""Training rows and validation rows from the config's sources: token stores, text to tokenise, or synthetic tasks."""
+"""Training and validation rows from the sources of a config: token stores, text to tokenise, or synthetic tasks."""
 
 import dataclasses
 import functools
@@ -24,26 +24,25 @@ from difftx.data.synthetic import SyntheticRows
 from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 
-GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. Spreads the seeds of sources, because grain adds the epoch to a seed.
-ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the source and the validation set from data.path.
+GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources, because grain adds the epoch to a seed.
+ONLY_SOURCE, ONLY_SET = "train", "valid"  # Names of the training and validation data if data.sources is empty.
 STDLIB = "stdlib"
-# Folders of the standard library that the corpus excludes: tests, installed packages, character tables, generated text.
+# Folders that the corpus "stdlib" excludes: tests, installed packages, character tables, and generated text.
 STDLIB_WITHOUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-# Suffixes that only `difftx prepare` reads. `.json` is not among them, because such a file may be plain text.
+# Suffixes of files that only `difftx prepare` reads. `.json` is missing, because such a file may be plain text.
 NOT_PLAIN_TEXT = (*OPENERS, ".jsonl", ".ndjson", ".parquet")
-# Longer texts are split at line ends, so that even a single file yields training and validation documents. A longer
-# line stays whole.
+# Longer texts are split at line ends, so that even a single file yields training and validation documents.
 DOCUMENT_BYTES = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Training rows and validation rows of each source, by the name of the source."""
+    """Training rows and validation rows, keyed by the name of their source."""
 
     config: DataConfig
     train: dict[str, RowSource]
     valid: dict[str, RowSource]
-    signature: dict[str, Any]  # Settings that determine the order and content of the examples, as JSON.
+    signature: dict[str, Any]  # JSON object of the settings that determine the content and order of examples.
     notes: tuple[str, ...]  # Messages for the user about up-sampling and packing.
 
     @functools.cached_property
@@ -53,7 +52,7 @@ class Sources:
         return shuffled[0] if len(shuffled) == 1 else Mixture(shuffled, self._stages(), self.config.seed)
 
     def where(self, example: int) -> str:
-        """Return the source and row number of a training example as text for messages."""
+        """Return a text for messages with the source and the row number of a training example."""
         source, number = self.examples.locate(example) if len(self.train) > 1 else (0, example)
         rows = list(self.train.values())[source]
         return f"{rows.name}: row {self._shuffled(grain.MapDataset.range(len(rows)), source)[number]}"
@@ -62,7 +61,7 @@ class Sources:
         return rows.shuffle(seed=(self.config.seed + source * GOLDEN) % 2**32).repeat()
 
     def epochs(self, examples: int) -> dict[str, float]:
-        """Return the number of passes over each source after `examples` examples; a mixture counts whole blocks."""
+        """Return the number of epochs of each source after `examples` examples, rounded up to a block of a mixture."""
         if len(self.train) == 1:
             return {name: examples / len(rows) for name, rows in self.train.items()}
         used = self.examples.used(-(-examples // BLOCK_ROWS))
@@ -122,7 +121,7 @@ def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> 
 
 
 def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
-    """Return the training documents and the validation documents of a path: a store, or text to tokenise."""
+    """Return the training and the validation documents of a path, which is a token store or text to tokenise."""
     if path is not None and Path(path).is_dir():
         train, valid = (open_split(config, path, split, encoding) for split in SPLITS)
     else:
@@ -139,7 +138,7 @@ def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encodin
 def open_split(
     config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
 ) -> TokenStore:
-    """Open a split of the store at `path`, the value of the config field `field`, and check its tokenizer."""
+    """Open a split of a store, and check its vocabulary against `encoding`. `field` is the config field of `path`."""
     tokenizer = read_meta(path)["tokenizer"]
     if (vocabulary := tokenizer["vocabulary_sha256"]) != fingerprint(encoding):
         raise UserError(
@@ -151,7 +150,7 @@ def open_split(
 
 
 def _tokenise_text(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
-    # The keys, hashes of the texts, remove exact duplicates and make the split independent of the order of the files.
+    # Hashes as keys remove exact duplicates. Sorting by hash makes the split independent of the order of the files.
     documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(path)}
     held_out = math.ceil(config.valid_fraction * len(documents))
     name = f"data.path={path!r}"
@@ -165,13 +164,13 @@ def _tokenise_text(path: str | None, config: DataConfig, encoding: tiktoken.Enco
 
 
 def text_files(path: str | None, field: str = "data.path") -> list[Path]:
-    """Return the file that a path names, the matches of a glob, or the modules of this Python's library ("stdlib")."""
+    """Return the files of a path: a file, a glob, or "stdlib" for the modules of Python's standard library."""
     if path is None:
         raise UserError(f"{field} is not set; give a store, a text file or a glob, --config.{field}='corpus/*.txt'")
     if path == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [f for f in root.rglob("*.py") if not STDLIB_WITHOUT & set(f.relative_to(root).parts)]
-        # `_sysconfigdata` files hold the build settings of one machine.
+        # Leave out `_sysconfigdata` files, which hold the build settings of one machine.
         return sorted(f for f in files if not f.name.startswith("_sysconfigdata"))
     files = [file for name in sorted(glob.glob(path, recursive=True)) if (file := Path(name)).is_file()]
     if not files:
@@ -180,7 +179,7 @@ def text_files(path: str | None, field: str = "data.path") -> list[Path]:
 
 
 def read_texts(path: str | None, field: str = "data.path") -> Iterator[str]:
-    """Yield the texts of the files of a path, split at line ends into documents of about `DOCUMENT_BYTES`."""
+    """Yield the text of all files of a path, split at line ends into documents of about `DOCUMENT_BYTES`."""
     for file in text_files(path, field):
         if file.suffix in NOT_PLAIN_TEXT:
             raise UserError(

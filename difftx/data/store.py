@@ -1,9 +1,9 @@
 """Token stores: concatenated tokenised documents, in memory or in shards that `difftx prepare` writes.
 
-A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64; start of each document
-in the shard, and the end). If the input has ids or prompts, a shard also has `NNNNN.ids` (one JSON string per line) and
-`NNNNN.prompts` (uint64; number of prompt tokens of each document). `meta.json` is written last, so a folder without it
-is not a store.
+A shard consists of `NNNNN.tokens` (little-endian uint16 or uint32) and `NNNNN.offsets` (uint64, the start of each
+document in the shard and the end of the last one). If the input has ids or prompts, a shard also has `NNNNN.ids` (one
+JSON string per line) and `NNNNN.prompts` (uint64, the number of prompt tokens in each document). `meta.json` is written
+last, so a folder without it is not a finished store.
 """
 
 import bisect
@@ -37,15 +37,14 @@ SHAPE = {
 
 
 class TokenStore:
-    """Tokenised documents, concatenated, each followed by the end-of-text token."""
+    """Concatenated tokenised documents as uint16 or uint32. The end-of-text token follows each document."""
 
-    offsets: np.ndarray  # uint64 [documents + 1]; start of each document among all tokens, and the end.
-    prompts: np.ndarray | None  # uint64 [documents]; number of prompt tokens of each document, which no loss counts.
+    offsets: np.ndarray  # Start of each document among all tokens, then the end of the last, uint64 `[documents + 1]`.
+    prompts: np.ndarray | None  # Number of prompt tokens in each document, uint64 `[documents]`.
 
     def __init__(
         self, tokens: np.ndarray, offsets: np.ndarray, prompts: np.ndarray | None = None, *, name: str = "memory"
     ):
-        """Hold a store in memory: `tokens`, uint16 or uint32. Messages name their origin, `name`."""
         self.name, self.dtype = name, tokens.dtype
         self.fingerprint = hashlib.sha256(tokens).hexdigest()
         self._tokens, self.offsets, self.prompts = tokens, offsets, prompts
@@ -54,27 +53,26 @@ class TokenStore:
         return len(self._tokens)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens start … stop - 1."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} … {stop} of {len(self)}")
         return self._tokens[start:stop]
 
 
 class ShardedStore(TokenStore):
-    """One split of a store on disk, which can be pickled because it holds file names instead of open files.
+    """One split of a store on disk. It can be pickled, because it holds file names instead of open files.
 
-    Offsets and prompts are read and checked at the first access. Tokens are read, not memory-mapped: if a disk fails,
-    a read raises an error that names the file, whereas access to mapped memory would end the process by SIGBUS.
+    Tokens are not memory-mapped: if a disk fails, a read raises an error that names the file, whereas access to mapped
+    memory would end the process by SIGBUS. Offsets and prompts are read and checked at the first access.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any], split: str):
-        """Open the shards that `meta`, the content of `meta.json`, lists. No file is read yet."""
+        """Take the shards from `meta`, the content of `meta.json`. No other file is read yet."""
         shards = meta["splits"][split]["shards"]
         self.name, self.dtype = str(folder / split), np.dtype(meta["dtype"])
         kinds = [kind for kind in ("tokens", "offsets", "prompts") if kind in shards[0]["sha256"]]
         content = [self.dtype.name, [[shard["sha256"][kind] for kind in kinds] for shard in shards]]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))  # And the end.
+        self._starts = list(itertools.accumulate((shard["tokens"] for shard in shards), initial=0))
         self._files = [shard_file(folder, split, i, "tokens") for i in range(len(shards))]
         self._hashes = [shard["sha256"]["tokens"] for shard in shards]
         self._has_prompts = "prompts" in kinds
@@ -130,15 +128,15 @@ class ShardedStore(TokenStore):
 
 
 class UpsampledStore(TokenStore):
-    """A store of nearly the same size in which long documents have a given share of the tokens.
+    """A resampled store of nearly the same size in which long documents have a given share of the tokens.
 
-    This is length up-sampling (Fu et al. 2024, arXiv 2402.10171): long documents become more frequent within each
-    source, and the weights of the sources stay the same. Long documents are repeated at one rate and short documents at
-    another. Systematic sampling uses each document ⌊rate⌋ or ⌈rate⌉ times, in separate passes over the store.
+    In length up-sampling (Fu et al. 2024, arXiv 2402.10171), long documents become more frequent within each source,
+    and the weights of the sources stay the same. Long documents are repeated at one rate and short documents at
+    another. Each document is used ⌊rate⌋ or ⌈rate⌉ times. Its repetitions follow in later passes over the store.
     """
 
     def __init__(self, store: TokenStore, *, longer_than_tokens: int, share: float):
-        """Choose the documents. A store without long documents, or with at least the given share, stays unchanged."""
+        """Choose the documents. Nothing changes if none is long, or if long documents already have the share."""
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
         is_long = lengths > longer_than_tokens
@@ -180,10 +178,7 @@ class UpsampledStore(TokenStore):
 
 
 def open_store(folder: str | Path, split: str, *, verify: bool = False) -> TokenStore:
-    """Open the split "train" or "valid" of a store, or raise `UserError` if a file is missing or has a wrong size.
-
-    With `verify`, every file is also read, and its SHA-256 is compared.
-    """
+    """Open a split of a store. Raise `UserError` if a file is missing or has a wrong size (or SHA-256, if `verify`)."""
     folder = Path(folder)
     meta = read_meta(folder)
     shards = meta["splits"][split]["shards"]
@@ -264,7 +259,7 @@ def offsets_problem(offsets: np.ndarray, tokens: int) -> str | None:
 
 
 def sha256_of(file: Path) -> str:
-    """Return a file's SHA-256."""
+    """Return the SHA-256 of a file's content, as hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

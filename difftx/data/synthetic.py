@@ -1,7 +1,7 @@
 """Synthetic recall tasks, generated on demand: example i depends only on the task, the seed, the split and i.
 
 `data.path` selects a task as "synthetic:TASK", and the group `data.synthetic` holds its parameters. Only answers count
-in the loss. Token 0 is filler and separator. The lower half of the other tokens are keys, the upper half values.
+in the loss. Token 0 is filler and separator. Of the other tokens, the lower half are keys, the upper half values.
 """
 
 import dataclasses
@@ -15,18 +15,17 @@ from difftx.data.packing import Row, empty_row
 from difftx.errors import UserError
 from difftx.registry import Registry
 
-FILLER = 0  # Pads an example that is shorter than its row, as in `empty_row`, and separates a prefix from its copy.
+FILLER = 0  # Token that pads an example to the length of its row and separates a prefix from its copy.
 SPLITS = {"train": 0, "valid": 1}
 
-type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions whose targets are answers, and answers.
+type Example = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens, positions that have answers, and their answers.
 
 
 def mqar(config: SyntheticConfig, row_tokens: int, rng: np.random.Generator) -> Example:
     """Return an example of multi-query associative recall: key-value pairs, then each key again as a query.
 
-    The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), a query's distance from the pairs is an
-    even number of tokens, drawn from a power law. All other tokens after the pairs are random; the answers are targets
-    only, so they do not follow their queries in the row.
+    The answer to a query is the key's value. As in Zoology (arXiv 2312.04927), the distance of a query from the pairs
+    is even and drawn from a power law. All other tokens after the pairs are random, because answers are only targets.
     """
     keys, values = _keys_and_values(config, rng)
     context = 2 * config.pairs
@@ -75,22 +74,18 @@ def _retrieval_tokens(config: SyntheticConfig, row_tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task, defined by two functions. Both get the config and the number of tokens of a row."""
+    """A task, defined by two functions. Both receive the config and the number of tokens in a row."""
 
     make: Callable[[SyntheticConfig, int, np.random.Generator], Example]  # Returns a random example.
-    tokens: Callable[[SyntheticConfig, int], int]  # Returns the number of tokens of an example.
+    tokens: Callable[[SyntheticConfig, int], int]  # Returns the number of tokens in an example.
 
-
-MQAR = Task(mqar, lambda config, _: 4 * config.pairs)
-RETRIEVAL = Task(retrieval, _retrieval_tokens)
-COPY = Task(copy, lambda _, row_tokens: max(2, row_tokens))
 
 TASKS: Registry[Task] = Registry(
     "synthetic task",
     {
-        "mqar": "difftx.data.synthetic:MQAR",
-        "retrieval": "difftx.data.synthetic:RETRIEVAL",
-        "copy": "difftx.data.synthetic:COPY",
+        "mqar": Task(mqar, lambda config, _: 4 * config.pairs),
+        "retrieval": Task(retrieval, _retrieval_tokens),
+        "copy": Task(copy, lambda _, row_tokens: max(2, row_tokens)),
     },
 )
 
@@ -136,7 +131,7 @@ class SyntheticRows:
 
 
 def _keys_and_values(config: SyntheticConfig, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw different keys from the lower half of the tokens, and different values from the upper half."""
+    """Draw distinct keys from the lower half of the tokens, and distinct values from the upper half."""
     middle = config.vocab_size // 2
     keys = 1 + rng.choice(middle - 1, config.pairs, replace=False)
     values = middle + rng.choice(config.vocab_size - middle, config.pairs, replace=False)

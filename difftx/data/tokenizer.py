@@ -10,7 +10,7 @@ import tiktoken
 from difftx.errors import UserError, did_you_mean
 
 BYTES = "bytes"
-LARGEST_ID = 2**24 - 1  # Limit for .tiktoken files, because an embedding has a row for each id up to the largest.
+LARGEST_ID = 2**24 - 1  # Largest id in a .tiktoken file, because an embedding has a row for every id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
 
 # The pattern by which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
@@ -21,19 +21,12 @@ CL100K_PATTERN = (
 
 
 def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Encoding:
-    """Return a tiktoken encoding by name or from a .tiktoken file.
+    """Return a tokenizer, or raise `UserError`. `field` is the flag or config field that names it, for messages.
 
-    tiktoken downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file holds a
-    token in base64 and its id. The file defines neither a pattern nor special tokens, so text is split by the pattern
-    of cl100k_base, and <|endoftext|> gets the id after the largest.
-
-    Args:
-        name: "bytes" (needs no download), one of tiktoken's encodings, such as "cl100k_base", or a path that ends in
-            .tiktoken.
-        field: Flag or config field that names the encoding, for messages.
-
-    Raises:
-        UserError: If the encoding does not exist, is invalid, or is not cached and cannot be downloaded.
+    `name` is "bytes", an encoding of tiktoken such as "cl100k_base", or the path of a .tiktoken file. tiktoken
+    downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file has a token in
+    base64 and its id. The file defines neither a pattern nor special tokens, so text is split by the pattern of
+    cl100k_base, and <|endoftext|> gets the id after the largest.
     """
     if name == BYTES:
         return _byte_encoding()
@@ -45,7 +38,7 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
         raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken file.{hint}")
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # From the cache, or from requests, whose exceptions are OSErrors.
+    except OSError as error:  # Raised by the cache or by requests, whose exceptions are OSErrors.
         raise UserError(
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that has it, or use {field}='bytes'"
@@ -101,7 +94,7 @@ def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:
 def _byte_encoding() -> tiktoken.Encoding:
     return tiktoken.Encoding(
         BYTES,
-        # There are no merges, so any split yields single bytes. Splits of one character are 2.6× slower.
+        # Any split yields single bytes, because there are no merges. Splits of one character are 2.6× slower.
         pat_str=r"[\s\S]{1,64}",
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={END_OF_TEXT: 256},

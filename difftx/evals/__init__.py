@@ -1,4 +1,4 @@
-"""Evaluation suites: run them on a model, write their results, and find results that need not be computed again."""
+"""Run evaluation suites on a model, write their results, and find stored results that can be reused."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ from difftx.training.run import Run
 
 
 def check_suites(names: Sequence[str]) -> None:
-    """Raise `UserError` for a name that is not a suite."""
+    """Raise `UserError` if one of the names is not a suite."""
     for name in names:
         SUITES[name]
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
-    """Raise `UserError` if one of the suites cannot evaluate the run; nothing is computed."""
+    """Raise `UserError` if one of the suites cannot evaluate the run. Nothing is computed."""
     for suite in suites:
         for name in with_inner(run.config, suite):
             SUITES[name].check(run)
@@ -43,18 +43,11 @@ def evaluate(
     weights: str | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> dict[str, Result]:
-    """Run suites on the parameters of a step, and write `<workdir>/evals/<suite>/<step>.json` for each.
+    """Run suites on the parameters of a step, and write each result to `<workdir>/evals/<suite>/<step>.json`.
 
-    Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or replaced meanwhile.
-
-    Args:
-        run: run with the validation data and the mesh.
-        params: parameters of the model at `step`.
-        step: step of the parameters.
-        suites: names of the suites.
-        work: progress display; None: no progress is shown.
-        weights: identity of `params`, as in a checkpoint's manifest; None: `params` do not belong to a run.
-        checkpoint: checkpoint of `params`; None: there is none yet, since training evaluates before it saves.
+    `weights` is the identity of `params` in the checkpoint's manifest. `checkpoint` is None during training, which
+    evaluates before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
+    replaced during the evaluation.
     """
     check_suites(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
@@ -77,12 +70,12 @@ def evaluate(
 
 
 def result_path(workdir: Path, suite: str, step: int) -> Path:
-    """Return the path of a suite's result."""
+    """Return the path of the JSON file with a suite's result for a step."""
     return workdir / "evals" / suite / f"{step}.json"
 
 
 def stored_result(run: Run, suite: str, step: int) -> dict[str, Any] | None:
-    """Return the JSON of a stored result with the same `settings` as the run; None if there is none."""
+    """Return the JSON of a stored result, or None if there is none or it was computed with other settings."""
     path = result_path(run.workdir, suite, step)
     if not path.exists():
         return None
@@ -91,7 +84,7 @@ def stored_result(run: Run, suite: str, step: int) -> dict[str, Any] | None:
 
 
 def settings(run: Run, suite: str) -> str:
-    """Return a SHA-256 of everything that a suite's result depends on, except the parameters."""
+    """Return a SHA-256 of everything, except the parameters, that a suite's result depends on."""
     config = run.config
     depends: dict[str, Any] = {
         "suite": suite,
@@ -114,17 +107,17 @@ def settings(run: Run, suite: str) -> str:
 
 
 def fields_of(config: Config, suite: str) -> tuple[str, ...]:
-    """Return the fields of `eval` that a suite and its inner suites read."""
+    """Return the fields of the config group `eval` that affect a suite's result."""
     return tuple(field for name in with_inner(config, suite) for field in SUITES[name].reads)
 
 
 def with_inner(config: Config, suite: str) -> tuple[str, ...]:
-    """Return a suite and the suites that it runs itself."""
+    """Return the names of a suite and of the suites that it runs in turn, as suite `quantize` does."""
     return (suite, *SUITES[suite].inner(config))
 
 
 def _sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file, or None if the file cannot be read. The suite's `check` reports that error."""
+    """Return the SHA-256 of a file, or None if it cannot be read. The suite's `check` reports that error."""
     try:
         return sha256_of(path)
     except OSError:

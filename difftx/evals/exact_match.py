@@ -1,5 +1,5 @@
 """Suite `exact_match`: accuracy of a synthetic task on its validation examples (docs/suites.md)."""
-#   B = batch, T = tokens, D = model width
+# Axes of arrays: B = rows of a batch, T = tokens of a row, D = model width
 
 import functools
 from typing import Any
@@ -21,14 +21,14 @@ from difftx.training.state import graph
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Compare the most likely token with each answer; the numbers are unweighted means over sets."""
+    """Compare the most likely token with each answer. The numbers are unweighted means over validation sets."""
     sets = {name: _score_set(evaluation, name, rows) for name, rows in synthetic_sets(evaluation.run).items()}
     numbers = {name: float(np.mean([s[name] for s in sets.values()])) for name in ("accuracy", "exact_match")}
     return Result(numbers=numbers, details={"sets": sets})
 
 
 def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:
-    """Return the validation sets that are synthetic tasks, by name; raise `UserError` if there are none."""
+    """Return the validation sets that are synthetic tasks by name, or raise `UserError` if there are none."""
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
         raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")
@@ -50,7 +50,7 @@ def _score_set(evaluation: Evaluation, name: str, source: SyntheticRows) -> dict
 
 @functools.partial(jax.jit, static_argnums=0)
 def _count(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the number of right answers, the number of answers, and the number of rows with only right answers."""
+    """Return the number of right answers, the number of all answers, and the number of rows with only right answers."""
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     counts_BT = batch.loss_mask_BT > 0

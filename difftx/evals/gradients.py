@@ -1,5 +1,5 @@
-"""Suite `gradients`: norms of the loss gradient by matrix and layer (Appendix F; docs/suites.md)."""
-#   L = layers, for arrays with one value per layer
+"""Suite `gradients`: gradient norms by matrix and layer (Appendix F of the Differential Transformer paper)."""
+# Axes of arrays: L = layers
 
 import dataclasses
 import functools
@@ -21,8 +21,10 @@ from difftx.model.abstract import vector_mask
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
+_add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
+
 CHECKPOINT = "checkpoint"
-PAIRS = ("query", "key")  # Weights with one matrix per group: W_Q1 and W_Q2, W_K1 and W_K2.
+PAIRS = ("query", "key")  # Differential attention has two of each: W_Q1 and W_Q2, W_K1 and W_K2.
 TITLES = {
     CHECKPOINT: "of the checkpoint",
     "as_configured": "at initialisation",
@@ -36,7 +38,7 @@ TITLES = {
 def evaluate(evaluation: Evaluation) -> Result:
     """Measure the gradient of the mean validation loss, at the checkpoint and at initialisation.
 
-    A norm in the numbers is that of one matrix in all layers together. A cosine is the mean over layers.
+    In the numbers, a norm covers one matrix in all layers together, and a cosine is the mean over layers.
     """
     configs = {CHECKPOINT: evaluation.run.config, **initial_configs(evaluation.run.config)}
     numbers, details, cosine_lines = {}, {}, {}
@@ -53,8 +55,9 @@ def evaluate(evaluation: Evaluation) -> Result:
             "norms": {matrix: norm_L.tolist() for matrix, norm_L in norms.items()},
             "cosines": {pair: cosine_L.tolist() for pair, cosine_L in cosines.items()},
         }
-        title = f"Gradient norms {TITLES[name]}"
-        charts.append(_chart(f"gradients_{name}", title, "norm, nats a token", norms, log_y=True))
+        charts.append(
+            _chart(f"gradients_{name}", f"Gradient norms {TITLES[name]}", "norm, nats a token", norms, log_y=True)
+        )
         if name in (CHECKPOINT, "as_configured"):
             cosine_lines |= {f"W_{pair[0].upper()}, {TITLES[name]}": cosine_L for pair, cosine_L in cosines.items()}
     if cosine_lines:
@@ -84,7 +87,7 @@ def initial_configs(config: Config) -> dict[str, Config]:
 
 
 def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
-    """Return the matrices of the blocks' parameters by name, `[L, …]` each; a weight of two groups gives two."""
+    """Return the matrices in the parameters of all blocks by name, `[L, …]` each, W_Q1 and W_Q2 separately."""
     found = {}
     is_vector = jax.tree.leaves(vector_mask(model)["blocks"])
     for (path, leaf), skip in zip(jax.tree.leaves_with_path(blocks), is_vector, strict=True):
@@ -101,10 +104,7 @@ def matrices(model: ModelConfig, blocks: Any) -> dict[str, jax.Array]:
 def _gradient(
     evaluation: Evaluation, name: str, config: Config, params: Any
 ) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the loss in nats per token, the norm of each matrix's gradient `[L]`, and the cosine of each pair `[L]`.
-
-    A cosine is 0 where one of the two gradients is zero.
-    """
+    """Return the loss in nats per token, each matrix's gradient norm `[L]`, and each pair's cosine `[L]`."""
     graphdef, limit, total = graph(config), config.eval.gradients.tokens, None
     for valid, source in evaluation.run.data.valid.items():
         for batch in evaluation.batches(source, limit, f"gradient {TITLES[name]}, rows of {valid}"):
@@ -121,7 +121,7 @@ def _gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, Any]:
-    """Return the loss summed over a batch, its number of tokens, and the gradient with respect to `blocks`."""
+    """Return a batch's summed loss, its number of counted tokens, and the gradient of the blocks' parameters."""
 
     def nll(blocks: Any) -> jax.Array:
         return batch_nll(nnx.merge(graphdef, params | {"blocks": blocks}), batch)[0]
@@ -130,14 +130,9 @@ def _sum_and_gradient(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tupl
     return value, jnp.sum(batch.loss_mask_BT), gradient
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _add(total: Any, new: Any) -> Any:
-    return jax.tree.map(jnp.add, total, new)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
-    """Return the loss, the tokens, each matrix's squared norm `[L]`, and each pair's dot product `[L]`."""
+    """Return the loss, the number of tokens, each matrix's squared norm `[L]`, and each pair's dot product `[L]`."""
     nll, tokens, gradient = total
     found = matrices(model, gradient)
 
@@ -146,13 +141,13 @@ def _measure(model: ModelConfig, total: tuple[jax.Array, jax.Array, Any]):
 
     squares = {name: dot(matrix, matrix) for name, matrix in found.items()}
     pairs = {pair: (found[f"{pair}_1"], found[f"{pair}_2"]) for pair in PAIRS if f"{pair}_1" in found}
-    # With several signal heads per noise head, the two shapes of a pair differ, and the dot product is undefined.
+    # With several signal heads per noise head, the matrices of a pair differ in shape and have no dot product.
     dots = {pair: dot(a, b) for pair, (a, b) in pairs.items() if a.shape == b.shape}
     return nll, tokens, squares, dots
 
 
 def _chart(name: str, title: str, y_label: str, lines: dict[str, np.ndarray], *, log_y: bool) -> LineChart:
-    """Return a chart over layers; with `log_y`, it omits lines that contain a zero."""
+    """Return a chart with the layer as its x-axis. With `log_y`, lines that contain a zero are omitted."""
     series = [
         Series(name=line, x=[float(layer) for layer in range(1, len(y_L) + 1)], y=[float(y) for y in y_L])
         for line, y_L in lines.items()

@@ -12,7 +12,7 @@ from difftx.evals.suite import Suite
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Score each validation set; the numbers are unweighted means over sets."""
+    """Score each validation set. The numbers are unweighted means over sets."""
     sets = {name: _score_set(evaluation, name) for name in evaluation.run.data.valid}
     loss = float(np.mean([s["loss"] for s in sets.values()]))
     numbers = {"loss": loss, "perplexity": math.exp(loss)}
@@ -23,7 +23,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def _score_set(evaluation: Evaluation, name: str) -> dict[str, float]:
-    """Return a set's scores. The end-of-document token contributes to the loss, but has no bytes."""
+    """Return a set's loss, bits per byte and size. End-of-document tokens contribute to the loss, but have no bytes."""
     run = evaluation.run
     byte_counts = np.array([len(value or b"") for value in token_bytes(run.tokenizer)])
     is_text = not isinstance(run.data.valid[name], SyntheticRows)

@@ -1,5 +1,5 @@
-"""Suite `position`: cumulative average loss by position in long documents (Figure 4; docs/suites.md)."""
-#   N = documents, T = tokens of a row
+"""Suite `position`: average loss up to each position (Figure 4 of the Differential Transformer paper)."""
+# Axes of arrays: N = documents, T = tokens of a row
 
 import dataclasses
 import statistics
@@ -14,17 +14,17 @@ from difftx.evals.result import LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.training.run import Run
 
-POINTS = 64  # Largest number of points of a curve, evenly spaced on a log axis.
+POINTS = 64  # Most points of a curve. They are evenly spaced on a log axis.
 ERRORS = statistics.NormalDist().inv_cdf(0.975)  # Half-width of a 95 % interval, in standard errors.
 
 
 class DocumentStarts:
-    """A `RowSource` of the first T tokens of documents with more: at most `limit` documents, evenly spaced."""
+    """A `RowSource` of the first T tokens of documents with more than T tokens, at most `limit` evenly spaced ones."""
 
     def __init__(self, store: TokenStore, sequence_length: int, limit: int):
         offsets = store.offsets.view(np.int64)
         lengths = np.diff(offsets)
-        found = offsets[:-1][lengths > sequence_length]  # T inputs need T + 1 tokens: the last input has a target too.
+        found = offsets[:-1][lengths > sequence_length]  # T inputs and T targets take T + 1 tokens.
         count = min(limit, len(found))
         self.store, self.name, self.fingerprint = store, store.name, store.fingerprint
         self.sequence_length = sequence_length
@@ -43,7 +43,7 @@ class DocumentStarts:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the loss of the first 1, 2, … T targets of long documents; `loss` is the average of all T."""
+    """Average the loss over the first 1, 2, … T targets of long documents. `loss` is the average over all T."""
     sources, length = long_documents(evaluation.run), evaluation.run.config.data.sequence_length
     positions = np.unique(np.geomspace(1, length, POINTS).round().astype(int))
     sets, series = {}, []
@@ -69,7 +69,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def long_documents(run: Run) -> dict[str, DocumentStarts]:
-    """Return the long documents of each validation set of text; raise `UserError` if there are none."""
+    """Return the long documents of each validation set of text, or raise `UserError` if there are none."""
     length, limit = run.config.data.sequence_length, run.config.eval.position_documents
     sources = {name: DocumentStarts(rows.store, length, limit) for name, rows in text_sets(run, "position").items()}
     if not any(len(source) for source in sources.values()):
@@ -82,7 +82,7 @@ def long_documents(run: Run) -> dict[str, DocumentStarts]:
 
 
 def _curve(name: str, nll_NT: np.ndarray, positions: np.ndarray) -> Series:
-    """Return the cumulative average loss at `positions`, which count from 1, with a 95 % band if N > 1."""
+    """Return the average loss up to each of `positions`, which count from 1, with a 95 % band if N > 1."""
     averages = np.cumsum(nll_NT, axis=1, dtype=np.float64)[:, positions - 1] / positions
     mean = averages.mean(axis=0)
     curve = Series(name=name, x=positions.astype(float).tolist(), y=mean.tolist())

@@ -1,4 +1,4 @@
-"""Suite `quantize`: other suites with attention logits rounded to few bits (Figure 8; docs/suites.md)."""
+"""Suite `quantize`: other suites with attention logits rounded to few bits (Figure 8 of the paper; docs/suites.md)."""
 
 import dataclasses
 import functools
@@ -11,12 +11,12 @@ from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import SUITES, Suite
 
-UNQUANTIZED = 16
+UNQUANTIZED = 16  # Number of bits that stands for no quantisation.
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A suite and the number of bits of its attention logits."""
+    """A suite to run, and the number of bits of its attention logits."""
 
     suite: str
     bits: int
@@ -27,7 +27,7 @@ class Item:
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Run each of `eval.quantize.suites` with attention logits of each of `eval.quantize.bits`; 16 is not quantised."""
+    """Run `eval.quantize.suites` with attention logits rounded to each of `eval.quantize.bits` (16: not rounded)."""
     config, settings = evaluation.run.config, evaluation.run.config.eval.quantize
     # Items with the same bits are adjacent, so that suites share a forward pass over the validation data.
     items = [Item(suite, bits) for bits in settings.bits for suite in inner_suites(config)]
@@ -59,7 +59,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def inner_suites(config: Config) -> tuple[str, ...]:
-    """Return `eval.quantize.suites`; raise `UserError` if one of them is unknown or cannot be quantised."""
+    """Return `eval.quantize.suites`, or raise `UserError` if one of them is unknown or cannot be quantised."""
     quantizable = [name for name, suite in SUITES.items() if suite.quantizable]
     for name in config.eval.quantize.suites:
         if name not in quantizable:
@@ -69,18 +69,14 @@ def inner_suites(config: Config) -> tuple[str, ...]:
 
 
 def quantized(config: Config, bits: int) -> Config:
-    """Return the config with attention logits of `bits` bits, where 16 bits means no quantisation.
-
-    The attention implementation becomes "auto" if the configured one does not support the quantisation.
-    """
-    model = config.model
+    """Return the config with attention logits of `bits` bits, and an attention implementation that supports them."""
+    model, implementation = config.model, config.model.attention_implementation
     backends = ARCHITECTURES[model.architecture].backends(quantized=bits != UNQUANTIZED)
-    is_supported = model.attention_implementation in backends
     changed = dataclasses.replace(
         model,
         attention_logit_bits=None if bits == UNQUANTIZED else bits,
         attention_logit_granularity=config.eval.quantize.granularity,
-        attention_implementation=model.attention_implementation if is_supported else "auto",
+        attention_implementation=implementation if implementation in backends else "auto",
     )
     return dataclasses.replace(config, model=changed)
 

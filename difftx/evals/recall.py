@@ -1,5 +1,5 @@
-"""Suite `recall`: the validation loss of Zoology's slices AR-Hit and Others (arXiv 2312.04927, §3; docs/suites.md)."""
-#   T = tokens of a row
+"""Suite `recall`: validation loss of the token sets AR-Hit and Others of Zoology (arXiv 2312.04927; docs/suites.md)."""
+# Axes of arrays: T = tokens of a row
 
 import functools
 import math
@@ -25,7 +25,7 @@ _count_once = functools.lru_cache(maxsize=1)(count_bigrams)
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Average the loss of each slice; the numbers are unweighted means over sets."""
+    """Average the loss of each slice. The numbers are unweighted means over validation sets."""
     run = evaluation.run
     counts, limit = training_counts(run), run.config.eval.recall_max_bigram_count
     sets = {name: _score_set(evaluation, name, counts, limit) for name in text_sets(run, "recall")}
@@ -41,12 +41,12 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.ndarray:
-    """Return whether each target's bigram occurs earlier in its row, at most `limit` times in `counts`, bool `[T]`."""
-    # Targets outside the loss mask need not be the next token. The token after `end_of_text` begins another document.
+    """Return which targets end a bigram that occurs earlier in the row, and at most `limit` times in training."""
+    # Exclude targets outside the loss mask, which may not be the next token, and bigrams that cross documents.
     counted = np.flatnonzero((row["loss_mask"] > 0) & (row["tokens"] != end_of_text))
     bigrams = as_bigrams(row["tokens"][counted], row["targets"][counted])
     documents = row.get("segment_ids", np.zeros(len(row["tokens"]), np.int32))[counted]
-    order = np.lexsort((bigrams, documents))  # Stable: equal bigrams keep the order of the row.
+    order = np.lexsort((bigrams, documents))  # The sort is stable, so equal bigrams keep their order.
     same = (np.diff(bigrams[order]) == 0) & (np.diff(documents[order]) == 0)
     repeated = order[1:][same]
     hits = repeated[counts.of(bigrams[repeated]) <= limit]
@@ -56,7 +56,6 @@ def is_hit(row: Row, counts: BigramCounts, limit: int, end_of_text: int) -> np.n
 
 
 def _score_set(evaluation: Evaluation, name: str, counts: BigramCounts, limit: int) -> dict[str, float]:
-    """Return the number of tokens and the mean loss of each slice; an empty slice has no loss."""
     nats, tokens, end = dict.fromkeys(SLICES, 0.0), dict.fromkeys(SLICES, 0), evaluation.run.tokenizer.eot_token
     for row, nll_T in evaluation.valid_rows(name):
         hit_T, counts_T = is_hit(row, counts, limit, end), row["loss_mask"] > 0
@@ -91,7 +90,7 @@ def training_counts(run: Run) -> BigramCounts:
 
 
 def _trained_on(config: DataConfig) -> dict[str, str | None]:
-    """Return the path, by name, of each source that has a weight at the start or in any stage of the training."""
+    """Return, by name, the paths of sources with a nonzero weight at the start or in a stage of the training."""
     if not config.sources:
         return {ONLY_SOURCE: config.path}
     return {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of a chart, with a band around it if `low` and `high` are given; all lists have the same length."""
+    """A line of a chart, with a band if `low` and `high` are given. All lists have the same length."""
 
     name: str
     x: Sequence[float]
@@ -27,13 +27,13 @@ class LineChart:
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
-    over_steps: bool = False  # Whether the report also draws y over training steps, a line for each x.
+    over_steps: bool = False  # Whether the report also draws y over training steps, with one line per x.
     kind: Literal["line"] = "line"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """A table of values, drawn as colours; rows `y` start at the top."""
+    """A table of values, drawn as colours. Its first row is at the top."""
 
     name: str
     title: str
@@ -53,5 +53,5 @@ class Result:
     """The result of a suite, which can be written as JSON."""
 
     numbers: dict[str, float]  # Numbers that are compared between runs and plotted over steps.
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Any further JSON.
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)

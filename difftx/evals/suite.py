@@ -1,4 +1,4 @@
-"""The class of suites, and the registry of suites; docs/extend.md shows how to add a suite."""
+"""The class of suites, and their registry. docs/extend.md shows how to add a suite."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +20,10 @@ class Suite:
     """A function that evaluates a model, and what its result depends on besides the model and the validation data.
 
     Attributes:
-        evaluate: function that runs the suite; `eval.py --list` prints the first line of its docstring.
+        evaluate: function that runs the suite. `eval.py --list` prints the first line of its docstring.
         reads: fields of the config group `eval`. A stored result is reused only if their values are the same.
         files: function that returns the files that the suite reads. A stored result depends on their contents.
-        inner: function that returns the names of other suites that this suite runs; it may raise `UserError`.
+        inner: function that returns the names of other suites that this suite runs. It may raise `UserError`.
         check: function that raises `UserError` for a run that the suite cannot evaluate. It is called before training
             and before an evaluation.
         measures_device: whether the result depends on the devices and the mesh.
@@ -69,11 +69,8 @@ def register_suite(name: str, suite: Suite, config: type | None = None) -> None:
     """Add a suite.
 
     `config` is a frozen dataclass of the suite's own fields. It becomes the group `eval.<name>`, and a stored result
-    depends on all of its values.
-
-    Raises:
-        UserError: the name is taken, `suite.reads` names a field that does not exist, or `config` is not a frozen
-            dataclass whose fields all have defaults.
+    depends on all of its values. Raises `UserError` if the name is taken, `suite.reads` names a field that does not
+    exist, or `config` is not a frozen dataclass whose fields all have defaults.
     """
     for field in suite.reads:
         if field not in types_of(EvalConfig):

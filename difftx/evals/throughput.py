@@ -1,4 +1,4 @@
-"""Suite `throughput`: tokens/s of the run's model and its counterpart on these devices (Table 7; docs/suites.md)."""
+"""Suite `throughput`: tokens/s of a Transformer and a Differential Transformer (Table 7 of its paper)."""
 
 import dataclasses
 import statistics
@@ -30,7 +30,7 @@ ATTENTION_OF_BOTH = ("auto", "reference", "xla", "cudnn")
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Time both models in turn on a microbatch of random tokens."""
+    """Time the model and its counterpart in turn on a microbatch of random tokens."""
     run, settings = evaluation.run, evaluation.run.config.eval
     random = random_rows(run.config, run.microbatch_rows)
     (batch,) = evaluation.batches(random, random.tokens, "random tokens")
@@ -58,7 +58,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return the config and its counterpart, in the order of `COMPARED`; raise `UserError` if it has none."""
+    """Return a config and its counterpart by architecture, in the order of `COMPARED`, or raise `UserError`."""
     if config.model.architecture not in COMPARED:
         raise UserError(
             f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "
@@ -69,10 +69,7 @@ def pair(config: Config) -> dict[str, Config]:
 
 
 def counterpart(config: Config) -> Config:
-    """Return the config of the other architecture with the same size (§3.1): one diff head replaces two softmax heads.
-
-    Raises `UserError` for a Transformer with an odd number of heads.
-    """
+    """Return the config of the other architecture with the same size: one diff head replaces two Transformer heads."""
     model = config.model
     other = "transformer" if model.architecture == "diff" else "diff"
     for field in ("num_heads", "num_kv_heads"):
@@ -96,7 +93,7 @@ def counterpart(config: Config) -> Config:
 
 
 def random_rows(config: Config, rows: int) -> PackedRows:
-    """Return `rows` rows of random tokens, the same in every call for a config."""
+    """Return rows of random tokens, which are the same in every call with the same arguments."""
     length = config.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
@@ -106,7 +103,7 @@ def random_rows(config: Config, rows: int) -> PackedRows:
 def rates_in_turn(
     calls: Mapping[str, Callable[[], Any]], rounds: Iterable[Any], steps: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Return the tokens/s of each function in each round, where a call processes `tokens` tokens.
+    """Return the tokens/s of each function in each round. Each call of a function processes `tokens` tokens.
 
     A round calls each function `steps` times in turn, so that a temporary slowdown affects all functions.
     As in the training loop, a call is dispatched before the previous call's result is awaited.
@@ -129,7 +126,6 @@ def median_ratio(rates: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 def _compiled(config: Config, kind: str, params: Any, batch: Batch) -> Callable[[], Any]:
-    """Compile a pass and run it `WARM_UP_STEPS` times; return a function that runs it."""
     graphdef = graph(config)
 
     def nll(params: Any, batch: Batch) -> jax.Array:

@@ -1,5 +1,5 @@
-"""The cache of the keys and values that `SelfAttention.project` returns: slot i of a row holds the row's token i."""
-#   L = layers, B = rows, S = slots, T = new tokens, K = key/value heads
+"""The cache of keys and values during generation. Slot i of a row holds the keys and values of the row's token i."""
+# Axes in names and shapes: L = layers, B = rows, S = slots, T = new tokens, K = key/value heads
 
 import functools
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from difftx.kernels.cached import EMPTY, KVCache, SegmentMask
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH
 
-UNIT = 256  # Slots per row of the smallest cache, a power of two. Larger caches double, so that few programs compile.
+UNIT = 256  # Smallest number of slots per row. All numbers are powers of two, so that few programs are compiled.
 ROWS = P(BATCH, None)
 
-type Entries = tuple[jax.Array, ...]  # Keys and values of new tokens, [L, B, T, K, …, width] each.
+type Entries = tuple[jax.Array, ...]  # Keys and values of new tokens. Each array is [L, B, T, K, …, width].
 
 
 def capacity_for(tokens: int) -> int:
-    """Return the number of slots for rows of up to `tokens` tokens, a power of two."""
+    """Return the number of slots per row, a power of two, of a cache for rows of up to `tokens` tokens."""
     return max(UNIT, 2 ** (tokens - 1).bit_length())
 
 
 def empty_cache(model: Decoder, rows: int, capacity: int) -> KVCache:
-    """Return arrays `[L, B, K, …, S, width]` of zeros in the compute dtype. Under jit, they are created sharded."""
+    """Return arrays of zeros, `[L, B, K, …, S, width]`, in the compute dtype. Under jit, they are created sharded."""
 
     def zeros(entry: jax.ShapeDtypeStruct) -> jax.Array:
         layers, _, _, *heads, width = entry.shape
@@ -43,9 +43,10 @@ def extend(
     segment_BT: jax.Array,
     branch_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Entries]:
-    """Return the normalised output `[B, T, D]` of the last layer for new tokens, and their entries for the cache.
+    """Return the last layer's normalised output `[B, T, D]` for new tokens, and their keys and values.
 
-    New tokens of segment 0 see the first `used_B` slots of their row and the previous new tokens of their branch.
+    A new token of segment 0 attends to the first `used_B` slots of its row and to earlier new tokens of its branch.
+    Padding tokens have the segment `EMPTY`.
     """
     cached_BS = jnp.where(jnp.arange(cache[0].shape[-2])[None] < used_B[:, None], 0, EMPTY)
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
@@ -56,14 +57,14 @@ def extend(
 def extend_chunk(
     model: Decoder, cache: KVCache, start: jax.Array, tokens_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, Entries]:
-    """Return the results of `extend` for the tokens at the positions from `start`, in rows of length `length_B`."""
+    """Call `extend` for the tokens of each row from position `start` on. Tokens beyond `length_B` are padding."""
     positions_1T = start + jnp.arange(tokens_BT.shape[1])[None]
     segment_BT = jnp.where(positions_1T < length_B[:, None], 0, EMPTY)
     return extend(model, cache, jnp.minimum(start, length_B), tokens_BT, positions_1T, segment_BT)
 
 
 def write_chunk(cache: KVCache, entries: Entries, start: jax.Array) -> KVCache:
-    """Return the cache with T new tokens of each row in the slots from `start`. All T slots must exist."""
+    """Return the cache with T new tokens of each row in the slots from `start` on. All T slots must exist."""
     return _write(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-2), cache, entries, start)
 
 
@@ -80,7 +81,7 @@ def write_token(cache: KVCache, entries: Entries, slot_B: jax.Array) -> KVCache:
 
 
 def _write(put: Callable, cache: KVCache, entries: Entries, where: jax.Array) -> KVCache:
-    """Apply `put(old, new, where)` to the arrays of the cache, on each device's shard."""
+    """Write entries to each array of the cache with `put(old, new, where)`, on each device's shard."""
 
     def on_one_device(cache, entries, where):
         return tuple(put(old, jnp.moveaxis(new, 2, -2), where) for old, new in zip(cache, entries, strict=True))
@@ -92,7 +93,8 @@ def _write(put: Callable, cache: KVCache, entries: Entries, where: jax.Array) ->
     return call(cache, reshard(entries, by_token), where)
 
 
+@functools.partial(jax.jit, static_argnames="capacity")
 def grow(cache: KVCache, capacity: int) -> KVCache:
-    """Return the cache with `capacity` slots per row."""
+    """Return the cache, padded with zeros to `capacity` slots per row."""
     unchanged, more = (0, 0), (0, capacity - cache[0].shape[-2])
     return tuple(jnp.pad(x, [unchanged] * (x.ndim - 2) + [more, unchanged]) for x in cache)

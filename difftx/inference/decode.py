@@ -1,13 +1,13 @@
 """Compiled programs for generation: prefill of a chunk of the prompts, and decoding of a block of new tokens.
 
-The prompts of a batch may differ in length. Token i of a row has position i and is in slot i of the row's cache. A
-short prompt is padded with tokens that no other token sees, and each new token overwrites the first padding token.
-Numbers of chunk tokens, rows and slots are powers of two, so that few programs are compiled.
+The prompts of a batch may differ in length. Token i of a row has position i and is in slot i of the row's cache. Short
+prompts are padded with tokens to which no other token attends, and new tokens overwrite this padding. The numbers of
+rows, of slots and of tokens in a chunk are powers of two, so that few programs are compiled.
 
-Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation: weights that
-are sharded over `fsdp` are gathered for every token.
+Rows are sharded over the mesh axes `data` and `fsdp`, heads over `tensor`. Prefer `tensor` for generation, because
+weights that are sharded over `fsdp` are gathered for every token.
 """
-#   B = rows, T = tokens of a chunk, N = new tokens of a block, D = model width, V = vocabulary
+# Axes in names and shapes: B = rows, T = tokens of a chunk, N = new tokens of a block, D = model width, V = vocabulary
 
 import dataclasses
 import functools
@@ -33,11 +33,11 @@ from difftx.parallel.layout import BATCH, Layout
 from difftx.parallel.mesh import batch_shards
 from difftx.training.state import graph
 
-PREFILL_TOKENS = 256  # Largest prefill chunk; short prompts use smaller chunks.
-CHUNK_WEIGHTS = 2**22  # Limits the chunks of long prompts: 16 MiB of float32 attention weights per head.
-SMALLEST_CHUNK = 32
+PREFILL_TOKENS = 256  # Most tokens per row in a prefill chunk. Chunks of short prompts are smaller.
+CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in float32). Limits chunks of long prompts.
+SMALLEST_CHUNK = 32  # Fewest tokens per row in a chunk.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
-NO_TOKEN = -1  # Entry of a block for a row that has already ended.
+NO_TOKEN = -1  # Fills a block's entries after the end of a row.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +51,19 @@ class LanguageModel:
 
     @property
     def window(self) -> int:
-        """Largest context: the length of a row in training, in tokens."""
+        """Most tokens that a prompt and its new tokens may have together, which is the row length in training."""
         return self.config.data.sequence_length
 
     @functools.cached_property
     def weights(self) -> Any:
-        """Parameters cast to the compute dtype once, to read fewer bytes per token. Vectors stay float32."""
+        """Parameters in the compute dtype, cast once so that each token reads fewer bytes. Vectors stay float32."""
         dtype = self.config.model.compute_dtype
         mask = vector_mask(self.config.model)
         return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
 
     @functools.cached_property
     def bytes_of(self) -> list[bytes | None]:
-        """Bytes of each token; None for ids that the tokenizer does not have."""
+        """Bytes of each token id, or None for an id that the tokenizer does not have."""
         return token_bytes(self.tokenizer)
 
     @functools.cached_property
@@ -77,33 +77,33 @@ class LanguageModel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The state that decoding passes from one new token to the next."""
+    """The state of a batch's rows between two decoding steps. A step appends one token to each row."""
 
     cache: KVCache
-    x_BD: jax.Array  # Output of the last layer for each row's last token; gives the next token's logits.
-    length_B: jax.Array  # int32: number of slots in use, and position of the next token.
-    seen_BV: jax.Array  # bool: tokens that occur in the row.
-    seed_B: jax.Array  # uint32: seed of the row's samples.
-    count_B: jax.Array  # int32: number of new tokens so far.
-    limit_B: jax.Array  # int32: largest number of new tokens.
-    done_B: jax.Array  # bool: the row has ended.
+    x_BD: jax.Array  # Output of the last layer at each row's last token, which determines the next token's logits.
+    length_B: jax.Array  # Number of cache slots in use, which is the position of the next token, int32.
+    seen_BV: jax.Array  # Whether each token of the vocabulary occurs in the row, bool.
+    seed_B: jax.Array  # Seed of the row's random samples, uint32.
+    count_B: jax.Array  # Number of new tokens so far, int32.
+    limit_B: jax.Array  # Largest number of new tokens, int32.
+    done_B: jax.Array  # Whether the row has ended, bool.
 
 
 def rows_for(requests: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the number of rows of a batch, a power of two per shard, with room for `requests` rows."""
+    """Return the number of rows of a batch that has room for `requests` rows. It is a power of two per shard."""
     per_shard = -(-requests // batch_shards(mesh))
     return batch_shards(mesh) * 2 ** (per_shard - 1).bit_length()
 
 
 def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh) -> int:
-    """Return the number of tokens in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
+    """Return the number of tokens per row in a prefill chunk, a power of two, for rows of up to `longest` tokens."""
     fitting = CHUNK_WEIGHTS // (rows // batch_shards(mesh) * capacity_for(longest))
     largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
     return max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
 
 
 def padded(rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return tokens padded to whole chunks, int32 `[B, T]`, the rows' lengths, int32 `[B]`, and the size of a chunk."""
+    """Pad rows to whole chunks. Return the int32 tokens `[B, T]` and lengths `[B]`, and the tokens per chunk."""
     longest, count = max(1, *map(len, rows)), rows_for(len(rows), mesh)
     chunk = chunk_for(longest, count, mesh)
     tokens_BT, length_B = np.zeros((count, -(-longest // chunk) * chunk), np.int32), np.zeros(count, np.int32)
@@ -113,14 +113,14 @@ def padded(rows: Sequence[Sequence[int]], mesh: jax.sharding.Mesh) -> tuple[np.n
 
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
-    """Return a host array `[B, …]` as a device array with its rows sharded over the mesh."""
+    """Copy an array `[B, …]` from the host to the devices, with its rows sharded over the mesh."""
     return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, P(BATCH)))
 
 
 def prefill(
     lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int]
 ) -> Rows:
-    """Return rows with the prompts in the cache. Rows with a limit of 0, and rows without a prompt, have ended."""
+    """Process prompts, and return their rows. Rows with a limit of 0, and padding rows without a prompt, have ended."""
     tokens_BT, length_B, chunk = padded(prompts, lm.mesh)
     rows = len(length_B)
     unused = [0] * (rows - len(prompts))
@@ -144,10 +144,9 @@ def prefill(
 
 
 def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows, np.ndarray]:
-    """Return the rows after a block of new tokens, and the new tokens, int32 `[B, N]`.
+    """Decode a block of new tokens, for which the cache must have room. Return the new rows and the tokens `[B, N]`.
 
-    A row ends with the end-of-text token or at its limit, and its later entries are NO_TOKEN. `with_room` must have
-    made room for the tokens of each row in the block.
+    A row ends with the end-of-text token or at its limit, and its later entries are NO_TOKEN.
     """
     end = np.int32(lm.tokenizer.eot_token)
     rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, config=lm.config, sampling=sampling)
@@ -155,11 +154,11 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
 
 
 def with_room(lm: LanguageModel, rows: Rows, tokens: int) -> Rows:
-    """Return the rows with a cache of at least `tokens` slots per row."""
+    """Return the rows with their cache enlarged, if necessary, to at least `tokens` slots per row."""
     capacity = capacity_for(tokens)
     if capacity <= rows.cache[0].shape[-2]:
         return rows
-    return dataclasses.replace(rows, cache=_grow(rows.cache, capacity))
+    return dataclasses.replace(rows, cache=grow(rows.cache, capacity))
 
 
 @functools.cache
@@ -172,16 +171,16 @@ def model_of(config: Config, params: Any) -> Decoder:
     return nnx.merge(_graph(config), params)
 
 
-# Each jitted function uses the mesh that is current when it is called, and compiles once per config and shape.
+# The jitted functions below use the mesh that their caller sets, and are compiled once per config and shape.
 @functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
 def new_cache(params: Any, *, config: Config, rows: int, capacity: int) -> KVCache:
-    """Return a cache without tokens."""
+    """Return an empty cache."""
     return empty_cache(model_of(config, params), rows, capacity)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("cache", "x_BD"))
 def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
-    """Add a chunk to the cache, and store the output of each row whose last token is in the chunk."""
+    """Add a chunk to the cache. Replace `x_BD` by the new output in rows whose last token is in the chunk."""
     new_BTD, entries = extend_chunk(model_of(config, params), cache, start, tokens_BT, length_B)
     last_B = length_B - 1 - start
     new_BD = jnp.take_along_axis(new_BTD, last_B[:, None, None], axis=1, mode="clip")[:, 0]
@@ -207,9 +206,6 @@ def _decode_block(params, rows, allowed_V, end, *, config, sampling):
 
     _, rows, out_BN = jax.lax.while_loop(is_unfinished, step, (jnp.int32(0), rows, out_BN))
     return rows, reshard(out_BN, P())  # Replicate the tokens, because every process reads them.
-
-
-_grow = jax.jit(grow, static_argnums=1)
 
 
 def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sampling) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Generation of text: completions for a batch of prompts, streamed on request."""
+"""Generation of text for a batch of prompts. The text can be streamed while it is generated."""
 
 import codecs
 import dataclasses
@@ -27,8 +27,8 @@ class Request:
 class Completion:
     """The text generated after a prompt."""
 
-    tokens: list[int]  # Without the end-of-text token. The last one may complete a stop string.
-    text: str  # Text before the stop string.
+    tokens: list[int]  # New token ids without the end-of-text token. They include the tokens of a stop string.
+    text: str  # Text of these tokens, up to a stop string.
     ended_by: Literal["end of text", "stop string", "limit"]
 
 
@@ -40,13 +40,9 @@ def generate(
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] = lambda index, text: None,
 ) -> list[Completion]:
-    """Complete all requests in one batch.
+    """Complete all requests in one batch. A text ends before the first string of `stop` that occurs in it.
 
-    A text ends before the first of the strings `stop` that occurs. After each block of tokens, `on_text` is called for
-    each request that has new text, with the index of the request and the new text.
-
-    Raises:
-        UserError: a prompt is empty, or the prompt and its new tokens do not fit the model's context.
+    After each block of tokens, `on_text(index, text)` is called with the new text of each request.
     """
     for index, request in enumerate(requests):
         check(lm, request, f"prompt {index}")
@@ -86,21 +82,17 @@ def check(lm: LanguageModel, request: Request, name: str) -> None:
 
 
 class TextStream:
-    """A converter of one row's tokens to text, as the tokens arrive.
-
-    The stream holds back an incomplete character, and text that may be the beginning of a stop string, until later
-    tokens decide.
-    """
+    """Converts one row's tokens to text as they arrive. Holds back incomplete characters and possible stop strings."""
 
     def __init__(self, bytes_of: Sequence[bytes | None], stop: Sequence[str]):
-        self.text = ""  # All released text.
-        self.stopped = False  # True after a stop string; the text ends before the stop string.
+        self.text = ""  # All text that is not held back.
+        self.stopped = False  # Whether a stop string has occurred. `text` ends before it.
         self._bytes_of, self._stop = bytes_of, tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that is no longer held back."""
+        """Add a token. Return new text, up to a possible beginning of a stop string or an incomplete character."""
         return self._release(self._decoder.decode(self._bytes_of[token] or b""), final=False)
 
     def finish(self) -> str:
@@ -111,7 +103,7 @@ class TextStream:
         if self.stopped:
             return ""
         text, self._held = self._held + new, ""
-        # Of all stop strings in the text, the one that ends first counts, wherever tokens begin. Ties: the longest.
+        # The text ends at the stop string that is complete first. Of several that end there, the longest one counts.
         found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, text = True, text[: min(found)[1]]
@@ -129,7 +121,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _RowText:
-    """The new tokens and the text of one request."""
+    """The new tokens and the text of one request during generation."""
 
     def __init__(self, lm: LanguageModel, request: Request, stop: Sequence[str]):
         self.ended_by: Literal["", "end of text", "stop string", "limit"] = ""
@@ -138,12 +130,12 @@ class _RowText:
         self._stream = TextStream(lm.bytes_of, stop)
 
     def room(self) -> int:
-        """Return the number of slots that the row needs for its next block."""
+        """Return the number of cache slots that the row needs, including those of its next block."""
         left = self._request.new_tokens - len(self._tokens)
         return len(self._request.prompt) + len(self._tokens) + min(left, decode.BLOCK_TOKENS)
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Add a block of tokens, and return the text that is no longer held back."""
+        """Add a block of tokens, and return the new text that the stream does not hold back."""
         text = ""
         for token in tokens:
             if token == self._end:

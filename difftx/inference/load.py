@@ -20,10 +20,9 @@ from difftx.training.state import init_state
 
 
 def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processes: argparse.Namespace) -> LanguageModel:
-    """Join the other processes, and return the model of a run's checkpoint, selected as in `read_checkpoint`.
+    """Join the other processes, and load the model of the checkpoint that `read_checkpoint` selects for `step`.
 
-    `overrides` are changes to the run's config, such as `{"mesh.tensor": "4"}`, and `processes` all flags of the
-    command, including those of `multihost`.
+    `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command.
     """
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)
@@ -48,10 +47,10 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
 
 
 def read_checkpoint[T](workdir: Path, step: int | None, now: Config, read: Callable[[Checkpoint], T], flag: str) -> T:
-    """Return `read(checkpoint)` for the checkpoint of `step`; None selects the newest checkpoint that verifies.
+    """Return `read(checkpoint)` for the checkpoint of `step`, or for the newest valid checkpoint if `step` is None.
 
-    If training deletes the newest checkpoint meanwhile, `read` is called again with the one that is then the newest.
-    `now` is the run's config with the command's overrides, and `flag` the flag that names `workdir`, for messages.
+    If training deletes that newest checkpoint during the call, `read` is called again with the new newest one. `now` is
+    the run's config with the command's overrides. Error messages name `workdir` by the flag `flag`.
     """
     checkpointer = Checkpointer(workdir)
 

@@ -1,5 +1,5 @@
 """Choice of the next token from its logits."""
-#   B = rows, V = vocabulary, N = candidates, most likely first
+# Axes in names and shapes: B = rows, V = vocabulary, N = candidates with the most likely first
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of generation. They apply in the order of the fields, as in Hugging Face's `generate`."""
+    """Settings for the choice of tokens. They apply in the order of the fields, as in Hugging Face's `generate`."""
 
-    # Lowers the logits of tokens that occur in the row (arXiv 1909.05858, §4.1): divides positive ones and, unlike the
-    # paper, multiplies negative ones, which division would increase. None: no penalty.
+    # Lowers the logits of tokens that occur in the row: positive logits are divided by the penalty, negative ones
+    # multiplied. (Section 4.1 of arXiv 1909.05858 divides both, which raises negative logits.) None: no penalty.
     repetition_penalty: float | None
-    temperature: float  # 0: the most likely token; top_k and top_p have no effect.
-    top_k: int | None  # Largest number of candidates. None: all tokens.
-    top_p: float | None  # Fewest most likely candidates whose probabilities sum to at least top_p. None or 1: all.
+    temperature: float  # Divides the logits. With 0, the most likely token is chosen, whatever top_k and top_p are.
+    top_k: int | None  # Keeps this many of the most likely tokens. None: all.
+    top_p: float | None  # Keeps the fewest most likely tokens whose probabilities sum to top_p or more. None or 1: all.
 
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
@@ -39,8 +39,8 @@ def choose(
 ) -> jax.Array:
     """Return the next token of each row, int32 `[B]`.
 
-    Tokens with a logit of -inf are never chosen. `seen_BV` marks the tokens that occur in a row. A row's sample depends
-    on its logits, its seed and `count_B`, the number of tokens drawn before, but not on other rows.
+    `seen_BV` marks the tokens to which the repetition penalty applies. Tokens with a logit of -inf are never chosen. A
+    row's sample depends only on its logits, its seed and `count_B`, the number of tokens that it drew before.
     """
     if sampling.repetition_penalty is not None:
         penalty = sampling.repetition_penalty
@@ -58,13 +58,13 @@ def choose(
 
 
 def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates' logits over temperature, -inf for excluded tokens, and their token ids, both `[B, N]`."""
+    """Return the candidates' logits over temperature (-inf if top_p excludes them) and token ids, both `[B, N]`."""
     logits_BV = logits_BV / sampling.temperature
-    # A top_p of 1 keeps all tokens. Rounding can make the sum of probabilities exceed 1 before the last one.
+    # Ignore a top_p of 1. Because of rounding, the sum of probabilities may exceed 1 before the last token.
     top_p = None if sampling.top_p == 1 else sampling.top_p
     if sampling.top_k is None and top_p is None:
         return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
-    # `top_k` sorts equally likely tokens by ascending id.
+    # `jax.lax.top_k` sorts equally likely tokens by ascending id.
     logits_BN, token_BN = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
     if top_p is not None:
         p_BN = jax.nn.softmax(logits_BN, axis=-1)

@@ -1,9 +1,9 @@
-"""Log-likelihoods of given continuations of given contexts, in batches, for multiple choice and label sets.
+"""Log-likelihoods of continuations after contexts, such as the choices of a question or a set of labels.
 
-Continuations of the same context are branches of one row. The context is prefilled once, and each branch sees the
-context and itself, but no other branch.
+Continuations of the same context are branches of one row. The context is prefilled once, and each branch attends to the
+context and to itself, but not to other branches.
 """
-#   B = rows, T = tokens of a chunk
+# Axes in names and shapes: B = rows, T = tokens of a chunk
 
 import collections
 import functools
@@ -24,11 +24,11 @@ from difftx.kernels.cached import EMPTY
 from difftx.parallel.layout import Layout
 from difftx.training.loss import token_scores
 
-BRANCH_TOKENS = 256  # Most tokens in the branches of a row per pass. An item with a longer branch gets its own row.
+BRANCH_TOKENS = 256  # Most tokens in all branches of a row that are scored at a time. A longer branch gets its own row.
 
 
 class Item(NamedTuple):
-    """Token ids to score: at least one of context and at least one of continuation."""
+    """A continuation to score, and what precedes it, as token ids. Context and continuation must not be empty."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -40,7 +40,7 @@ class Item(NamedTuple):
         return self.between + self.continuation
 
 
-# The index of an item's context among the distinct contexts, and the rest of the item. Long contexts are hashed once.
+# (Index of the context, between, continuation) of an item. The index avoids hashing a long context more than once.
 type _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 type _Entry = tuple[_Key, Item]
 
@@ -49,17 +49,11 @@ class Score(NamedTuple):
     """The likelihood of a continuation."""
 
     loglikelihood: float  # log p(continuation | context) in nats, over the whole vocabulary.
-    is_greedy: bool  # At each position, no token was more likely than that of the continuation.
+    is_greedy: bool  # Whether the token of the continuation is the most likely one at each position.
 
 
 def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int) -> list[Score]:
-    """Return the score of each continuation after its context, in the order of `items`.
-
-    Items may have different lengths. Items that share a context share its computation.
-
-    Raises:
-        UserError: a context or continuation is empty, or both do not fit the model's context.
-    """
+    """Return the score of each item, in order. A context that several items share is computed once."""
     for number, item in enumerate(items):
         if not item.context or not item.continuation:
             raise UserError(f"item {number}: context and continuation must have at least one token each")
@@ -90,7 +84,7 @@ def loglikelihoods(lm: LanguageModel, items: Sequence[Item], *, batch_rows: int)
 
 
 class Prompt(NamedTuple):
-    """Token ids after which a label is chosen. Prompts that share a context share its computation."""
+    """A question after a context, as token ids. A context that several prompts share is computed once."""
 
     context: tuple[int, ...]  # At least one token.
     question: tuple[int, ...]
@@ -99,10 +93,7 @@ class Prompt(NamedTuple):
 def most_likely(
     lm: LanguageModel, prompts: Sequence[Prompt], labels: Sequence[tuple[int, ...]], *, batch_rows: int
 ) -> list[int]:
-    """Return the index of the most likely label after each prompt. Of equally likely labels, the first is returned.
-
-    If one label is a prefix of another, the labels need an end marker, such as a newline.
-    """
+    """Return the index of the (first) most likely label after each prompt. No label may be a prefix of another."""
     items = [Item(prompt.context, label, prompt.question) for prompt in prompts for label in labels]
     scores = loglikelihoods(lm, items, batch_rows=batch_rows)
     by_prompt = np.array([score.loglikelihood for score in scores]).reshape(len(prompts), len(labels))
@@ -120,7 +111,7 @@ def _contexts(items: Sequence[Item]) -> list[int]:
 
 
 def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Score]:
-    """Score items by prefill, with one row per item."""
+    """Score items whose contexts are not shared, with one row per item."""
     inputs = [[*item.context, *item.branch[:-1]] for _, item in entries]
     tokens_BT, length_B, chunk = decode.padded(inputs, lm.mesh)
     rows, length = tokens_BT.shape
@@ -141,10 +132,8 @@ def _score_rows(lm: LanguageModel, entries: Sequence[_Entry]) -> dict[_Key, Scor
 
 
 def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_Key, Score]:
-    """Score groups of items, with one context and one row per group.
-
-    The cache holds the context without its last token, with which each branch begins.
-    """
+    """Score groups of items that share a context, with one row per group."""
+    # Each branch begins with the context's last token, because the output there predicts the token after the context.
     prefixes = [group[0][1].context[:-1] for group in groups]
     none = [0] * len(groups)
     prefilled = decode.prefill(lm, prefixes, seeds=none, limits=none)
@@ -174,7 +163,7 @@ def _score_branches(lm: LanguageModel, groups: Sequence[list[_Entry]]) -> dict[_
 
 
 def _passes(group: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Split a group into lists whose branches have at most `BRANCH_TOKENS` tokens in all."""
+    """Split a group of items into lists whose branches together have at most `BRANCH_TOKENS` tokens."""
     branches: list[_Entry] = []
     tokens = 0
     for key, item in group:
@@ -194,7 +183,7 @@ def _scores(nll_BT: np.ndarray, is_best_BT: np.ndarray, scored: Mapping[_Key, tu
 
 
 def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Array]:
-    """Return the `token_scores` of targets, replicated on all devices, given the output of `extend`."""
+    """Return `token_scores` of the targets, replicated on all devices. `x_BTD` is the output of `extend`."""
     model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
     x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
     return reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())

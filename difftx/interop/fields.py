@@ -1,4 +1,4 @@
-"""Fields of another format's config.json, and the fields of `model` that are the same for all other formats."""
+"""Reading of config.json in other formats, and the values of `model` that all imported models share."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from difftx.errors import UserError
 from difftx.files import NAMES, read_json
 
-# Fields of `model` that have the same value for every model of another format.
+# Fields of `model` that have the same value in all imported models.
 FIXED = {
     "signal_heads": None,
     "top_k": None,
@@ -19,7 +19,7 @@ EXPECTED: dict[type, str] = NAMES | {float: "a positive number", bool: "true or 
 
 
 class Fields:
-    """A config.json that checks a field when it is read."""
+    """A config.json whose fields are checked when they are read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -28,7 +28,7 @@ class Fields:
             raise UserError(f"{path}: not an object")
 
     def get[T](self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field of type `kind`, or `default` if the field is absent or null; numbers must be positive."""
+        """Return a field, or `default` if it is absent or null. Raise `UserError` for a wrong type or a number ≤ 0."""
         value = self._raw.get(name)
         if value is None and default is not None:
             return default
@@ -45,7 +45,7 @@ class Fields:
 
 
 def heads_from(d_model: int, groups: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int | None]:
-    """Return the fields of `model` that describe heads. None selects the default that other fields determine."""
+    """Return the fields of `model` that describe heads, with None for values that are the field's default."""
     return {
         "num_heads": heads,
         "num_kv_heads": None if kv_heads == heads else kv_heads,

@@ -8,7 +8,7 @@ from difftx.errors import UserError, did_you_mean
 from difftx.interop.fields import FIXED, Fields, heads_from
 
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer"}
-# Fields of which difftx implements only one value.
+# Fields of config.json for which difftx supports only the given value.
 REQUIRED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -52,7 +52,7 @@ def model_fields(path: Path) -> dict[str, Any]:
 
 
 def _rope_theta(fields: Fields) -> float:
-    """Return the base of the rotary embedding. Files of transformers 4 and 5 have it in different fields."""
+    """Return the base of the rotary embedding, which transformers 4 and 5 write to different fields."""
     scaling: dict[str, Any] = fields.get("rope_parameters", dict, {}) or fields.get("rope_scaling", dict, {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
@@ -86,7 +86,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
-    """Return the config.json of a model that `check_model` accepts."""
+    """Return the content of config.json for a model that `check_model` accepts."""
     model, groups = config.model, config.model.groups
     special = {"lambda_std_dev": model.lambda_std} if groups == 2 else {"mlp_bias": False}
     return {
@@ -104,7 +104,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
         "initializer_range": model.init_std,
         "rms_norm_eps": model.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rope_theta": model.rope_theta,  # For transformers 4.
+        "rope_theta": model.rope_theta,  # transformers 4 reads this field instead of rope_parameters.
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tie_embeddings,

@@ -1,8 +1,8 @@
 """Conversion of the config.json of microsoft/unilm's Diff-Transformer, in both directions.
 
-That repository publishes attention layers but no model. In the format that difftx defines for it, a decoder has the
-parameters of these layers under `self_attn` and Llama's names for all other tensors. Its config.json has the arguments
-of the layers' constructors.
+That repository publishes attention layers but no model, so difftx defines the format. The parameters of these layers
+are under `self_attn`, and all other tensors have Llama's names. config.json has the arguments of the layers'
+constructors and the fields of a Llama.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ HEAD_NORM_EPS = 1e-5  # Hard-coded in the official code.
 
 
 def model_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of `model` that a config.json determines."""
+    """Return the fields of `model` that a config.json determines, or raise `UserError` if difftx lacks a feature."""
     fields = Fields(path)
     name = fields.get("attention", str)
     if name not in CLASSES:
@@ -50,7 +50,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
-    """Return the config.json of a model that `check_model` accepts."""
+    """Return the content of config.json for a model that `check_model` accepts."""
     model = config.model
     return {
         "attention": next(name for name in CLASSES if CLASSES[name] == model.architecture),

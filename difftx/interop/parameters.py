@@ -1,10 +1,10 @@
-"""Parameters in the layouts of other formats, and their conversion from and to those of difftx, one layer at a time.
+"""Conversion of parameters between the layouts of other formats and those of difftx, one layer at a time.
 
 Values stay bit-identical, except where the gain of a head norm is folded into W_O.
 """
-#   D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads, K = key/value heads,
-#   G = 2 groups (A1 and A2), d = width of a query/key (sub-)head, E = 2 d = width of a head's output,
-#   p = 2 channels that the rotary embedding rotates together, j = d / 2 such pairs
+# Axes in names and strings: D = model width, V = vocabulary, F = hidden width of the MLP, L = layers, H = heads,
+# K = key/value heads, G = 2 groups (of the attention weights A1 and A2), d = width of a head's query and key in a
+# group, E = 2 d = width of a head's output, p = 2 channels that the rotary embedding rotates together, j = d / 2 pairs
 
 import dataclasses
 import math
@@ -25,20 +25,19 @@ Format = Literal["hf", "official"]
 OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-BLOCK_BYTES = 2**26  # Size of a block of embedding rows.
-# Name ending of tensors in old Llama files that are ignored, because the rotary embedding's base determines them.
-IGNORED = ".rotary_emb.inv_freq"
+BLOCK_BYTES = 2**26  # Embeddings are converted in blocks of rows of about this size.
+IGNORED = ".rotary_emb.inv_freq"  # Tensors whose names end in this are ignored. `rope_theta` determines their values.
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """A parameter of difftx, and the tensors of another format with the same values.
 
-    `axes` has one word per axis. A word of several letters is one axis that combines these dimensions in row-major
-    order: "HGd D" is a matrix with H·G·d rows, in which the index over d changes fastest, and D columns.
+    A string of axes has one word per axis. A word of several letters is one axis that combines these dimensions in
+    row-major order: "HGd D" is a matrix with H·G·d rows, in which the index over d changes fastest, and D columns.
     """
 
-    names: tuple[str, ...]  # Tensors of the other format; difftx stacks several. {layer} stands for the layer's number.
+    names: tuple[str, ...]  # Names of the tensors, with {layer} for the layer's number. difftx stacks several tensors.
     axes: str  # Axes of each tensor.
     path: str  # Path of the parameter. A parameter below "blocks/" has a leading axis of layers.
     our_axes: str  # Axes of the parameter, without the axis of layers and the axis of stacked tensors.
@@ -129,7 +128,7 @@ def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, i
 def import_params(
     source: Path, tensors: Mapping[str, Tensor], format_: Format, model: ModelConfig
 ) -> dict[str, Streamed]:
-    """Return difftx's parameters by path. Their values are read from `tensors` while they are written."""
+    """Return difftx's parameters by path. Their values are read from the files only when a checkpoint is written."""
     sizes, weights = sizes_of(model), weights_of(format_, model)
     expected = {name: shape_of(weight.axes, sizes) for weight in weights for name in _names(weight, model.num_layers)}
     for name, shape in expected.items():
@@ -140,7 +139,7 @@ def import_params(
                 f"{tensors[name].file}: {name} has shape {tensors[name].shape}, but config.json implies {shape}"
             )
     for name in tensors.keys() - expected.keys():
-        if name == UNEMBEDDING:  # A tied model, which needs no output embedding.
+        if name == UNEMBEDDING:  # A tied model has no output embedding, but its file may contain a copy.
             _require_equal(tensors[UNEMBEDDING], tensors[EMBEDDING])
         elif not name.endswith(IGNORED):
             raise UserError(f"{tensors[name].file}: {name} does not belong to the model that config.json describes")
@@ -148,14 +147,10 @@ def import_params(
 
 
 def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> dict[str, Streamed]:
-    """Return the tensors of another format by name. Their values are read from a checkpoint while they are written.
-
-    The tensors are ordered by parameter, then by layer. A run on few devices stores all layers of a parameter in one
-    chunk, which the reader decodes only once in this order.
-    """
+    """Return the tensors of another format by name. Their values are read from the checkpoint when they are written."""
     sizes, tensors = sizes_of(model), {}
-    # Read the gain, a few kilobytes, before W_O: the reader caches the chunks of one parameter only, so a read of the
-    # gain between two layers of W_O would evict the chunks of W_O.
+    # The reader caches the decoded chunks of one parameter, and a chunk may hold all layers. Tensors are therefore in
+    # the order of parameters, and the gain is read before the layers of W_O.
     is_folded = format_ == "hf" and model.head_norm == "rms_affine"
     gain_LE = reader.read(GAIN, slice(None)) if is_folded else None
     for weight in weights_of(format_, model):
@@ -185,7 +180,7 @@ def _require_equal(unembedding: Tensor, embedding: Tensor) -> None:
 
 
 def _by_rows(shape: tuple[int, ...], read: Callable[[slice], np.ndarray]) -> Streamed:
-    """Return the array whose rows `read` returns."""
+    """Return an array that is streamed in blocks of rows, each of which `read` returns."""
     blocks = _row_blocks(shape)
     return Streamed(shape, blocks[0].stop, lambda: map(read, blocks))
 
@@ -217,7 +212,7 @@ def _export_layer(
 ) -> list[np.ndarray]:
     """Return the tensor `weight.names[index]` of a layer, as a list of one block."""
     sizes = sizes_of(model)
-    if weight.path == GAIN and model.head_norm != "rms_affine":  # The official code always has a gain.
+    if weight.path == GAIN and model.head_norm != "rms_affine":  # The official format requires a gain.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]
     array = reader.read(weight.path, layer)
     if weight.path == OUTPUT and gain_LE is not None:

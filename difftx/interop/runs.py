@@ -28,17 +28,17 @@ from difftx.training.state import graph, init_state
 
 FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
 CONFIG = "config.json"
-TOKENS = 64  # Largest number of tokens per row when logits are compared.
-TOLERANCE = 1e-4  # Relative to the largest logit; allows for float32 sums in another order.
+TOKENS = 64  # Most tokens per row in a comparison of logits.
+TOLERANCE = 1e-4  # Largest difference relative to the largest logit. It allows for another order of float32 sums.
 
 
 def import_run(
     source: Path, out: Path, format_: Format, config: Config, overridden: Collection[str], verify: bool
 ) -> list[str]:
-    """Create the run directory `out` from a model folder of another format; return messages for the user.
+    """Create the run directory `out` from a model folder of another format. Return messages for the user.
 
-    The config.json in `source` replaces some fields of `config.model`, none of which the user may have `overridden`.
-    `verify` compares logits with transformers.
+    The folder's config.json determines fields of `config.model`, which the user must not have `overridden`. If `verify`
+    is set, logits are compared with those of transformers.
     """
     fields = FORMATS[format_].model_fields(source / CONFIG)
     if clash := sorted(fields.keys() & overridden):
@@ -59,11 +59,7 @@ def import_run(
 def export_run(
     workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool
 ) -> list[str]:
-    """Write a run's checkpoint as a model folder of another format; return messages for the user.
-
-    `step` = None selects the newest checkpoint that verifies. A safetensors file has at most `shard_bytes`, unless a
-    single tensor is larger. `verify` compares logits with transformers.
-    """
+    """Write the checkpoint that `read_checkpoint` selects to a model folder. Return messages for the user."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
         check_representable(checkpoint.config.model, format_)
@@ -104,13 +100,9 @@ def _describe(model: ModelConfig) -> str:
 
 
 def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
-    """Compare the logits of random tokens, both models in float32; return a message with the largest difference.
-
-    Raises:
-        RunError: The difference exceeds `TOLERANCE`.
-    """
+    """Compare float32 logits of random tokens. Return the largest difference, or raise `RunError` above `TOLERANCE`."""
     mesh = make_mesh(config.mesh)
-    chunks = 2 * mesh.shape["context"]  # Zig-zag order splits a row into this many chunks.
+    chunks = 2 * mesh.shape["context"]  # The context axis may split a row into this many chunks of equal length.
     length = min(TOKENS, config.data.sequence_length) // chunks * chunks
     tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
     theirs_BTV = transformers_logits(folder, tokens_BT)

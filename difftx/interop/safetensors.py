@@ -1,4 +1,4 @@
-"""safetensors files, read by rows and written one tensor at a time (https://huggingface.co/docs/safetensors).
+"""Reading of safetensors files by rows, and writing by tensor (https://huggingface.co/docs/safetensors).
 
 The `safetensors` library can write only tensors that are in memory, and its error for a truncated file names no tensor.
 """
@@ -21,8 +21,8 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Dtypes whose values float32 represents exactly.
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-LONGEST_HEADER = 100_000_000  # Bytes; the limit of the `safetensors` library.
-SHAPE = {"dtype": str, "shape": [int], "data_offsets": [int]}
+LONGEST_HEADER = 100_000_000  # Largest size of a header in bytes, as in the `safetensors` library.
+SHAPE = {"dtype": str, "shape": [int], "data_offsets": [int]}  # Schema of a tensor's entry in the header.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Tensor:
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: slice = slice(None)) -> np.ndarray:
-        """Return the tensor, or the given rows of its first axis, as float32; raise `UserError` for NaN or infinity."""
+        """Return the tensor, or some rows of its first axis, as float32. Raise `UserError` for NaN or infinity."""
         start, stop, _ = rows.indices(self.shape[0])
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         raw = np.fromfile(self.file, np.uint8, (stop - start) * width, offset=self.offset + start * width)
@@ -53,7 +53,7 @@ class Tensor:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors`, or of all files that the folder's index lists, by name."""
+    """Return a model folder's tensors by name, from `model.safetensors` or from the files that its index lists."""
     if not (folder / INDEX).is_file():
         if (folder / FILE).is_file():
             return _read_header(folder / FILE)
@@ -120,10 +120,7 @@ def _tensor(file: Path, size: int, data: int, name: str, entry: Mapping[str, Any
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Streamed], shard_bytes: int) -> list[str]:
-    """Write tensors as float32 to one file, or to several with an index; return the names of the files.
-
-    A file has at most `shard_bytes` of tensors, or a single larger tensor.
-    """
+    """Write tensors as float32 to one file or, above `shard_bytes`, to several with an index. Return the file names."""
     shards: list[dict[str, Streamed]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():

@@ -1,8 +1,8 @@
 """Conversion between tiktoken encodings and Hugging Face's tokenizer.json, for tokenizers that both can represent.
 
-Both merge bytes by rank. tiktoken merges any two neighbours that form a token. A tokenizer.json lists the pairs to
-merge, so it must list every split of each token into two tokens. A tokenizer converts if it splits the text by
-cl100k_base's pattern before the merges, or not at all.
+Both formats merge bytes in the order of the tokens' ranks. tiktoken merges any two neighbours that form a token. A
+tokenizer.json lists the pairs to merge, so it must list every split of each token into two tokens. A tokenizer can be
+converted if it splits text by cl100k_base's pattern before the merges, or if it does not split text.
 """
 
 import base64
@@ -36,7 +36,7 @@ BYTES_OF = {character: byte for byte, character in CHARACTERS.items()}
 
 
 def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) -> str:
-    """Write tokenizer.json and tokenizer_config.json if the tokenizer converts; return a message for the user."""
+    """Write tokenizer.json and tokenizer_config.json if the tokenizer is convertible. Return a message for the user."""
     name = config.data.tokenizer
     if not _is_convertible(name):
         return f"tokenizer: not converted; only {BYTES}, {CL100K} and .tiktoken files can be. Use tiktoken's {name!r}"
@@ -52,10 +52,10 @@ def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) 
 
 
 def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[str, str]:
-    """Return the value of `data.tokenizer` for the tokenizer of the model in `source`, and a message for the user.
+    """Return the value of `data.tokenizer` for the model in `source`, and a message for the user.
 
-    The vocabulary is written to a .tiktoken file in `folder`, which is later renamed to `out`, unless `data.tokenizer`
-    can be "bytes" or the configured `name`. A tokenizer that does not convert leaves `name` unchanged.
+    The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, a .tiktoken file is
+    written to `folder`, which is later renamed to `out`. If the tokenizer cannot be converted, the value is `name`.
     """
     path = source / FILE
     if not path.is_file():
@@ -66,7 +66,7 @@ def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[
             if _is_same(known, theirs):
                 return known, f"tokenizer: that of the model, data.tokenizer={known!r}"
         file = folder / "tokenizer.tiktoken"
-        with contextlib.suppress(KeyError):  # A character that does not represent a byte.
+        with contextlib.suppress(KeyError):  # Raised for a character that does not represent a byte.
             write_atomically(file, _ranks(theirs["model"]["vocab"]))
         if file.is_file() and _is_same(str(file), theirs):
             kept = str(out.absolute() / file.name)
@@ -104,7 +104,7 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # Like tiktoken, look up a whole piece of the split text first.
+            "ignore_merges": True,  # As in tiktoken, a word in the vocabulary becomes one token without any merges.
             "vocab": {_text(value): rank for value, rank in ranks.items()},
             "merges": [[_text(left), _text(right)] for left, right in _merges(ranks)],
         },
@@ -116,7 +116,7 @@ def _is_convertible(name: str) -> bool:
 
 
 def _is_same(name: str, raw: dict[str, Any]) -> bool:
-    """Return whether the tokenizer `name` can be loaded and equals a tokenizer.json."""
+    """Return whether the tokenizer `name` can be loaded and equals `raw`, the content of a tokenizer.json."""
     if not _is_convertible(name):
         return False
     try:
@@ -151,7 +151,7 @@ def _parts(raw: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _ranks(vocabulary: dict[str, int]) -> str:
-    """Return the content of a .tiktoken file."""
+    """Return the content of a .tiktoken file with the vocabulary of a tokenizer.json."""
     return "".join(
         f"{base64.b64encode(bytes(BYTES_OF[character] for character in token)).decode()} {rank}\n"
         for token, rank in sorted(vocabulary.items(), key=lambda item: item[1])

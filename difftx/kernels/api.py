@@ -1,16 +1,16 @@
-"""The attention functions, and how a call finds its backend.
+"""The attention functions, and the selection of a backend for each call.
 
-If the caller names a backend, it serves the call or raises an error with the reason. "auto" selects the first backend
-in `BACKENDS` that runs on the platform and supports the call, and logs the choice once.
+A backend that the caller names serves the call or raises an error with the reason. "auto" selects the first backend in
+`BACKENDS` that runs on the platform and supports the call, and logs the choice once.
 
 Under a mesh with explicit axes, a backend runs inside `jax.shard_map` over batch and heads. The shardings come from the
 arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows.
 
-A Pallas backend runs in the Pallas interpreter if the caller names it on another platform. A training step would then
-take minutes, so `why_unavailable` rejects such a backend for training.
+If the caller names a Pallas backend of another platform, the Pallas interpreter runs it. A training step would then
+take minutes, so `why_unavailable` rejects such a backend.
 """
-#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
-#   G = 2 groups (group 0 gives the attention weights A1, group 1 gives A2),
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
+#   G = 2 groups of queries and keys (group 0 gives the attention weights A1, group 1 gives A2),
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import functools
@@ -32,7 +32,7 @@ except ImportError:  # This jaxlib lacks the Mosaic GPU bindings, as on some lap
     _NO_GPU = "this jaxlib has no Mosaic GPU"
     pallas_gpu = types.SimpleNamespace(forward=None, backward=None, unsupported=lambda call: _NO_GPU)
 
-# All names of backends. A test compares them with `BACKENDS`.
+# Names of all backends. A test compares them with `BACKENDS`.
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
 
 
@@ -43,7 +43,8 @@ def _by_name(*backends: Backend) -> dict[str, Backend]:
 _for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
 _for_tpu = functools.partial(Backend, platform="tpu")
 
-# Function → name → backend. "auto" tries the backends in this order. "reference" is only an oracle for checks.
+# The backends of each attention function by name. "auto" tries them in this order, except for "reference", which tests
+# and `check_gradients` compare the others with.
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
@@ -66,8 +67,8 @@ BACKENDS = {
 
 log = logging.getLogger(__name__)
 
-distrusted: dict[str, str] = {}  # Backends that failed `check_gradients` → the reason. "auto" skips these backends.
-# Largest relative error that `check_gradients` accepts. Rounding to bfloat16 costs 0.01; a wrong kernel exceeds 0.05.
+distrusted: dict[str, str] = {}  # Backends that "auto" skips because `check_gradients` failed, each with the reason.
+# Largest relative error that `check_gradients` accepts. bfloat16 causes errors of 0.01, and wrong kernels over 0.05.
 GRADIENT_TOLERANCE = 0.05
 
 
@@ -82,9 +83,7 @@ def diff_attention(
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Compute causal differential attention, (softmax(Q1 K1ᵀ/√D) - λ softmax(Q2 K2ᵀ/√D)) V.
-
-    This is Eq. 1 of arXiv 2410.05258.
+    """Compute causal differential attention, (softmax(Q1 K1ᵀ/√D) - λ softmax(Q2 K2ᵀ/√D)) V (arXiv 2410.05258, Eq. 1).
 
     Args:
         q_BTHGD: Queries, float32 or bfloat16. Index 0 of G holds Q1, index 1 holds Q2.
@@ -93,9 +92,8 @@ def diff_attention(
         lam: λ as a scalar, per head `[H]`, or per token and head `[B, T, H]`. A Python number or an array of any real
             dtype; the computation uses float32 or wider.
         segment_ids_BT: int32. A token attends only to tokens of its own segment. None: each row is one segment.
-        window: Number of tokens that a token attends to: itself and the `window - 1` tokens before it. None: all
-            tokens up to itself.
-        zigzag: Whether the tokens of rows that are sharded over devices are in zig-zag order (`context.to_zigzag`).
+        window: A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself.
+        zigzag: Whether rows that are sharded along their tokens are in zig-zag order (`context.to_zigzag`).
         implementation: Name of a backend, or "auto".
 
     Returns:
@@ -106,11 +104,10 @@ def diff_attention(
     """
     lam = jnp.asarray(lam)
     _check_diff_shapes(q_BTHGD, k_BSKGD, v_BSKE, lam)
-    sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
-    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
+    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
     backend = _choose("diff_attention", implementation, call)
     lam_BTH = lam_per_token(lam, q_BTHGD)
-    return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=sharding)
+    return backend.run(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, window=window, sharding=call.sharding)
 
 
 def attention(
@@ -125,20 +122,17 @@ def attention(
 ) -> jax.Array:
     """Compute causal softmax attention, as used by the baseline Transformer.
 
-    Arguments and errors are those of `diff_attention`, without groups and λ.
-
-    Returns:
-        `[B, T, H, D]` in the dtype of the values.
+    Arguments and errors are those of `diff_attention`, without groups and λ. The result is `[B, T, H, D]` in the dtype
+    of the values.
     """
     if q_BTHD.ndim != 4 or k_BSKD.ndim != 4 or k_BSKD.shape != v_BSKD.shape or q_BTHD.shape[3] != k_BSKD.shape[3]:
         raise ValueError(
             "attention expects q [B, T, H, D] and k, v [B, S, K, D]; "
             f"got {q_BTHD.shape}, {k_BSKD.shape}, {v_BSKD.shape}"
         )
-    sharding = SequenceSharding.of(q_BTHD, zigzag=zigzag)
-    call = AttentionCall(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window, sharding)
+    call = AttentionCall(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window, SequenceSharding.of(q_BTHD, zigzag=zigzag))
     backend = _choose("attention", implementation, call)
-    return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=sharding)
+    return backend.run(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, sharding=call.sharding)
 
 
 def mapped_attention(
@@ -153,7 +147,7 @@ def mapped_attention(
     zigzag: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Compute causal attention with a weight function of `difftx.kernels.maps`.
+    """Compute causal attention whose weights come from `map_of`, a function such as those in `difftx.kernels.maps`.
 
     Fused kernels do not support these functions, so "auto" uses XLA operations on chunks of queries. Other arguments,
     errors and the pairing of query heads with key/value heads are those of `diff_attention`.
@@ -174,22 +168,17 @@ def mapped_attention(
             "mapped_attention expects q [B, T, H, G, D], k [B, S, K, G, D] and v [B, S, K, E], or q and k without G; "
             f"got {q.shape}, {k.shape}, {v_BSKE.shape}"
         )
-    sharding = SequenceSharding.of(q_BTHGD, zigzag=zigzag)
-    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, sharding)
+    call = AttentionCall(q_BTHGD, k_BSKGD, v_BSKE, segment_ids_BT, window, SequenceSharding.of(q_BTHGD, zigzag=zigzag))
     backend = _choose("mapped_attention", implementation, call)
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     forward = functools.partial(backend.forward, map_of, window=window)
-    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=sharding)
+    return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=call.sharding)
 
 
 def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str | None:
     """Return the reason why a backend cannot train or generate on this device, or None.
 
-    Args:
-        implementation: Name of a backend, or "auto", which finds a backend on every device.
-        q: Queries `[B, T, H, 2, D]` of `diff_attention`, or `[B, T, H, D]` of `attention`.
-        k: Keys.
-        v: Values.
+    "auto" is always available. Queries `[B, T, H, 2, D]` belong to `diff_attention`, and `[B, T, H, D]` to `attention`.
     """
     if implementation == "auto":
         return None
@@ -201,18 +190,15 @@ def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str
 
 
 def check_gradients(head_dim: int) -> dict[str, str]:
-    """Compare the gradients of the backends that "auto" may select on this device with the reference's gradients.
+    """Exclude from "auto" all backends with wrong gradients on this device, and return them, each with the reason.
 
-    Compilers and libraries have returned wrong gradients with correct outputs (issues TransformerEngine#3216 and
-    cudnn-frontend#160). Call this function before you set a mesh.
-
-    Returns:
-        `distrusted`: the backends that "auto" skips from now on, with the reason for each.
+    The gradients of fused kernels are compared with those of the reference. Compilers and libraries have returned wrong
+    gradients with correct outputs (TransformerEngine#3216, cudnn-frontend#160). Call this before you set a mesh.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
     q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    backends = [backend for backend in _candidates("diff_attention") if backend.name != "xla"]  # Plain XLA operations.
+    backends = [backend for backend in _candidates("diff_attention") if backend.name != "xla"]
     names = [backend.name for backend in backends if backend.why_unsupported(AttentionCall(q, k, v)) is None]
     if not names:
         return distrusted
@@ -230,7 +216,7 @@ def check_gradients(head_dim: int) -> dict[str, str]:
         pairs = zip(gradients(name, q.dtype), expected, strict=True)
         errors = [jnp.linalg.norm(a.astype(jnp.float32) - e) / jnp.linalg.norm(e) for a, e in pairs]
         error = float(jnp.stack(errors).max())
-        if not error < GRADIENT_TOLERANCE:  # NaN, too.
+        if not error < GRADIENT_TOLERANCE:  # Also true for NaN.
             distrusted[name] = f"its gradients were off by {error:.1%} when the program started"
             log.warning("%s on %s: %s", name, target.device_kind(), distrusted[name])
     return distrusted
@@ -253,18 +239,14 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
         if reason := backend.why_unsupported(call):
             raise ValueError(f"{function}: {implementation} cannot serve this call: {reason}")
         return backend
-    reasons = {}
+    rejected: list[str] = []
     for backend in _candidates(function):
         reason = distrusted.get(backend.name) or backend.why_unsupported(call)
         if reason is None:
-            _log_once(function, backend.name, target.device_kind(), _listed(reasons))
+            _log_once(function, backend.name, target.device_kind(), "; ".join(rejected))
             return backend
-        reasons[backend.name] = reason
-    raise ValueError(f"{function}: no backend can serve this call: {_listed(reasons)}")
-
-
-def _listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        rejected.append(f"{backend.name}: {reason}")
+    raise ValueError(f"{function}: no backend can serve this call: {'; '.join(rejected)}")
 
 
 @functools.cache

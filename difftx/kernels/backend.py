@@ -1,10 +1,10 @@
-"""The record of a backend, its gradient by `jax.custom_vjp`, and its execution under a mesh by `jax.shard_map`.
+"""The description of a backend, its gradient by `jax.custom_vjp`, and its execution under a mesh by `jax.shard_map`.
 
-The custom gradient wraps `jax.shard_map` rather than the other way round. Inside `shard_map`, JAX would sum gradients
-over devices although each device owns its own shard (jax issue 21855).
+`jax.custom_vjp` wraps `jax.shard_map`. With a custom gradient inside `shard_map`, JAX would sum gradients over devices
+although each device owns its own shard (jax issue 21855).
 """
-#   B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
-#   D = width of a query/key sub-head, E = 2 D = width of a value head
+# Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
+#   G = 2 groups (A1 and A2), D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import dataclasses
 import functools
@@ -33,10 +33,7 @@ class AttentionCall(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Arrays that a forward pass saves for the backward pass, one tuple for each order of axes.
-
-    `per_shard` builds a `Saved` that holds one PartitionSpec per field in place of the tuples.
-    """
+    """Arrays that a forward pass saves for the backward pass, in one tuple for each order of axes."""
 
     by_token: Any = ()  # Arrays [B, T, H, …].
     by_head: Any = ()  # Arrays [B, H, T, …].
@@ -45,18 +42,15 @@ class Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One implementation of an attention function, for the rows and heads that one device holds.
-
-    Backends are hashable, because `jax.custom_vjp` compares them to find compiled programs again.
-    """
+    """One implementation of an attention function, for the rows and heads that one device holds."""
 
     name: str
     # `forward(q, k, v, …, segment_ids, window=…)` returns the output, and also a `Saved` if there is a `backward`. If
     # rows are sharded along their tokens, both functions receive `sharding=…` and the keys and values of whole rows.
-    # The arguments have the shapes, dtypes and meanings of those of the functions in `api.py`.
+    # The arguments are those of the functions in `api.py`.
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None = None  # Receives the operands, output, `Saved` and cotangent. None: autodiff.
-    unsupported: Callable[[AttentionCall], str | None] = lambda call: None  # Reason why it cannot serve a call.
+    unsupported: Callable[[AttentionCall], str | None] = lambda call: None  # Why the backend rejects a call, or None.
     platform: str | None = None  # The only platform that the backend compiles for. None: every platform.
     whole_rows: bool = False  # Whether the backend requires whole rows on each device.
     auto: bool = True  # Whether "auto" may select the backend.
@@ -68,7 +62,7 @@ class Backend:
         return self.unsupported(call)
 
     def run(self, *operands: jax.Array | None, window: int | None, sharding: SequenceSharding | None) -> jax.Array:
-        """Run the backend on the shards of q, k, v, further per-token operands and segment ids (or None)."""
+        """Run the backend on each device, on its shards of q, k, v, further per-token operands and segment ids."""
         if self.backward is not None:
             return _attend(self, window, sharding, *operands)
         return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
@@ -117,18 +111,25 @@ def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
 
 
 def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Array]:
-    """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, from O = O1 - λ O2 and O2."""
+    """Return rowsum(dO ∘ O1) and rowsum(dO ∘ O2), float32 `[B, T, H]`, given O = O1 - λ O2, O2, λ and dO."""
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
     delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
     return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
 
 
+def pad_to(x: jax.Array, length: int, *, axis: int, mode: str = "constant") -> jax.Array:
+    """Pad `axis` to `length` with zeros, or with copies of the last entry if mode="edge"."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths, mode=mode)
+
+
 def per_shard(call: Callable[..., Any], *operands, saves=False, sharding: SequenceSharding | None = None) -> Any:
     """Run `call` on each device with its shard of batch rows, heads and, if `sharding` is given, tokens.
 
-    Operands are arrays `[B, T or S, H or K, …]`, of which the first is q, arrays `[B, T]`, `Saved` tuples, or None.
-    `call` returns an output and a `Saved` if `saves`, else arrays like the operands. If `sharding` is None, `call`
-    requires whole rows, and sharded rows raise a `ValueError`.
+    The first operand is q. Operands are arrays `[B, T or S, H or K, …]`, arrays `[B, T]`, `Saved` tuples, or None.
+    `call` returns an output and a `Saved` if `saves` is True, else arrays like the operands. If `sharding` is None,
+    `call` requires whole rows, and rows that are sharded along their tokens raise a `ValueError`.
     """
     if not is_explicit_mesh():
         return call(*operands)

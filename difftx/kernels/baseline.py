@@ -1,10 +1,10 @@
-"""Softmax attention of the baseline Transformer by library kernels: `jax.nn` (XLA, cuDNN), and splash on TPUs.
+"""Softmax attention of the baseline Transformer by library functions: `jax.nn` (XLA, cuDNN), and splash on TPUs.
 
 Splash attention is JAX's flash attention for TPUs with sparse masks. It skips tiles that the mask hides.
 """
-#   B = batch, T = query tokens, S = key tokens (= T; of the whole row where rows are sharded along their tokens),
-#   X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads, K = key/value heads,
-#   R = H / K = query heads per key/value head, D = width of a head
+# Axes: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
+#   sharded along their tokens), X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads,
+#   K = key/value heads, R = H / K = query heads per key/value head, D = width of a head
 
 import functools
 
@@ -15,13 +15,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from difftx.kernels import maps, target, xla
-from difftx.kernels.backend import AttentionCall
-from difftx.kernels.context import SequenceSharding
+from difftx.kernels.backend import AttentionCall, pad_to
+from difftx.kernels.pallas_tpu_kernels import block_tokens
 
 SPLASH_TILE = 512  # Largest side of a tile in tokens.
-SPLASH_FUSED_TOKENS = 4096  # Splash's fused backward pass stores one dQ per key tile, T² / 512 rows in all.
-XLA_MAP_TOKENS = 1024  # `jax.nn` on XLA stores T × T attention weights, so longer rows are split into query chunks.
-DENSE_MASK_TOKENS = 16_384  # `jax.nn` gives cuDNN segments as a T × T bias: 0.5 GiB per row at this length.
+SPLASH_FUSED_TOKENS = 4096  # Longest row for splash's fused backward pass, which stores one copy of dQ per key tile.
+XLA_MAP_TOKENS = 1024  # Longest row for `jax.nn` on XLA, which stores all T × T attention weights.
+DENSE_MASK_TOKENS = 16_384  # Longest row with segments for cuDNN: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
 
 
 def xla_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
@@ -65,15 +65,13 @@ def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding
     # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√D.
     B, T, H, D = q_BTHD.shape
     S, K = k_BSKD.shape[1:3]
-    tile = _splash_tile(S, sharding)
+    tile = block_tokens(S, sharding, SPLASH_TILE)
     X = -(-S // tile) * tile
     Y = X if sharding is None else T
     kernel = _splash_kernel(X, T, H // K, tile, window=window, is_fused=S <= SPLASH_FUSED_TOKENS, sharding=sharding)
 
     # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
-    def padded(x_BT: jax.Array, length: int) -> jax.Array:
-        return jnp.pad(x_BT, [(0, 0), (0, length - x_BT.shape[1])] + [(0, 0)] * (x_BT.ndim - 2), mode="edge")
-
+    padded = functools.partial(pad_to, axis=1, mode="edge")
     q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
     q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
     k_BKXD, v_BKXD = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKD, v_BSKD))
@@ -87,11 +85,11 @@ def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding
 
 
 def _splash_kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
-    """Return splash's kernel for one key/value head, with one backward kernel if `is_fused`, else one for dQ."""
+    """Return splash's kernel for one key/value head. If `is_fused`, one kernel computes all gradients, else two do."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
         mask = splash_mask.LocalMask((X, X), (window - 1, 0), offset=0)
-    if sharding is not None:  # Permute the queries of the mask to the order of the devices and their chunks.
+    if sharding is not None:  # List the positions of the queries device by device, each in its order of chunks.
         chunk = T // sharding.chunks
         starts = [start for device in range(sharding.devices) for start in sharding.starts(device, chunk)]
         mask.q_sequence = np.concatenate([start + np.arange(chunk, dtype=np.int32) for start in starts])
@@ -108,8 +106,8 @@ def _splash_kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.Splas
     if sharding is None:
         return kernel
 
-    # The kernel holds arrays that describe the mask for the queries of all devices, [heads, query tiles, …] or
-    # [queries]. Each device takes its slice.
+    # The kernel holds arrays that describe the mask for the queries of all devices. Their shapes are
+    # [heads, query tiles, …] or [queries]. Each device takes its slice.
     def of_this_device(mask_info: jax.Array) -> jax.Array:
         axis = min(1, mask_info.ndim - 1)
         size = mask_info.shape[axis] // sharding.devices
@@ -118,18 +116,10 @@ def _splash_kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.Splas
     return jax.tree.map(of_this_device, kernel)
 
 
-def _splash_tile(tokens: int, sharding: SequenceSharding | None) -> int:
-    """Return the side of a tile in tokens, a multiple of 128 that divides a chunk of sharded rows; 0 if none does."""
-    if sharding is None:
-        return min(SPLASH_TILE, -(-tokens // 128) * 128)
-    chunk = tokens // sharding.row_chunks
-    return max((tile for tile in (128, 256, SPLASH_TILE) if chunk % tile == 0), default=0)
-
-
 def splash_unsupported(call: AttentionCall) -> str | None:
     """Return the reason why splash attention cannot serve a call, or None."""
     T = call.q.shape[1]
-    if call.sharding is not None and not _splash_tile(T, call.sharding):
+    if call.sharding is not None and not block_tokens(T, call.sharding, SPLASH_TILE):
         return f"{T} tokens in {call.sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"splash attention supports bfloat16 and float32, not {call.q.dtype}"

@@ -1,11 +1,11 @@
 """Attention of new tokens to a key/value cache and to each other, for prefill, decoding and scoring.
 
 This module uses XLA operations and only reads the cache. `difftx/inference/cache.py` writes the new keys and values of
-all layers in one update. The cache stores heads before tokens, the order that both matrix products expect, so that
-neither product transposes the cache.
+all layers in one update. The heads axis of the cache precedes the tokens axis. Both matrix products expect this order,
+so neither transposes the cache.
 """
-#   B = batch, T = U = new tokens, S = slots of the cache, X = S + T = cached and new keys, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head,
+# Axes: B = batch, T = new tokens, U = T in the role of keys, S = slots of the cache,
+#   X = S + T = cached and new keys, H = query heads, K = key/value heads, R = H / K = query heads per key/value head,
 #   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head, E = width of a value head
 
 import functools
@@ -26,7 +26,7 @@ type KVCache = tuple[jax.Array, ...]
 
 
 class SegmentMask(NamedTuple):
-    """Integer ids, int32, that define the attention mask.
+    """Segment and branch of each token, int32, which define the attention mask.
 
     A token attends to the cached keys of its segment, and to the new keys of its segment and branch up to itself.
     Branches are alternative continuations of one cached context that share a row.
@@ -47,10 +47,7 @@ def mapped_attention(
     *,
     per_query: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend to cached and new tokens with a weight function of `difftx.kernels.maps`.
-
-    Shared arguments are those of `difftx.kernels.mapped_attention`. `past` holds the cached keys and values.
-    """
+    """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.mapped_attention`)."""
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, Saved(by_head=past))

@@ -1,10 +1,10 @@
 """Context parallelism: attention over rows whose tokens are sharded along a mesh axis.
 
-Each device keeps its queries. It gathers the keys and values of whole rows, in text order, while a layer attends. The
-queries are in text order or in zig-zag order. In zig-zag order a row has 2n chunks, and device i of n holds chunks i
-and 2n - 1 - i (arXiv 2407.21783, §3.3.2). Under a causal mask, every device then has the same amount of work.
+Each device keeps its queries. For the attention of a layer, it gathers the keys and values of whole rows in text order.
+The queries are in text order or in zig-zag order. In zig-zag order, a row has 2n chunks, and device i of n holds chunks
+i and 2n - 1 - i (arXiv 2407.21783, §3.3.2). Under a causal mask, every device then has the same amount of work.
 """
-#   B = batch, T = tokens of a row on one device, S = tokens of a whole row, N = chunks of a row, C = tokens of a chunk
+# Axes: B = batch, T = tokens on one device, S = tokens of a whole row, N = chunks of a row, C = tokens of a chunk
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 def is_explicit_mesh() -> bool:
-    """Return whether all axes of the current mesh are explicit, so that array types carry shardings."""
+    """Return whether all axes of the current mesh are explicit, so that the types of arrays contain their shardings."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.are_all_axes_explicit
 
@@ -51,7 +51,7 @@ class SequenceSharding:
         return self.devices * self.chunks
 
     def starts[Index: (int, jax.Array)](self, device: Index, chunk_tokens: int) -> tuple[Index, ...]:
-        """Return the position in the row at which each chunk of a device starts, in the device's chunk order."""
+        """Return the positions in the row at which the chunks of a device start."""
         if not self.zigzag:
             return (device * chunk_tokens,)
         return device * chunk_tokens, (2 * self.devices - 1 - device) * chunk_tokens
@@ -97,18 +97,18 @@ class SequenceSharding:
         return jnp.concatenate(back, axis=1)
 
     def _swapped_on_odd_devices(self, a_BC: jax.Array, b_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Bring chunks i and 2n - 1 - i of device i, of which one number is even, to even before odd, or back."""
+        """Swap the two chunks on odd devices, which puts the chunk with the even number first, or back to its place."""
         is_even = self.device() % 2 == 0
         return jnp.where(is_even, a_BC, b_BC), jnp.where(is_even, b_BC, a_BC)
 
     def _moves(self, parity: int) -> list[tuple[int, int]]:
-        """Return (source, destination) device pairs that move chunks 2i + `parity` from text to zig-zag order."""
+        """Return pairs of devices that hold chunk 2i + `parity`: i in text order, and another in zig-zag order."""
         n = self.devices
         return [(i, min(2 * i + parity, 2 * n - 1 - 2 * i - parity)) for i in range(n)]
 
 
 def to_zigzag(x_BT: jax.Array) -> jax.Array:
-    """Return an array `[B, T, …]` with its tokens in zig-zag order if they are sharded, else the array itself."""
+    """Return an array `[B, T, …]` with its tokens in zig-zag order if they are sharded, else the unchanged array."""
     return _reordered(x_BT, SequenceSharding.to_zigzag)
 
 
@@ -126,7 +126,7 @@ def _reordered(x_BT: jax.Array, order: Callable[[SequenceSharding, jax.Array], j
 
 
 def with_whole_keys(call: Callable[..., Any], sharding: SequenceSharding) -> Callable[..., Any]:
-    """Wrap `call` to gather keys, values and segment ids (two-dimensional arguments) of whole rows, in `shard_map`."""
+    """Return a function that gathers keys, values and segment ids (2-D arguments) of whole rows and calls `call`."""
 
     def local(q_BT: jax.Array, k_BT: jax.Array, v_BT: jax.Array, *others: Any) -> Any:
         whole = (sharding.gather(x) if isinstance(x, jax.Array) and x.ndim == 2 else x for x in others)

@@ -1,11 +1,11 @@
 """Differential attention on NVIDIA GPUs, as the difference of two softmax attentions by cuDNN.
 
-JAX's public API requires equal widths of keys and values, but differential attention has widths D and 2D.
-`diff_attention` therefore pads Q and K with zeros, which changes no logit. `diff_attention_wide_values` calls JAX's
-private binding, which accepts both widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the matrix
-multiplications: 12·T²·D instead of 16·T²·D.
+JAX's public API requires keys and values of equal width, but in differential attention keys have width D and values 2D.
+`diff_attention` therefore pads Q and K with zeros, which does not change the logits. `diff_attention_wide_values` calls
+JAX's private binding, which accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix
+products: 12·T²·D per head instead of 16·T²·D.
 """
-#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1, A2),
 #   D = query/key width, E = 2·D = value width, N = G·H = query heads of the cuDNN call
 
 import jax
@@ -19,11 +19,12 @@ except ImportError:  # This JAX has moved the module, so only `diff_attention` w
     private = None  # pyrefly: ignore[bad-assignment]
 
 GROUPS = 2
-# Odd lengths and lengths of 64 modulo 128 have given NaN gradients (cudnn-frontend#160, pytorch#196678).
+# Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
+# for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
-# Minimal major compute capability → largest head width of cuDNN's flash attention.
+# Largest head width of cuDNN's flash attention, by the lowest major compute capability that supports it.
 HEAD_WIDTH_LIMITS = {9: 256, 8: 128}
-WIDE_VALUES_VERSION = 91002  # 9.10.0 and 9.10.1 accept wide values but return wrong gradients
+WIDE_VALUES_VERSION = 91002  # cuDNN 9.10.0 and 9.10.1 accept wide values but return wrong gradients.
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -58,7 +59,7 @@ def wide_values_unsupported(call: AttentionCall) -> str | None:
 
 
 def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Return causal (A1 - λ·A2)·V, [B, T, H, E] in the dtype of q, by one public call with 2H heads of width 2D."""
+    """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2D."""
     assert segment_ids_BT is None
     length, heads, _, width = q_BTHGD.shape[1:]
     wide = v_BSKE.shape[-1] - width
@@ -75,9 +76,9 @@ def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, wi
 
 
 def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Compute the result of `diff_attention` by two private calls with H heads, of width D for Q and K and 2D for V."""
+    """Return causal (A1 - λ·A2)·V by two calls of JAX's private binding, one per group, without padded widths."""
     assert segment_ids_BT is None
-    assert private is not None  # See `wide_values_unsupported`.
+    assert private is not None  # Otherwise, `wide_values_unsupported` rejects the call.
     length, width = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     out1_BTHE, out2_BTHE = (
         private.dot_product_attention(  # pyrefly: ignore[bad-index]
@@ -94,7 +95,7 @@ def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
 
 
 def _groups_first(x_BTHGD):
-    """Reshape [B, T, H, G, D] to [B, T, G·H, D], so that query heads of a group use key/value heads of that group."""
+    """Reshape [B, T, H, G, D] to [B, T, G·H, D], with all heads of group 0 before all heads of group 1."""
     batch, length, heads, groups, width = x_BTHGD.shape
     return x_BTHGD.swapaxes(2, 3).reshape(batch, length, groups * heads, width)
 

@@ -1,10 +1,10 @@
-"""Functions from logits to the attention weights that multiply V: softmax, the difference of two, and variants.
+"""Weight functions, which compute attention weights from logits: softmax, the difference of two, and variants.
 
-A weight function takes one array of masked logits per group and, in some cases, one number per query, all float32.
-Masked logits are minus infinity or `MASKED`. The function requires the logits of all keys of a query, which `xla.py`
-(chunks of queries), `reference.py`, `cached.py` (key/value cache) and `rows.py` (selected queries) provide.
+A weight function takes one array of logits per group and, in some cases, one number per query, all float32. The logits
+of masked keys are minus infinity or `MASKED`. The logits must cover all keys of a query, as they do in `xla.py` (chunks
+of queries), `reference.py`, `cached.py` (key/value cache) and `rows.py` (selected queries).
 """
-#   C = queries, S = keys; names omit the leading axes (batch, heads)
+# Axes: C = queries, S = keys. The names omit the leading axes (batch, heads).
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # A finite masked logit, for padding queries: softmax over minus infinity alone would be NaN.
+MASKED = -1e30  # Finite logit of a masked key. With minus infinity, the weights of a query without keys would be NaN.
 
-# Weight function: logits [..., C, S], one array per group, and optionally a number per query, [..., C, 1]
-# → attention weights [..., C, S].
+# A weight function takes logits [..., C, S] of each group, and optionally one number per query, [..., C, 1]. It returns
+# the attention weights, [..., C, S].
 type Map = Callable[..., jax.Array]
 
 
@@ -33,8 +33,8 @@ def difference(logits1_CS: jax.Array, logits2_CS: jax.Array, lam_C1: jax.Array) 
 def softmax_with_sink(logits_CS: jax.Array, sink_C1: jax.Array) -> jax.Array:
     """Return exp(z) / (exp(s) + Σ exp(z)), softmax with an attention sink of logit s.
 
-    The sink acts as one more key, whose value is zero, so that the weights of a query may sum to less than 1. s = 0
-    gives softmax-off-by-one (E. Miller, "Attention is off by one", 2023). gpt-oss learns one s per head.
+    The sink acts as one more key with a value of zero, so the weights of a query sum to less than 1. s = 0 gives
+    softmax-off-by-one (E. Miller, "Attention is off by one", 2023). gpt-oss learns one s per head.
     """
     largest_C1 = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits_CS, axis=-1, keepdims=True), sink_C1))
     weights_CS = jnp.exp(logits_CS - largest_C1)
@@ -51,7 +51,7 @@ def top_k_softmax(logits_CS: jax.Array, *, k: int) -> jax.Array:
 
 
 def signed_softmax(logits1_CS: jax.Array, logits2_CS: jax.Array) -> jax.Array:
-    """Return softmax(logits1) ∘ tanh(logits2), attention weights with a learned sign and scale for each entry."""
+    """Return softmax(logits1) ∘ tanh(logits2), softmax weights with a learned sign and scale for each entry."""
     return softmax(logits1_CS) * jnp.tanh(logits2_CS)
 
 
@@ -63,20 +63,15 @@ def quantized(
     granularity: Literal["query", "token"],
     mesh_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Return the attention weights of `map_of` for logits under dynamic absmax quantisation to `bits` bits.
+    """Return the attention weights of `map_of` for logits with dynamic absmax quantisation to `bits` (at least 2) bits.
 
     Each logit z becomes z' = s round(z / s) with s = max|z| / (2^(bits-1) - 1), so that |z' - z| <= s / 2. The backward
     pass treats z' as z (straight-through estimator, arXiv 1308.3432). The maximum runs over the visible keys of one
     query. It therefore does not depend on later tokens, on chunks, on the batch or on the use of a cache.
 
-    Args:
-        map_inputs: Arguments of `map_of`: `groups` arrays of logits, then arguments that are not quantised.
-        map_of: Weight function to apply to the quantised logits.
-        groups: Number of arrays of logits.
-        bits: At least 2.
-        granularity: "query" gives each head and group of a query its own scale s; "token" shares s between all heads
-            and groups.
-        mesh_axes: Mesh axes that shard the heads, inside `jax.shard_map`.
+    The first `groups` arguments are logits. Further arguments reach `map_of` unchanged. With `granularity` = "query",
+    each head and group of a query has its own scale s. With "token", all heads and groups of a query share one. In that
+    case, inside `jax.shard_map`, `mesh_axes` must name the mesh axes that shard the heads.
     """
     logits, others = map_inputs[:groups], map_inputs[groups:]
     largest = [jnp.max(jnp.where(z_CS > MASKED, jnp.abs(z_CS), 0), axis=-1, keepdims=True) for z_CS in logits]
@@ -90,7 +85,7 @@ def quantized(
 
 def _rounded(logits_CS: jax.Array, largest_C1: jax.Array, bits: int) -> jax.Array:
     scale_C1 = largest_C1 / (2 ** (bits - 1) - 1)
-    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # All visible logits of a row may be 0, or none visible.
+    scale_C1 = jnp.where(scale_C1 > 0, scale_C1, 1)  # The scale is 0 if no key is visible, for example.
     seen_CS = jnp.where(logits_CS > MASKED, logits_CS, 0)
     fixed_CS = jax.lax.stop_gradient(seen_CS)
     straight_through_CS = jnp.round(fixed_CS / scale_C1) * scale_C1 + (seen_CS - fixed_CS)

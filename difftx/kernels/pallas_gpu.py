@@ -1,15 +1,14 @@
 """Fused differential attention in Pallas Mosaic GPU, for Hopper: interface and forward pass.
 
 The kernel computes causal O = (A1 - λ·A2)·V with A_m = softmax(Q_m·K_mᵀ / √D) (arXiv:2410.05258, Eq. 1). The
-accumulator of P_m·V is a 64 x 2D tile in float32, which takes 128 registers per thread at D = 128. One warpgroup cannot
-hold two such accumulators, so each softmax gets its own warpgroup. Both warpgroups read the same V tiles, and
-O2 = A2·V passes through shared memory once at the end.
+accumulator of A_m·V is a 64 x 2D tile in float32, which takes 128 registers per thread at D = 128. One warpgroup cannot
+hold two such accumulators, so one warpgroup computes A1·V and another one A2·V. Both read the same V tiles. At the end,
+A2·V passes through shared memory to the first warpgroup, which subtracts it.
 
-The kernels have not yet run on a GPU. They were checked in the interpreter and compiled by ptxas.
+The kernels have not yet run on a GPU. They were tested in the interpreter and compiled by ptxas.
 """
-
-#   B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1 and A2),
-#   D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
+# Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads,
+#   G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = tiles in T, X = see pallas_gpu_backward
 
 import functools
 import math
@@ -22,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, Saved, deltas
+from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
@@ -37,7 +36,7 @@ def unsupported(call: AttentionCall) -> str | None:
     if target.platform() != "gpu":
         return None
     if dtype != jnp.bfloat16:
-        # wgmma would round float32 to tf32, and such tiles exceed shared memory at D = 128.
+        # wgmma would round float32 to tf32, and float32 tiles would exceed shared memory at D = 128.
         return f"the compiled kernels support bfloat16, not {dtype}"
     if not any(kind in target.device_kind() for kind in HOPPER):
         return f"the kernels are written for wgmma of Hopper ({', '.join(HOPPER)}), found {target.device_kind()}"
@@ -84,15 +83,16 @@ def backward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved,
 
 
 def _whole_tiles(q_shape, segment_ids_BT, *, window):
-    """Return a function that pads arrays to whole tiles, the marks of the padded positions, and both `tile_ranges`."""
+    """Return a function that pads arrays to whole tiles, the marks (inputs of the mask), and both `tile_ranges`."""
     batch, length = q_shape[:2]
     count = math.ceil(length / TILE)
+    pad = functools.partial(pad_to, length=count * TILE, axis=1)
     marks_BXT = jnp.broadcast_to(jnp.arange(count * TILE, dtype=jnp.int32), (batch, 1, count * TILE))
     if segment_ids_BT is not None:
-        segment_ids_BT = tiles.pad_rows(segment_ids_BT, axis=1, tiles=count, mode="edge")
+        segment_ids_BT = pad(segment_ids_BT, mode="edge")
         marks_BXT = jnp.concatenate([marks_BXT, segment_ids_BT[:, None]], axis=1)
     ranges = tiles.tile_ranges(segment_ids_BT, batch=batch, tiles=count, window=window)
-    return functools.partial(tiles.pad_rows, axis=1, tiles=count), marks_BXT, *ranges
+    return pad, marks_BXT, *ranges
 
 
 def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, window, interpret):
@@ -100,7 +100,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
     batch, length, heads, _, width = q_BTHGD.shape
     value_width, dtype = v_BSKE.shape[-1], q_BTHGD.dtype
     q_tiles, group = length // TILE, heads // k_BSKGD.shape[2]
-    logit_scale = width**-0.5 * LOG2_E  # logits in base 2, for exp2
+    logit_scale = width**-0.5 * LOG2_E  # The factor log2(e) is included because the kernel computes exp2, not exp.
 
     def kernel(
         q_gmem, k_gmem, v_gmem, lam_gmem, marks_gmem, keys_gmem, out_gmem, out2_gmem, lse_gmem, smem, barriers,
@@ -109,7 +109,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
+        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, marks_gmem.at[sequence], window=window, queries_in_rows=True)
@@ -139,7 +139,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
                 plgpu.barrier_wait(barriers.v_ready.at[slot])
                 if smem.p is None:
                     out = pl.run_state(lambda acc: plgpu.wgmma(acc, p, smem.v.at[slot]))(plgpu.ACC.init(out))
-                else:  # The interpreter supports neither operands in registers nor an initial accumulator.
+                else:  # The interpreter supports neither operands in registers nor accumulators with initial values.
                     smem.p[warpgroup] = p
                     plgpu.commit_smem()
                     out = out + tiles.product(smem.p.at[warpgroup], smem.v.at[slot])
@@ -155,7 +155,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
             lse = maximum / LOG2_E + jnp.log(total)
             tiles.write(lse, smem.lse.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
             out = out * tiles.across(1.0 / total, out)
-            # Once both warpgroups have finished with K and V, the K and V buffers hold results.
+            # Results overwrite the K and V buffers, so wait until both warpgroups have read all of K and V.
             plgpu.barrier_arrive(barriers.softmax_done)
             plgpu.barrier_wait(barriers.softmax_done)
 
@@ -201,15 +201,15 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
         out_type=(out, out, lse),
         buffers={
             "q": tiles.buffer((GROUPS, TILE, width), dtype),
-            # Once both softmax warpgroups have used all K, λ·O2 takes the place of K.
+            # λ·O2 overwrites K at the end.
             "k_or_weighted_out2": plgpu.RefUnion(k_buffer, tiles.buffer((TILE, value_width), jnp.float32)),
             "v": tiles.buffer((STAGES, TILE, value_width), dtype),
             "lse": plgpu.SMEM((GROUPS, TILE), jnp.float32),
             "p": tiles.buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
         },
         barriers={
-            "q_ready": plgpu.Barrier(num_barriers=GROUPS),  # one per group
-            "k_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # one arrival per group
+            "q_ready": plgpu.Barrier(num_barriers=GROUPS),  # One per group.
+            "k_ready": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),  # One arrival per group.
             "v_ready": plgpu.Barrier(num_barriers=STAGES),
             "k_free": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),
             "v_free": plgpu.Barrier(num_barriers=STAGES, num_arrivals=GROUPS),

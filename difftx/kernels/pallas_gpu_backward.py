@@ -1,18 +1,18 @@
 """Backward pass of fused differential attention on Hopper: one kernel for dK and dV, one for dQ.
 
-With weights W_1 = 1 and W_2 = -λ, both groups share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO. The other gradients
-are dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
+P_m are the attention weights of group m = 1, 2, and S_m its logits. With the factors W_1 = 1 and W_2 = -λ, both groups
+share dP = dO·Vᵀ and dV = (W_1·P_1 + W_2·P_2)ᵀ·dO. With delta_m = rowsum(P_m∘dP), the other gradients are
+dS_m = W_m·P_m∘(dP - delta_m)/√D, dQ_m = dS_m·K_m and dK_m = dS_mᵀ·Q_m.
 
 The producer warpgroup computes dP and dV. Warpgroups 0 and 1 compute P_m, dS_m, dK_m and dQ_m for one group m each.
 Tiles of P and dP pass between the warpgroups through shared memory.
 
-Both kernels compute the logits S and dP. Together they need 28·T²·D FLOPs per head, where a single kernel would need
-20·T²·D. In return, no two CTAs add to the same gradient, so that results are reproducible bit for bit.
+Both kernels compute the logits and dP. Together they need 28·T²·D FLOPs per head, where a single kernel would need
+20·T²·D. In return, no two CTAs add to the same gradient, so results are reproducible bit for bit.
 """
-
-#   B = batch, T = query tokens = key tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
+# Axes: B = batch, T = query tokens, padded to whole tiles, S = key tokens (= T), H = query heads,
 #   K = key/value heads, G = 2 groups (A1 and A2), D = query/key width, E = 2·D = value width, N = T // TILE = tiles,
-#   X in `stats` = base-2 log-sum-exp and delta/√D, X in `marks` = positions and, if there are any, segment ids
+#   X in `stats` = base-2 log-sum-exp and delta/√D, X in `marks` = position and, if there are segments, segment id
 
 import functools
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from difftx.kernels import pallas_gpu_tiles as tiles
 from difftx.kernels.pallas_gpu_tiles import COLUMNS, GROUPS, LOG2_E, MATRIX, PRODUCER, STAGES, TILE, WARPGROUPS
 
-LSE, DELTA = 0, 1  # indices along X in stats
+LSE, DELTA = 0, 1  # Indices along X in `stats`.
 
 
 class Inputs(NamedTuple):
@@ -37,15 +37,15 @@ class Inputs(NamedTuple):
     v_BSKE: jax.Array
     dout_BTHE: jax.Array
     stats_BHXGT: jax.Array
-    weight_BHGT: jax.Array  # W
+    weight_BHGT: jax.Array  # The factors W of the module docstring: 1 and -λ.
     marks_BXT: jax.Array
 
 
-def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts the bodies of both kinds of warpgroup
+def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - Nested functions count.
     """Compute dK and dV, with one CTA per (sequence, key/value head, key tile).
 
-    Each CTA loops over the query heads and query tiles that attend to its keys. Tiles are transposed, with keys in
-    rows, so that wgmma can read dSᵀ and Pᵀ from registers.
+    Each CTA loops over the query heads and query tiles that attend to its keys. In tiles of P and dS, rows are keys and
+    columns are queries, so that wgmma can read dSᵀ and Pᵀ from registers.
     """
     batch, length, heads, _, width = inputs.q_BTHGD.shape
     kv_heads, value_width, dtype = inputs.k_BSKGD.shape[2], inputs.v_BSKE.shape[-1], inputs.q_BTHGD.dtype
@@ -55,20 +55,19 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
     def kernel(gmem, queries_gmem, dk_gmem, dv_gmem, smem, barriers):  # noqa: C901
         warpgroup = lax.axis_index("warpgroup")
         sequence, kv_head = lax.axis_index("sequence"), lax.axis_index("head")
-        k_tile = lax.axis_index("tile")  # key tiles with the most queries start first
+        k_tile = lax.axis_index("tile")  # Key tiles with the most queries start first.
         full, end = queries_gmem[sequence, k_tile, 0], queries_gmem[sequence, k_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=False)
         steps_per_head = end - k_tile
         steps = tiles.at_least_one(group * steps_per_head)
 
         def head_and_query_tile(i):
-            """Return the query head and the query tile of step i."""
             return kv_head * group + lax.div(i, steps_per_head), k_tile + lax.rem(i, steps_per_head)
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            # With 152 here and 208 in the producer, ptxas spills 4 bytes in some calls. With 160 and 192 it spills up
-            # to 36 bytes, and with 168 and 176 it serialises wgmma.
+            # Other counts are worse. With 152 here and 208 in the producer, ptxas spills 4 bytes in some calls. With
+            # 160 and 192 it spills up to 36 bytes, and with 168 and 176 it serialises wgmma.
             tiles.set_registers(152)
             plgpu.barrier_wait(barriers.kv_ready)
 
@@ -81,7 +80,7 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
                     lse = plgpu.load(smem.stats.at[slot, LSE, warpgroup], layout=COLUMNS)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.down(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(q_tile == k_tile) | (q_tile >= full))
-                    # Read from L2: at D = 128, 2 x 2 rows of statistics fill the rest of shared memory.
+                    # Read W from L2. At D = 128, shared memory has no space for it.
                     weight_gmem = gmem.weight_BHGT.at[sequence, head, warpgroup, tiles.rows_of(q_tile)]
                     p = p * tiles.down(plgpu.load(weight_gmem, layout=COLUMNS, optimized=False), p)
                     plgpu.barrier_wait(barriers.p_free)
@@ -189,8 +188,8 @@ def dkv_call(inputs, queries_BN2, *, window, interpret):  # noqa: C901 - counts 
             "staging": tiles.buffer((WARPGROUPS, TILE, TILE), dtype) if interpret else None,
         },
         barriers={
-            "kv_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of k, one of v
-            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # two copies of q, one of stats
+            "kv_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # Two copies of K, one of V.
+            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1, num_barriers=STAGES),  # Two copies of Q, one of `stats`.
             "dout_ready": plgpu.Barrier(num_barriers=STAGES),
             "q_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             "p_ready": plgpu.Barrier(num_arrivals=GROUPS),
@@ -213,7 +212,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
         warpgroup = lax.axis_index("warpgroup")
         sequence, head = lax.axis_index("sequence"), lax.axis_index("head")
         kv_head = lax.div(head, group)
-        q_tile = q_tiles - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
+        q_tile = q_tiles - 1 - lax.axis_index("tile")  # Query tiles with the most keys start first.
         queries = tiles.rows_of(q_tile)
         first, full = keys_gmem[sequence, q_tile, 0], keys_gmem[sequence, q_tile, 1]
         hide = functools.partial(tiles.hide, gmem.marks_BXT.at[sequence], window=window, queries_in_rows=True)
@@ -305,11 +304,11 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
             "dout": tiles.buffer((TILE, value_width), dtype),
             "k": tiles.buffer((STAGES, GROUPS, TILE, width), dtype),
             "v": tiles.buffer((STAGES, TILE, value_width), dtype),
-            "dp": tiles.buffer((2, TILE, TILE), jnp.float32),  # double-buffered
+            "dp": tiles.buffer((2, TILE, TILE), jnp.float32),  # Double-buffered.
             "staging": tiles.buffer((GROUPS, TILE, TILE), dtype) if interpret else None,
         },
         barriers={
-            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # two copies of q, one of dout
+            "q_ready": plgpu.Barrier(num_arrivals=GROUPS + 1),  # Two copies of Q, one of dO.
             "k_ready": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             "v_ready": plgpu.Barrier(num_barriers=STAGES),
             "k_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),

@@ -2,8 +2,8 @@
 
     O = (A1 - lam * A2) V,    A_m = softmax(Q_m K_m^T / sqrt(D)),    causal    (arXiv:2410.05258)
 
-The backward pass requires O, O2 = A2 V and the two log-sum-exps L_m. With logits S_m, P_m = exp(S_m - L_m),
-dP = dO V^T and delta_m = rowsum(dO * O_m), the gradients are:
+The backward pass requires O, O2 = A2 V and the two log-sum-exps L_m. It recomputes the attention weights
+P_m = exp(S_m - L_m) from the logits S_m. With dP = dO V^T and delta_m = rowsum(dO * A_m V), the gradients are:
 
     dS1 = P1 * (dP - delta1)        dQ_m = dS_m K_m        dV = (P1 - lam * P2)^T dO
     dS2 = lam * P2 * (delta2 - dP)  dK_m = dS_m^T Q_m
@@ -14,12 +14,10 @@ Two decisions determine the grids:
 
 * The grids do not cover the T x T square. On the host, `list_visits` lists the tiles that causality and the window
   leave. The kernels read this list from scalar memory. They spend no step on hidden tiles, and apply a mask only to
-  tiles that the diagonal, the window or a segment boundary crosses.
+  tiles that the diagonal, the edge of the window or a segment boundary crosses.
 * dQ is a sum over keys, but dK and dV are sums over queries. If the float32 dQ of one key head fits in VMEM, one kernel
-  computes all three gradients (20 units of T*T*D*H matmul work instead of 28). Longer rows take two kernels. Each sum
+  computes all three gradients, with 20*T*T*D FLOPs per head. Longer rows take two kernels with 28*T*T*D FLOPs. Each sum
   has a fixed order in both cases, so results are reproducible bit for bit.
-
-Under a mesh, call these functions inside `jax.shard_map(..., check_vma=False)` over batch and heads.
 """
 
 import dataclasses
@@ -33,24 +31,24 @@ from jax.experimental.pallas import tpu as pltpu
 
 from difftx.kernels import pallas_tpu_kernels as kernels
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, Saved, deltas
+from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 
-# B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
-# N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
-# E = 2D = value width, R = rows of per-query numbers, X = T padded to whole tiles,
-# Y = X or, where rows are sharded, the number of queries on one device
+# Axes: B = batch, T = tokens (queries and keys), H = query heads, K = key/value heads,
+#   N = H / K = query heads that share one key/value head, G = 2 groups (A1 and A2), D = sub-head width,
+#   E = 2D = value width, R = 5 numbers per query (`Inputs.rows`), X = T padded to whole tiles,
+#   Y = X or, if rows are sharded along their tokens, the number of queries on one device
 
 
 class Tiles(NamedTuple):
     """Size of the tiles, and limits of VMEM in MiB."""
 
-    side: int  # largest side of a tile in tokens, a multiple of 128
-    vmem_mib: int  # VMEM that a kernel may use in total
-    dq_mib: int  # VMEM that dQ may take before the backward pass splits into two kernels
+    side: int  # Largest side of a tile in tokens, a multiple of 128.
+    vmem_mib: int  # VMEM that a kernel may use in total.
+    dq_mib: int  # VMEM that dQ may use. If dQ needs more, two kernels compute the gradients instead of one.
 
 
-# Keyed by device kind. Values come from the static schedules of benchmarks/tpu_schedule.py for the widths D of
-# _MEASURED_WIDTHS. VMEM is 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
+# Tiles by device kind, chosen from compiled schedules (benchmarks/tpu_schedule.py) for the widths in _MEASURED_WIDTHS.
+# VMEM is 64 MiB on v5p and 7x, and 128 MiB on v5e and v6e. An eighth of VMEM is left to XLA.
 _DEFAULT_TILES = Tiles(512, vmem_mib=16, dq_mib=0)
 _TILES = {
     "TPU v5": Tiles(512, vmem_mib=56, dq_mib=24),
@@ -59,7 +57,7 @@ _TILES = {
     "TPU7x": Tiles(512, vmem_mib=56, dq_mib=24),
 }
 _MEASURED_WIDTHS = (64, 96, 128)
-_SMEM_WORDS = 2**17  # half of the 1 MiB of scalar memory, for the visits and the segment bounds
+_SMEM_WORDS = 2**17  # Limit for the visits and the segment bounds in 32-bit words: half of the 1 MiB of scalar memory.
 
 
 def unsupported(call: AttentionCall) -> str | None:
@@ -93,7 +91,7 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
     lse_shape = jax.ShapeDtypeStruct((call.batch, heads, 2, call.y), jnp.float32)
     q_BHGYD, k_BKGXD, v_BKXE = _qkv(call, q_BTHGD, k_BTKGD, v_BTKE)
-    lam_BH1Y = _pad(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
+    lam_BH1Y = pad_to(lam_BTH.transpose(0, 2, 1)[:, :, None], call.y, axis=3)
     out_BHYE, out2_BHYE, lse_BHGY = _run(
         call,
         kernels.forward_kernel,
@@ -123,7 +121,7 @@ def backward(
     inputs = kernels.Inputs(
         *_qkv(call, q_BTHGD, k_BTKGD, v_BTKE),
         dout=_heads_first(dout_BTHE, call.y),
-        rows=_pad(rows_BHRT, call.y, axis=3),
+        rows=pad_to(rows_BHRT, call.y, axis=3),
     )
     with_dq = _dq_bytes(call) <= tiles.dq_mib * 2**20
     dk_BKGXD, dv_BKXE, dq_BHGYD = _dkv(call, inputs, segments_BT, interpret, with_dq)
@@ -135,7 +133,7 @@ def backward(
 
 
 def _dkv(call, inputs, segments_BT, interpret, with_dq):
-    """Compute dK, dV and, in the same kernel if `with_dq`, dQ (else None)."""
+    """Return dK, dV and, if `with_dq`, also dQ from the same kernel, else None."""
     block, group, d = call.block, call.group, call.d
     dq_shape = jax.ShapeDtypeStruct((call.batch, call.kv_heads, group, 2, call.y, d), call.dtype)
     dk, dv, dq = _run(
@@ -183,8 +181,7 @@ def _dq(call, inputs, segments_BT, interpret):
 def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_shape, scratch_shapes, interpret):
     """Run a kernel over `call.grid`.
 
-    `products` is the number of matrix products per visit, in units of (block, block) x D. A product of width E counts
-    as two.
+    `products` is the number of matrix products (block, block) x D per visit. A product of width E = 2D counts as two.
     """
     scalars = kernels.Scalars(jnp.asarray(call.visits))
     if call.sharding is not None:
@@ -192,15 +189,15 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
         starts = call.sharding.starts(call.sharding.device(), call.chunk_tiles)
         offsets = jnp.stack([start - chunk * call.chunk_tiles for chunk, start in enumerate(starts)])
         scalars = scalars._replace(visits=visits, offsets=offsets)
-    # The cost estimate lets XLA hide communication behind the kernel. It assumes that each array moves once.
+    # With a cost estimate, XLA can overlap communication with the kernel. It assumes that each array moves once.
     logits = call.batch * call.kv_heads * call.group * call.visits.shape[-1] * call.block**2
     cost = pl.CostEstimate(
         flops=products * 2 * logits * call.d,
-        transcendentals=2 * logits,  # one exponential per logit of each group
+        transcendentals=2 * logits,  # One exponential per logit of each group.
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((inputs, out_shape))),
     )
     if call.segmented:
-        segments_BX = _pad(segments_BT, call.x, axis=1, mode="edge")
+        segments_BX = pad_to(segments_BT, call.x, axis=1, mode="edge")
         segments_B1X = segments_BX[:, None]
         by_tile = segments_BX.reshape(call.batch * call.tiles, call.block)
         scalars = scalars._replace(low=by_tile.min(axis=1), high=by_tile.max(axis=1))
@@ -226,7 +223,7 @@ def _run(call, kernel, name, inputs, segments_BT, *, products, out_specs, out_sh
 
 
 def _spec(call, shape, *, of, axis, has_heads=True):
-    """Return a BlockSpec of `shape`. A tile of the current visit, which `of` selects, is the index along `axis`."""
+    """Return a BlockSpec of `shape`. `of` selects a tile of the current visit, whose index is used along `axis`."""
 
     def index(b, kv, outer, inner, scalars):
         step, n = (outer, inner) if call.keys_outer else (inner, outer)
@@ -245,7 +242,6 @@ def _spec(call, shape, *, of, axis, has_heads=True):
 
 
 def _input_specs(call, inputs):
-    """Return the BlockSpecs of the inputs, None for inputs that are None."""
     block, d = call.block, call.d
     specs = kernels.Inputs(
         q=_spec(call, (2, block, d), of="query", axis=1),
@@ -268,23 +264,17 @@ def _qkv(call, q_BTHGD, k_BTKGD, v_BTKE):
 
 
 def _heads_first(x, length):
-    """Transpose [B, T, H, ..., W] to [B, H, ..., length, W], padded. XLA fuses the copy into the producer of `x`."""
-    return _pad(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
+    """Transpose [B, T, H, ..., W] to [B, H, ..., T, W] and pad T to `length`. XLA fuses this with preceding ops."""
+    # Padding is harmless: dO is zero for padded queries, and causality hides padded keys from real queries.
+    return pad_to(jnp.moveaxis(x, 1, -2), length, axis=x.ndim - 2)
 
 
 def _tokens_first(x, t):
     return jnp.moveaxis(x[..., :t, :], -2, 1)
 
 
-def _pad(x, length, *, axis, mode="constant"):
-    # Padding is harmless: dO is zero for padded queries, and causality hides padded keys from real queries.
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths, mode=mode)
-
-
 def _dq_bytes(call):
-    """Return the bytes of VMEM for the float32 dQ of one key head and for its two output buffers."""
+    """Return the number of bytes of VMEM for the float32 dQ of one key head and its two output buffers."""
     width = pl.cdiv(call.d, kernels.LANES) * kernels.LANES
     return call.group * 2 * width * (call.y * 4 + 2 * call.block * call.dtype.itemsize)
 

@@ -2,8 +2,8 @@
 
 The kernels are flash attention with two softmaxes per head that share V. Each grid step visits one tile of logits, the
 product of a tile of keys with a tile of queries, and adds to accumulators in VMEM. A tile has the shape (keys,
-queries), transposed from the usual order. Numbers per query (running maximum and sum, log-sum-exp, delta, lam) are then
-rows along the lanes of a vector register, and broadcast over keys without cost.
+queries), transposed from the usual order. Vectors with one number per query (running maximum and sum, log-sum-exp,
+delta, lam) then lie along the lanes of a vector register, and broadcast over keys without cost.
 
 Queries arrive multiplied by log2(e) / sqrt(D), so that logits are in base 2 and the exponential is exp2.
 """
@@ -20,21 +20,20 @@ from jax.experimental import pallas as pl
 
 from difftx.kernels.context import SequenceSharding
 
-# T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
-# E = 2D = value width, X = T padded to whole tiles, Y = number of query tokens on one device, padded to whole tiles.
+# Axes: T = tokens (queries and keys), N = query heads that share one key/value head, D = sub-head width,
+#   E = 2D = value width, X = T padded to whole tiles, Y = query tokens on one device, padded to whole tiles.
 # Y = X unless rows are sharded along their tokens. Then the queries of a call are those of one device, but keys and
-# segment ids cover whole rows. In `_visits_of`, i = index of a query tile in the row, j = index of a key tile in the
-# row, n = index of a query tile on the device.
+# segment ids cover whole rows.
 
 LOG2_E = math.log2(math.e)
-LANES = 128  # Lanes of a vector register. Tiles are multiples of it.
+LANES = 128  # Number of lanes of a vector register. The sides of tiles are multiples of it.
 HIDDEN = -1e30  # Logit of a masked key. Finite, because -inf - (-inf) is NaN for queries that have seen no key yet.
 
-# A visit is the pair of a query tile and a key tile, packed into an int32: query tile, key tile, flags.
+# A visit is one grid step: a query tile, a key tile and flags. It is packed into an int32, with the flags lowest.
 _QUERY_SHIFT, _KEY_SHIFT, _TILE_MASK = 19, 6, 2**13 - 1
-_FIRST, _LAST = 1, 2  # First and last of the visits to one tile of the outer loop: clear and write accumulators.
+_FIRST, _LAST = 1, 2  # First and last visit to a tile of the outer loop: clear accumulators, and write results.
 MASKED = 4  # The diagonal or the edge of the window crosses the tile, so the tile needs a mask.
-_DQ_FIRST, _DQ_LAST = 8, 16  # First and last visit to one query tile, if keys are the outer loop.
+_DQ_FIRST, _DQ_LAST = 8, 16  # First and last visit to a query tile if the outer loop runs over keys.
 _EMPTY = 32  # Nothing to compute: the visit pads the list, or writes zeros for keys that no query of the device sees.
 
 # Dimension numbers of dot_general: A Bᵀ, A B and Aᵀ B.
@@ -44,25 +43,25 @@ _TN = (((0,), (0,)), ((), ()))
 
 
 class Scalars(NamedTuple):
-    """References in scalar memory, which all kernels and index maps receive. None: whole rows, or no segment ids."""
+    """References in scalar memory, which all kernels and index maps receive."""
 
     visits: Any  # Packed visits in grid order.
-    offsets: Any = None  # Per chunk of queries: index of a tile in the row minus its index on the device.
-    low: Any = None  # Lowest segment id of each tile of each batch row.
-    high: Any = None  # Highest segment id of each tile of each batch row.
+    offsets: Any = None  # For each chunk of queries: tile index in the row minus index on the device. None: whole rows.
+    low: Any = None  # Lowest segment id of each tile of each batch row. None without segment ids.
+    high: Any = None  # Highest segment id of each tile of each batch row. None without segment ids.
 
 
 class Inputs(NamedTuple):
-    """Blocks of the current visit in VMEM. The forward pass has `lam`, the backward pass `dout` and `rows` instead."""
+    """Blocks of the current visit in VMEM, with their shapes. Inputs that a kernel does not use are None."""
 
-    q: Any  # (2, queries, D)
-    k: Any  # (2, keys, D)
-    v: Any  # (keys, E)
-    lam: Any = None  # (1, queries)
-    dout: Any = None  # (queries, E)
-    rows: Any = None  # (5, queries): base-2 log-sum-exps of both groups, delta1, delta2, lam
-    query_segments: Any = None  # (1, queries), None without segment ids
-    key_segments: Any = None  # (1, keys)
+    q: Any  # Queries of both groups, (2, queries, D).
+    k: Any  # Keys of both groups, (2, keys, D).
+    v: Any  # Values, (keys, E).
+    lam: Any = None  # λ of each query in the forward pass, (1, queries).
+    dout: Any = None  # Gradient of the output in the backward pass, (queries, E).
+    rows: Any = None  # In the backward pass, (5, queries): base-2 log-sum-exps of both groups, delta1, delta2, lam.
+    query_segments: Any = None  # Segment ids of the queries, (1, queries), if the call has segment ids.
+    key_segments: Any = None  # Segment ids of the keys, (1, keys), if the call has segment ids.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +70,16 @@ class TileCall:
 
     batch: int
     kv_heads: int
-    group: int  # N
-    d: int
-    x: int  # X
-    y: int  # Y
-    block: int  # side of a tile in tokens
+    group: int  # Number of query heads that share one key/value head.
+    d: int  # Width of a sub-head.
+    x: int  # Number of key tokens, padded to whole tiles.
+    y: int  # Number of query tokens on one device, padded to whole tiles.
+    block: int  # Side of a tile in tokens.
     window: int | None
     sharding: SequenceSharding | None
-    segmented: bool  # whether the call has segment ids
+    segmented: bool  # Whether the call has segment ids.
     dtype: np.dtype
-    keys_outer: bool  # whether the grid loops over keys outside and queries inside, to sum over queries
+    keys_outer: bool  # Whether keys are the outer loop and queries the inner one, which sums over queries (dK, dV).
 
     @classmethod
     def of(cls, q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, *, keys_outer):
@@ -110,19 +109,19 @@ class TileCall:
 
     @functools.cached_property
     def visits(self):
-        """Packed visits in grid order, from `list_visits`."""
+        """Packed visits of tiles in grid order, from `list_visits`."""
         return list_visits(self.tiles, self.block, self.window, self.sharding, keys_outer=self.keys_outer)
 
     @property
     def grid(self):
-        """Grid of the kernel: batch, key/value heads, and visits and their query heads in the order of `keys_outer`."""
+        """Grid of the kernel: batch, key/value heads, query heads and visits. `keys_outer` swaps the last two."""
         steps = self.visits.shape[-1]
         inner = (steps, self.group) if self.keys_outer else (self.group, steps)
         return (self.batch, self.kv_heads, *inner)
 
     @property
     def chunk_tiles(self):
-        """Number of query tiles in a contiguous chunk of the row."""
+        """Number of query tiles in one contiguous chunk of the row on this device."""
         return self.y // self.block // (1 if self.sharding is None else self.sharding.chunks)
 
     def row_tile(self, visit, offsets_ref):
@@ -135,9 +134,9 @@ class TileCall:
         return tile + jnp.where(tile < self.chunk_tiles, offsets_ref[0], offsets_ref[1])
 
     def finished_tile(self, visit, offsets_ref):
-        """Return the latest query tile on the device whose dQ is complete after the visit's key tile, or 0.
+        """Return the last query tile on the device whose dQ is complete after the visit's key tile, or 0.
 
-        Keys must be in the outer loop, so that the last visit to a query tile is the one on the diagonal.
+        Keys must be the outer loop. Then the last visit to a query tile is the one on the diagonal.
         """
         if self.sharding is None:
             return key_tile(visit)
@@ -153,24 +152,27 @@ class TileCall:
 
     @property
     def dot(self):
-        """`lax.dot_general` with float32 accumulation, and full precision for float32 operands."""
+        """Function `lax.dot_general` with float32 accumulation, and with full precision if operands are float32."""
         precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
         return functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
 
 def block_tokens(t, sharding, side):
-    """Return the side of a tile in tokens, a multiple of 128 that divides a chunk of sharded rows; 0 if none does."""
+    """Return the side of the tiles of rows of `t` tokens: a multiple of 128, at most `side`.
+
+    If rows are sharded along their tokens, tiles must divide their contiguous chunks. If no tile does, return 0.
+    """
     if sharding is None:
-        # Equal tiles need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
+        # Tiles of equal size need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.
         return pl.cdiv(pl.cdiv(t, pl.cdiv(t, side)), LANES) * LANES
     chunk = t // sharding.row_chunks
     return max((block for block in range(LANES, side + 1, LANES) if chunk % block == 0), default=0)
 
 
 def list_visits(tiles, block, window, sharding=None, *, keys_outer):
-    """Return the packed visits, int32 in grid order, to all tiles that causality and the window leave.
+    """Return the packed visits, int32 in grid order, to all tiles with pairs of tokens that the mask may leave visible.
 
-    If rows are sharded, there is one list per device, padded to the longest.
+    If rows are sharded along their tokens, there is one list per device, padded to the longest.
     """
     if sharding is None:
         return _visits_of(np.arange(tiles), tiles, block, window, keys_outer)
@@ -185,7 +187,8 @@ def list_visits(tiles, block, window, sharding=None, *, keys_outer):
 
 
 def _visits_of(row_tiles, tiles, block, window, keys_outer):
-    """Return the packed visits for the query tiles whose indices in the row are `row_tiles`."""
+    """Return the packed visits of one device, whose query tiles have the indices `row_tiles` in the row."""
+    # n = index of a query tile on the device, i = its index in the row, j = index of a key tile in the row.
     n, j = (index.ravel() for index in np.indices((len(row_tiles), tiles)))
     i = row_tiles[n]
     nearest, farthest = (i - j) * block - (block - 1), (i - j) * block + block - 1
@@ -194,7 +197,7 @@ def _visits_of(row_tiles, tiles, block, window, keys_outer):
     np.minimum.at(oldest_key, n[keep], j[keep])
     crossed = (i == j) | (farthest >= (window or math.inf))
     flags = MASKED * crossed + _DQ_FIRST * (j == oldest_key[n]) + _DQ_LAST * (i == j)
-    if keys_outer:  # Keys that no query of the device sees need a visit that writes their zero gradients.
+    if keys_outer:  # Keys that no query of the device sees need a visit, which sets their gradients to zero.
         unseen = (n == 0) & ~np.isin(j, j[keep])
         flags, keep = np.where(unseen, _EMPTY, flags), keep | unseen
     order = np.lexsort((n, j) if keys_outer else (j, n))
@@ -230,7 +233,7 @@ def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
     def tile(masked):
-        # Both products run before either softmax: 15 % fewer instruction bundles on v6e, as many on v5p.
+        # To compute both products before either softmax saves 15 % of the instruction bundles on v6e, and none on v5p.
         logits = [call.dot(inputs.k[m], inputs.q[m], _NT) for m in range(2)]
         if masked:
             visible = _visible(call, visit, scalars, inputs)
@@ -259,7 +262,7 @@ def forward_kernel(scalars, inputs, out_ref, out2_ref, lse_ref, max_ref, sum_ref
 
 
 def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, *, call):
-    """Write dK and dV of a key tile at the last visit to it, and dQ of a query tile at the last visit to it.
+    """Write dK and dV of a key tile at its last visit, and dQ of a query tile at its last visit.
 
     `dq_ref` (N, 2, queries, D) and its accumulator (N, 2, Y, D) are None if `dq_kernel` computes dQ.
     """
@@ -295,7 +298,7 @@ def dkv_kernel(scalars, inputs, dk_ref, dv_ref, dq_ref, dk_acc, dv_acc, dq_acc, 
 
     @pl.when((visit & _LAST != 0) & (n == call.group - 1))
     def _():
-        # inputs.q is multiplied by scale * log2(e). dK needs the factor scale, so only log2(e) is divided out.
+        # The queries include the factor scale * log2(e). dK needs the factor scale, so only log2(e) is divided out.
         dk_ref[...] = (dk_acc[...] * (1 / LOG2_E)).astype(dk_ref.dtype)
         dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
 
@@ -324,7 +327,7 @@ def _logit_gradients(call, visit, scalars, inputs, masked):
     """Return [dS1, dS2] and P1 - lam * P2, all (keys, queries) in the dtype of the operands."""
     visible = masked and _visible(call, visit, scalars, inputs)
     lse1, lse2, delta1, delta2, lam = (inputs.rows[r : r + 1] for r in range(5))
-    # dP is computed between the two logits: 4 % fewer instruction bundles on v5p than before both.
+    # dP between the two products for logits takes 4 % fewer instruction bundles on v5p than dP before both.
     s1 = call.dot(inputs.k[0], inputs.q[0], _NT)
     dp = call.dot(inputs.v[...], inputs.dout[...], _NT)
     s2 = call.dot(inputs.k[1], inputs.q[1], _NT)
@@ -337,7 +340,7 @@ def _logit_gradients(call, visit, scalars, inputs, masked):
 
 
 def _visible(call, visit, scalars, inputs):
-    """Return the (keys, queries) mask of one tile."""
+    """Return the mask of one tile, (keys, queries)."""
     shape = (call.block, call.block)
     distance = (call.row_tile(visit, scalars.offsets) - key_tile(visit)) * call.block
     distance += lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -352,7 +355,7 @@ def _visible(call, visit, scalars, inputs):
 
 
 def _compute(call, visit, scalars, tile):
-    """Call `tile(masked)` for a visit, unless it is empty or its queries and keys have no segment in common."""
+    """Call `tile(masked)` unless the visit is empty or its queries and keys have no segment in common."""
     masked, seen = visit & MASKED != 0, True
     if (call.visits & _EMPTY != 0).any():
         seen = visit & _EMPTY == 0

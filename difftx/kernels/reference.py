@@ -1,9 +1,9 @@
-"""Reference attention, written as in the paper, in float32 or wider, with O(T²) memory.
+"""Reference attention by the formulas of the papers, in float32 or wider, with O(T²) memory.
 
-All other backends are checked against this module. It runs on shards of rows (`sharding`) too.
+Tests compare all other backends with this module.
 """
-#   B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads, G = groups (2: A1 and A2),
-#   D = width of a query/key sub-head, E = width of a value head
+# Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
+#   G = groups (2: A1 and A2), D = width of a query/key sub-head, E = width of a value head
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BS=None, **options) -> jax.Arr
 
 
 def mapped_attention(map_of: Map, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BS=None, **options) -> jax.Array:
-    """Compute attention with the weight function `map_of`, with the arguments of `difftx.kernels.mapped_attention`."""
+    """Compute attention whose weights `map_of` computes from logits (`difftx.kernels.mapped_attention`)."""
     map_inputs = [*jnp.moveaxis(_logits(q_BTHGD, k_BSKGD, segment_ids_BS, **options), 2, 0)]
     if per_query_BTH is not None:
         map_inputs.append(jnp.moveaxis(per_query_BTH, 2, 1)[..., None])

@@ -1,11 +1,11 @@
 """Attention weights of a few selected queries, for analysis.
 
-Attention backends do not return their weights, so this module computes the selected rows separately. The result covers
-all heads but few queries, `[B, C, H, S]`, so that memory is linear in the length of a row.
+Attention backends do not return attention weights, so this module computes the rows of the selected queries separately.
+The result covers all heads but few queries, `[B, C, H, S]`, so its size is linear in the length of a row.
 """
-#   B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads, K = key/value heads,
-#   R = H / K = query heads per key/value head, G = groups (2 for A1 and A2, 1 for softmax attention),
-#   D = width of a query/key sub-head
+# Axes: B = batch, T = query tokens, S = key tokens (= T), C = selected queries, H = query heads,
+#   K = key/value heads, R = H / K = query heads per key/value head,
+#   G = groups (2 for A1 and A2, 1 for softmax attention), D = width of a query/key sub-head
 
 import functools
 from typing import NamedTuple
@@ -22,9 +22,9 @@ from difftx.kernels.maps import Map
 class MapRows(NamedTuple):
     """Attention weights and logits of selected queries in one layer, float32."""
 
-    map_BCHS: jax.Array  # Attention weights that multiply V: for example A, or A1 - λ A2.
-    logits_BCHGS: jax.Array  # Scaled logits of each group; minus infinity for masked keys.
-    lam_BCH: jax.Array | None  # λ of each query. None unless the weights are A1 - λ A2 with A_g = softmax(logits_g).
+    map_BCHS: jax.Array  # Attention weights that multiply V, such as A1 - λ A2.
+    logits_BCHGS: jax.Array  # Logits of each group after the factor 1/√D. Masked keys have minus infinity.
+    lam_BCH: jax.Array | None  # λ of each query if the weights are A1 - λ A2 with A_g = softmax(logits_g), else None.
 
 
 def map_rows(
@@ -36,7 +36,7 @@ def map_rows(
     per_query: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
 ) -> MapRows:
-    """Return the causal attention weights of the queries at the positions `queries_BC` (int32) of their rows.
+    """Return the causal attention weights of selected queries, whose int32 positions in their rows are `queries_BC`.
 
     The other arguments are those of `difftx.kernels.mapped_attention`. Each device must hold whole rows.
     """

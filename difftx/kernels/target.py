@@ -1,4 +1,4 @@
-"""Target device of a computation: the device of the current abstract mesh, or else JAX's default device."""
+"""The device for which a computation is compiled: that of the current abstract mesh, or else JAX's default device."""
 
 import jax
 

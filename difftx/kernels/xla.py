@@ -1,11 +1,11 @@
-"""Attention by XLA operations, for any device: differential attention, and any weight function of `maps.py`.
+"""Attention by XLA operations, for any device: differential attention, and attention with any function of `maps.py`.
 
-Memory is linear in the length of a row: the queries are processed in chunks, and the backward pass recomputes each
-chunk's attention weights. For differential attention it does so from the saved log-sum-exps, and the subtraction
-P = P1 - λ P2 runs in float32 before the product with V, which saves one of two such products.
+Memory is linear in the length of a row, because the queries are processed in chunks, and the backward pass recomputes
+the attention weights of each chunk. Differential attention recomputes them from saved log-sum-exps. It subtracts the
+attention weights, P1 - λ P2, in float32 before the product with V, so one product suffices instead of two.
 """
-#   B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
+# Axes: B = batch, T = query tokens, S = key tokens, N = chunks, C = query tokens of a chunk,
+#   H = query heads, K = key/value heads, R = H / K = query heads per key/value head, G = groups (2 for A1 and A2),
 #   D = width of a query/key sub-head, E = width of a value head
 
 import functools
@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.backend import Saved
+from difftx.kernels.backend import Saved, pad_to
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import MASKED
 
-# Maximal number of attention weights of one head in a chunk: 4 MiB in float32. Up to 1,024 tokens, a row is one chunk.
+# Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -32,7 +32,7 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
         lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
-        map1_BKRCS, map2_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
+        map1_BKRCS, map2_BKRCS = jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
         map_BKRCS = (map1_BKRCS - split_heads(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
@@ -47,9 +47,9 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
-    Both groups share dP = dO Vᵀ and dV = (P1 - λ P2)ᵀ dO. With D_m = rowsum(P_m ∘ dP), the other gradients are
-    dS1 = P1 ∘ (dP - D1), dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. A chunk covers all keys of its queries, so D_m does not
-    require the saved output.
+    P1 and P2 are the attention weights of the two groups, S1 and S2 their logits. Both groups share dP = dO Vᵀ and
+    dV = (P1 - λ P2)ᵀ dO. With D_m = rowsum(P_m ∘ dP), the other gradients are dS1 = P1 ∘ (dP - D1),
+    dS2 = -λ P2 ∘ (dP - D2) and dλ = -D2. D_m does not require the output, because a chunk covers all keys.
     """
     del out_BTHE
     B, T, H, G, D = q_BTHGD.shape
@@ -60,7 +60,8 @@ def backward(
         dk_BSKGD, dv_BSKE = carry
         lam_BKRC1 = split_heads(rows["lam"], K)
         lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
-        map1_BKRCS, map2_BKRCS = _maps(masked_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
+        logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
+        map1_BKRCS, map2_BKRCS = jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
         dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
         dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
         map_BKRCS = (map1_BKRCS - lam_BKRC1 * map2_BKRCS).astype(dtype)
@@ -85,10 +86,10 @@ def backward(
 def mapped_attention(
     map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
-    """Compute attention with the weight function `map_of` and return `[B, T, H, E]`. JAX derives the gradient."""
+    """Compute attention whose weights `map_of` computes from logits. JAX derives the gradient."""
     B, T, H, G, _ = q_BTHGD.shape
     K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
-    # The gradients of keys and values are sums over chunks. They accumulate in float32 because the loop's inputs do.
+    # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
     wide = jnp.promote_types(dtype, jnp.float32)
     k_BSKGD, v_BSKE = k_BSKGD.astype(wide), v_BSKE.astype(wide)
 
@@ -112,8 +113,8 @@ def masked_logits(
 ) -> jax.Array:
     """Return the scaled and masked logits of one chunk of queries, float32 `[B, K, R, G, C, S]`."""
     B, S, K, G, D = k_BSKGD.shape
-    # The barrier ties the mask to the queries. Otherwise JAX hoists the masks of all chunks, T × T in size, out of the
-    # scan over layers.
+    # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
+    # size, once before the scan over layers.
     rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
     q_BCHGD, position_C = rows["q"], rows["position"]
     q_BCKRGD = q_BCHGD.reshape(B, -1, K, q_BCHGD.shape[2] // K, G, D)
@@ -127,13 +128,8 @@ def masked_logits(
     return jnp.where(seen_BCS[:, None, None, None], logits_BKRGCS, MASKED)
 
 
-def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    maps_BKRGCS = jnp.exp(logits_BKRGCS - lse_BKRGC[..., None])
-    return maps_BKRGCS[:, :, :, 0], maps_BKRGCS[:, :, :, 1]
-
-
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
-    """Reshape a number per query and head, `[B, C, H]`, to `[B, K, R, C, 1]`."""
+    """Reshape `[B, C, H]` to `[B, K, R, C, 1]`, with R = H / K query heads for each of K key/value heads."""
     B, C, H = x_BCH.shape
     return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
 
@@ -141,10 +137,10 @@ def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 def chunks(
     segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, groups: int = 1, /, **arrays_BT: jax.Array
 ) -> dict[str, Any]:
-    """Split per-query arrays `[B, T, …]`, "q" among them, into chunks `[N, B, C, …]`, the last one padded by zeros.
+    """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
-    `groups` arrays of attention weights share the limit `CHUNK_MAP_ELEMENTS`. The result also has the positions of the
-    queries in their rows, "position" `[N, C]`, and their segment ids if there are any, "segment" `[N, B, C]`.
+    One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and
+    "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_MAP_ELEMENTS` / `groups` pairs of tokens.
     """
     T = arrays_BT["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
@@ -153,7 +149,7 @@ def chunks(
     position_T = jnp.arange(T) if sharding is None else sharding.positions(T)
 
     def in_chunks(x_BT: jax.Array) -> jax.Array:
-        padded = jnp.pad(x_BT, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x_BT.ndim - 2))
+        padded = pad_to(x_BT, count * size, axis=1)
         return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
 
     rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in arrays_BT.items()}

@@ -12,21 +12,19 @@ from typing import Any
 
 from jax.extend import core
 
-# Number of matrix products of width D over the causal half of T × T, per head (difftx/kernels/pallas_gpu*.py). Mosaic
-# GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
+# Kernel (difftx/kernels/pallas_gpu*.py) → number of matrix products over the causal half of the T × T attention weights
+# of a head. Mosaic GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
 MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
-# The same for cuDNN's attention, as JAX binds it. Forward: S = Q Kᵀ and P V. Backward: S again, dP, dV, dQ and dK.
+# The same for JAX's primitives of cuDNN's attention. Forward: S = Q Kᵀ and P V. Backward: S again, dP, dV, dQ and dK.
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
 
 def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
-    """Return the FLOPs that one device executes in matrix products; a multiply-add is two FLOPs.
+    """Return the FLOPs that one device executes in matrix products, where a multiply-add is two FLOPs.
 
-    A device computes one shard of an array on an explicit mesh. A conditional counts as its most expensive branch, and
-    a loop of unknown length as one iteration.
+    A conditional counts as its most expensive branch, and a loop of unknown length as one iteration.
     """
-    equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
-    return sum(map(_equation_flops, equations))
+    return sum(map(_equation_flops, jaxpr.eqns))
 
 
 def _equation_flops(equation: core.JaxprEqn) -> float:
@@ -78,16 +76,15 @@ def _pallas_flops(params: Mapping[str, Any]) -> float:
 
 
 def _causal_flops(equation: core.JaxprEqn, *, rank: int, products: int) -> float:
-    """Return the FLOPs of `products` matrix products over the causal half of T × T, for all heads.
-
-    The queries are the largest operand with `rank` axes, `[B, T, H, …, D]`.
-    """
+    """Return the FLOPs of `products` matrix products over the causal half of T × T attention weights, for all heads."""
     arrays: list[Any] = [v.aval for v in equation.invars]
-    batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)  # Keys may have fewer heads.
+    # The queries, `[B, T, H, …, D]`, have the largest shape with `rank` axes, because keys may have fewer heads.
+    batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)
     return products * batch * heads * tokens**2 * width
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:
+    """Yield the jaxprs in an equation's parameters, such as the body of a loop or the branches of a conditional."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (core.ClosedJaxpr, core.Jaxpr)):

@@ -48,23 +48,23 @@ class Estimate:
     slices: int
     remat: str
     accumulation: int
-    argument_bytes: int  # Train state and batch.
+    argument_bytes: int  # Size of the train state and the batch.
     output_bytes: int
     alias_bytes: int  # Part of the output that is written into the memory of donated arguments.
-    temporary_bytes: int  # Sum of all activations, gradients and gathered parameters.
-    allocated_bytes: int  # Arguments, outputs and temporaries; temporaries that are not alive together share memory.
-    code_bytes: int
-    capacity_bytes: float
+    temporary_bytes: int  # Total size of all activations, gradients and gathered parameters.
+    allocated_bytes: int  # Memory for arguments, outputs and temporaries. Temporaries may reuse each other's memory.
+    code_bytes: int  # Size of the machine code.
+    capacity_bytes: float  # Memory of the device.
     compile_seconds: float
     executed_flops: float  # FLOPs that one device executes, recomputation included.
     model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d per token.
     model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d per token.
-    peak_flops: float | None  # Peak FLOP/s of one device; None: unknown.
-    collectives: dict[str, dict[str, float]]  # Kind → number of runs, bytes sent within the slice and between slices.
-    interconnect: float | None  # Bytes/s that a device sends within its slice; None: unknown.
-    network: float | None  # Bytes/s that a device sends to other slices; None: unknown.
-    step_tokens: int
-    steps: int  # Steps of the configured run.
+    peak_flops: float | None  # Peak FLOP/s of one device, or None if unknown.
+    collectives: dict[str, dict[str, float]]  # Kind → runs per step, and bytes sent within a slice and between slices.
+    interconnect: float | None  # Bytes/s that a device sends within its slice, or None if unknown.
+    network: float | None  # Bytes/s that a device sends to other slices, or None if unknown.
+    step_tokens: int  # Number of tokens in a global batch.
+    steps: int  # Number of steps of the configured run.
 
     @property
     def devices(self) -> int:
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def bound(self) -> "Bound | None":
-        """Lower bound of the step's time; None if the device's peak FLOP/s or a bandwidth is unknown."""
+        """Lower bound of the step's time, or None if the device's peak FLOP/s or a bandwidth is unknown."""
         if self.peak_flops is None or self.interconnect is None or self.network is None:
             return None
         inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
@@ -111,10 +111,10 @@ class Bound:
     """Lower bound of a step's time: arithmetic and communication at the data sheet's speeds, fully overlapped."""
 
     arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s.
-    collective_seconds: float  # Time to send all bytes; traffic within slices overlaps with traffic between slices.
+    collective_seconds: float  # Time to send all bytes. Traffic within slices overlaps with traffic between slices.
     step_seconds: float  # The larger of arithmetic and collective seconds.
-    mfu: float  # Upper bound of the MFU: model FLOPs / (devices × peak × step).
-    mfu_causal: float  # Upper bound of the MFU with causal attention.
+    mfu: float  # Upper bound of the model FLOPs utilisation: model FLOPs / (devices × peak FLOP/s × step seconds).
+    mfu_causal: float  # The same with `model_flops_causal`.
     days: float  # Lower bound of the configured run's time.
 
 
@@ -138,11 +138,7 @@ def trace_step(config: Config, mesh: jax.sharding.Mesh) -> jax.stages.Traced:
 
 
 def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estimate:
-    """Compile the train step for the given devices and return its cost.
-
-    Raises:
-        DoesNotFitError: The compiler failed because the step needs more memory than a device has.
-    """
+    """Compile the train step for devices, and return its cost. Raise `DoesNotFitError` if it needs too much memory."""
     mesh = make_mesh(config.mesh, devices)
     check_divisible(config, mesh)
     start = time.perf_counter()
@@ -187,10 +183,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
 
 
 def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
-    """Return the table of one estimate, with an explanation of each number.
-
-    The row "days, likely" assumes the speed `efficiency` × bound.
-    """
+    """Return a table that explains an estimate. The row "days, likely" assumes `efficiency` times the bound's speed."""
     out = rich.table.Table(title=title, title_justify="left", show_header=False)
     out.add_column("what", no_wrap=True)
     out.add_column("value", justify="right", no_wrap=True)
@@ -279,10 +272,8 @@ def _totals_by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, fl
 
 
 def _does_not_fit(message: str) -> DoesNotFitError | None:
-    """Return the error for libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)", or None.
-
-    The first number includes the arguments, although libtpu calls it temporaries.
-    """
+    """Parse libtpu's "HLO temporaries (57.43G) exceeds available HBM (15.75G)". Return None for another message."""
+    # The first number includes the arguments, although libtpu calls it temporaries.
     found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)", message)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Points of a sweep: the product of a grid's values, each with a validated config and a readable name."""
+"""The runs of a sweep. There is one for each combination of a grid's values, with a checked config and a name."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from difftx.config.fields import types_of
 from difftx.config.recipes import argument_of, load_config
 from difftx.errors import UserError, did_you_mean
 
-# Fields that the grid name "seed" sets. Architectures with the same seed see the data in the same order.
+# Fields that `--grid seed=…` sets. Runs with the same seed see the data in the same order.
 SEED_FIELDS = ("train.seed", "data.seed")
 
 
@@ -24,7 +24,7 @@ class SweepPoint:
     spec: str  # `FILE.py` or `FILE.py:ARG`, for train.py's --config.
     overrides: Mapping[str, str]  # Field → value, for train.py's --config.field flags.
     config: Config
-    extensions: Sequence[Path] = ()
+    extensions: Sequence[Path] = ()  # Python files, for train.py's --extension flags.
 
     def flags(self, workdir: str | Path) -> list[str]:
         """Return the arguments with which train.py trains this run in `workdir`."""
@@ -50,11 +50,10 @@ def parse_grid(arguments: Sequence[str]) -> dict[str, list[str]]:
 def make_points(
     spec: str, grid: Mapping[str, Sequence[str]], overrides: Mapping[str, str], extensions: Sequence[Path] = ()
 ) -> list[SweepPoint]:
-    """Return a point for each combination of the grid's values, with the config that it loads.
+    """Return a point for each combination of the grid's values. All points share the overrides and extensions.
 
-    A name in the grid is "seed", a name in the `ARG` of the config file, or a config field such as "train.steps".
-    `spec` is `FILE.py`, or `FILE.py:ARG` if the grid has no names of `ARG`. The overrides and extensions hold for all
-    points.
+    A name in the grid is "seed", a config field such as "train.steps", or a placeholder in the argument of the config
+    file. `spec` is `FILE.py`, or `FILE.py:ARG` if the grid fills no placeholder.
     """
     path, _, argument = spec.partition(":")
     form = argument_of(path) or ""
@@ -100,7 +99,7 @@ def _check_names(path: str, argument: str, form: str, slots: Sequence[str], grid
 
 
 def _fields(group: type, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a group's fields, such as "train.steps", including those of the groups in it."""
+    """Yield the names of all fields of a config group and of the groups in it, such as "train.steps"."""
     for name, kind in types_of(group).items():
         if dataclasses.is_dataclass(kind):
             yield from _fields(kind, f"{prefix}{name}.")

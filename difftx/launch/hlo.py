@@ -4,19 +4,15 @@ XLA inserts the collectives while it compiles, so the jaxpr does not contain the
 body of a loop once. `compiled.as_text()` lists computations, one instruction per line:
 
     HloModule jit_step, num_partitions=8
-
     %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {
-      %x = f32[16]{0} get-tuple-element(%p), index=1
       %g = f32[128]{0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}
-      …
     }
-
     ENTRY %main (…) -> … {
       %w = (s32[], f32[16]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
     }
 
 The parser starts at the ENTRY computation and follows calls, fusions, asynchronous pairs and loops. It multiplies the
-collectives in a loop's body by the trip count. A conditional counts as the branch that sends most.
+collectives in a loop's body by the loop's number of iterations. A conditional counts as the branch that sends most.
 """
 
 import dataclasses
@@ -28,8 +24,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
-# Bits per element. Types that are not listed have the width in their names: bf16, s4, f8e4m3fn.
-BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}  # nosec B105: "token" is an XLA type.
 
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.$-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
@@ -74,7 +68,7 @@ class _Instruction:
 
 
 def list_collectives(text: str) -> list[Collective]:
-    """Return the collectives of a compiled program, whose text is `compiled.as_text()`."""
+    """Return the collectives in the text of a compiled program, `compiled.as_text()`."""
     program = _Program(text)
     return program.collectives_of(program.entry)
 
@@ -94,10 +88,8 @@ class _Program:
         return [collective for i in instructions for collective in self._collectives_of_instruction(i, types)]
 
     def _continues_collective(self, computation: str) -> bool:
-        """Return whether a computation is a fusion that continues or ends a collective that another fusion starts.
-
-        libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction.
-        """
+        """Return whether a computation is a fusion that continues or ends a collective that another fusion starts."""
+        # libtpu spreads an asynchronous collective over several fusions, each of which repeats the instruction.
         attributes = [i.attributes for i in self._computations[computation] if i.opcode == "custom-call"]
         if any('"AsyncCollectiveStart"' in a for a in attributes):
             return False
@@ -112,7 +104,7 @@ class _Program:
             # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
             # whose attributes name the kind of the collective and the slices.
             kind = between[2].lower().replace("_", "-")
-            slices = [_integers(part.replace(":", ",")) for part in between[1].split(",")]  # Such as 1,3:5.
+            slices = [_integers(part.replace(":", ",")) for part in between[1].split(",")]  # 1,3:5 means 1, 3, 4 and 5.
             group = sum(part[-1] - part[0] + 1 for part in slices)
             yield Collective(kind, _operand_bytes(instruction, types), group, between_slices=True)
         elif instruction.opcode.endswith(("-done", "-update")):
@@ -129,13 +121,10 @@ class _Program:
                     yield dataclasses.replace(collective, kind=kind, runs=collective.runs * runs)
 
     def _trip_count(self, loop: _Instruction) -> int:
-        """Return a loop's number of iterations: XLA's known trip count, or the one that the loop's counter implies.
-
-        libtpu removes the known trip count. Its counters start at 0, grow by a constant and are compared with another
-        constant. A loop with a data-dependent end counts as one iteration.
-        """
+        """Return a loop's number of iterations, or 1 if it depends on data."""
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
+        # libtpu removes the known trip count. Its counters start at 0, grow by a constant and are compared to another.
         condition, body = self._instructions_of(loop, "condition"), self._instructions_of(loop, "body")
         # The last instruction of a computation is its result: `compare(counter, bound)` in the condition, and the tuple
         # of the loop's new values in the body.
@@ -159,10 +148,10 @@ def _operand_bytes(instruction: _Instruction, types: dict[str, str]) -> float:
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
-    """Parse `source_target_pairs` or `replica_groups` in attributes; return device ids, `[groups, devices per group]`.
+    """Return the device ids `[groups, devices per group]` that a collective's attributes contain.
 
-    XLA has three notations for `replica_groups`: lists `{{0,2},{1,3}}`, a transposed iota `[2,2]<=[2,2]T(1,0)`, and
-    axes of a mesh. The empty list `{}` is one group of all `devices`.
+    The attribute is `source_target_pairs`, or `replica_groups` in one of three notations: lists `{{0,2},{1,3}}`, a
+    transposed iota `[2,2]<=[2,2]T(1,0)`, or axes of a mesh. The empty list `{}` is one group of all `devices`.
     """
     if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", text):
         return np.array([_integers(pair) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
@@ -178,9 +167,9 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
-    """Parse groups over mesh axes, such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`.
+    """Parse groups over axes of a mesh, such as `mesh['a'=8,'b'=4] {'a':(2)4,'b'}`.
 
-    `'b'` is the whole axis. `'a':(2)4` is a factor of 4 of axis a, with a factor of 2 before it.
+    Here, `'b'` is a whole axis. `'a':(2)4` is the minor part of axis a, split as 2 × 4.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     parts = {
@@ -201,7 +190,7 @@ def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Return the numbers of `[2,4]T(1,0)`: 0 … 7 in shape (2, 4), transposed by (1, 0) and flattened."""
+    """Return the numbers that `[2,4]T(1,0)` denotes: 0 … 7 in shape (2, 4), transposed by (1, 0) and flattened."""
     shape, _, order = text.partition("T")
     sizes = _integers(shape.strip("[]"))
     ids = np.arange(math.prod(sizes)).reshape(sizes)
@@ -216,8 +205,8 @@ def type_bytes(text: str) -> float:
     """Return the bytes of an array with an HLO type, such as `bf16[8,128]{1,0}`, or of a tuple of arrays."""
     total = 0.0
     for dtype, shape in _ARRAY.findall(text):
-        digits = re.search(r"\d+", dtype)
-        bits = BITS[dtype] if dtype in BITS else int(digits[0]) if digits else 0
+        digits = re.search(r"\d+", dtype)  # The number of bits per element, as in bf16, c64 and f8e4m3fn.
+        bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0  # Types such as token[] take no memory.
         total += bits / 8 * math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
     return total
 

@@ -1,6 +1,7 @@
 """Job files for clusters, one per run of a sweep, made from the templates in `templates/`."""
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -15,7 +16,7 @@ from difftx.launch.grid import SweepPoint
 TEMPLATES = Path(__file__).with_name("templates")
 ROOT = Path(__file__).parents[2]
 MOST_NAME_CHARACTERS = 40  # Longest name of a JobSet: a pod's host name adds suffixes and has at most 63 characters.
-COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings whose values are integers.
+COUNTS = {"nodes", "gpus", "cpus", "slices", "hosts", "chips", "restarts"}  # Settings with integer values, not quoted.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Launcher:
     template: str  # Name of the file in `templates/`.
     submit: str  # Command that submits a job file.
     quote: Callable[[str], str]  # Quotes a setting for the template's language.
-    # Whether the job shares this machine's file system, as under Slurm. If not, the job has its own copy of the
-    # repository, and the workdir is below a shared file system that is mounted at `mount`.
+    # Whether the job sees this machine's files, as under Slurm. If not, the job has its own copy of the repository, and
+    # the workdir is on a shared file system, mounted at the path in the setting "mount".
     local_files: bool
 
 
@@ -35,11 +36,7 @@ def _sbatch(text: str) -> str:
     return '"' + re.sub(r'([\\"])', r"\\\1", text) + '"'
 
 
-def _yaml(text: str) -> str:
-    """Quote a value for YAML, whose double-quoted strings include those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
-
-
+_yaml = functools.partial(json.dumps, ensure_ascii=False)  # Quotes a value for YAML, which includes JSON's strings.
 LAUNCHERS = {
     "slurm": Launcher("slurm.sbatch", "sbatch", _sbatch, local_files=True),
     "jobset": Launcher("jobset_tpu.yaml", "kubectl apply -f", _yaml, local_files=False),
@@ -62,10 +59,7 @@ def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Mapping[str, str]) -> None:
-    """Write `out/jobs/<run>.<suffix>` for every point, and print the commands that submit these files.
-
-    `name` is a key of `LAUNCHERS`, and `settings` has values for the placeholders of its template, from --set.
-    """
+    """Write a job file for each point with the launcher `name`, and print the commands that submit the files."""
     if name not in LAUNCHERS:
         raise UserError(f"--launcher={name}: no such launcher.{did_you_mean(name, LAUNCHERS)}")
     launcher = LAUNCHERS[name]
@@ -84,7 +78,7 @@ def write_jobs(name: str, points: Sequence[SweepPoint], out: Path, settings: Map
 
 
 def _check_settings(name: str, template: string.Template, settings: Mapping[str, str]) -> None:
-    """Raise `UserError` unless the settings are exactly the placeholders that `_values` does not fill."""
+    """Raise `UserError` unless the settings are valid and exactly those that the launcher requires."""
     wanted = {*template.get_identifiers()} - {"name", "command"}
     wanted = wanted - {"directory", "output"} if LAUNCHERS[name].local_files else wanted - {"label", "stop"} | {"mount"}
     for setting, value in settings.items():
@@ -100,7 +94,7 @@ def _check_settings(name: str, template: string.Template, settings: Mapping[str,
 def _values(
     launcher: Launcher, template: string.Template, point: SweepPoint, out: Path, settings: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the values of the placeholders that are not settings, quoted for the template's language."""
+    """Return the values of the template's other placeholders, which are not settings, quoted for its language."""
     if launcher.local_files:
         here = Path.cwd()
         command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]

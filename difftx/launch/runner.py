@@ -34,9 +34,8 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
 PLAIN_LINE_SECONDS = 60.0
-PLAIN_WIDTH = 160  # Width of a table in a file or a pipe, in characters; an error message fits.
-# Beginning of a log line that names the reason of a failure. JAX may print a note after it, so it is not always the
-# last line.
+PLAIN_WIDTH = 160  # Width in characters of a table in a file or a pipe, enough for an error message.
+# Beginning of a log line with the reason for a failure. JAX may print a note after it, so it may not be the last line.
 REASON = re.compile(r"(error|[\w.]*(Error|Exception|Exit|Interrupt))\b")
 
 
@@ -47,7 +46,7 @@ class RunStatus:
     point: SweepPoint
     workdir: Path
     state: State = "pending"
-    exit_code: int | None = None  # Exit code of the last process; -N: killed by signal N.
+    exit_code: int | None = None  # Exit code of the last process, which is -N if signal N killed it.
     error: str = ""
     step: int = 0  # Newest step in metrics.jsonl.
     loss: float | None = None  # Training loss at that step, in nats per token.
@@ -102,14 +101,14 @@ class RunStatus:
 
 
 class Sweep:
-    """A sweep that trains its runs one after another, each in its own process, and keeps `sweep.json` up to date.
+    """Trains runs one after another, each in its own process, and keeps `sweep.json` up to date.
 
-    A terminal shows a live table of the runs. Elsewhere, the sweep prints a line for each change of state and once per
-    minute, and the table at the end.
+    A terminal shows a live table of the runs. A file or pipe gets a line for each change of state and once per minute,
+    and the table at the end.
     """
 
     def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
-        """Read the state of the runs that already exist in `out`; `description` is the head of `sweep.json`."""
+        """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
         if not TRAIN.is_file():
             raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
         self._statuses = [RunStatus(point, out / point.name) for point in points]
@@ -122,8 +121,7 @@ class Sweep:
                         raise UserError(f"{status.workdir} is finished, but with another {change}; use another --out")
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._description = out, description
-        # rich shows the table of a file or a pipe at the end only. It has no refresh thread here, because the sweep
-        # starts processes.
+        # No automatic refresh, because its thread would be unsafe while the sweep starts processes.
         console = rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         self._live = rich.live.Live(self._table(), console=console, auto_refresh=False)
         self._printed = time.monotonic()
@@ -131,7 +129,7 @@ class Sweep:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Train the unfinished runs; return 0 if all runs are finished, 1 if one failed, or 75 after a signal."""
+        """Train the unfinished runs. Return 0 if all runs are finished, 1 if one failed, or 75 after a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         with self._live:
@@ -151,7 +149,7 @@ class Sweep:
         return int("failed" in states)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal as SIGTERM: the run saves and ends after the first, and ends immediately after another."""
+        """Send SIGTERM to the run. The run saves a checkpoint and ends. A second signal ends it immediately."""
         self._stopping = True
         if self._process:
             self._process.terminate()
@@ -173,7 +171,7 @@ class Sweep:
             self._set_state(status, "failed")
 
     def _run_process(self, status: RunStatus) -> tuple[int, str]:
-        """Run train.py until it ends; return its exit code and the line of output that gives the reason."""
+        """Run train.py until it ends. Return its exit code, and the reason for a failure."""
         command = [sys.executable, str(TRAIN), *status.point.flags(status.workdir)]
         status.workdir.mkdir(parents=True, exist_ok=True)
         path = status.workdir / "train.log"
@@ -190,13 +188,10 @@ class Sweep:
             )
         if self._stopping:  # The signal arrived before the process existed.
             self._process.terminate()
-        while True:
-            try:
-                code = self._process.wait(POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                status.refresh()
-                self._show(status)
+        while (code := self._process.poll()) is None:
+            time.sleep(POLL_SECONDS)
+            status.refresh()
+            self._show(status)
         log_text = path.read_bytes()[begin:].decode(errors="replace")
         return code, f"killed by {signal.Signals(-code).name}" if code < 0 else find_reason(log_text)
 
@@ -228,6 +223,6 @@ class Sweep:
 
 
 def find_reason(log: str) -> str:
-    """Return the line of a failed process's output that gives the reason: the last error, or else the last line."""
+    """Return the reason for a failure from a process's output: the last line with an error, or else the last line."""
     lines = log.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if REASON.match(line)), lines[-1])

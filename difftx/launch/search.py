@@ -16,10 +16,10 @@ from difftx.launch.topology import GIB, Chip
 from difftx.model.flops import state_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 
-# From most memory to most arithmetic. "offload" is left out because its cost cannot be estimated.
+# Policies from most memory to most arithmetic. "offload" is left out because its cost cannot be estimated.
 REMAT = ("none", "dots", "full")
-TENSOR = (1, 2, 4, 8)
-STATE_SHARE = 0.75  # Parameters and moments persist between steps: 12 of the 16 bytes that include the gradient.
+TENSOR = (1, 2, 4, 8)  # Sizes of the tensor axis that are tried.
+STATE_SHARE = 0.75  # Share of `state_bytes` that persists between steps: all but the gradient's 4 of 16 bytes.
 
 
 def search(
@@ -28,9 +28,9 @@ def search(
     """Return the estimates that fit the devices' memory, fastest first.
 
     Fewer microbatches gather the parameters less often, and a remat policy that keeps more activations recomputes less.
-    For each mesh and policy, the search therefore stops at the fewest microbatches that fit. It tries a policy that
-    keeps fewer activations only with fewer microbatches than the previous policies need. The context axis and the
-    slices are those of `config`. `report` gets a line of text for each attempt.
+    For each mesh and policy, the search therefore stops at the fewest microbatches that fit. A policy that keeps fewer
+    activations is tried only with fewer microbatches than the previous policies need. The context axis and the slices
+    are those of `config`. `report` is called with a line of text after each attempt.
     """
     found: list[Estimate] = []
     for candidate in _meshes(config, devices, chip):
@@ -58,9 +58,8 @@ def search(
 def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterator[Config]:
     """Yield the config with a few promising meshes for each size of the tensor axis in `TENSOR`.
 
-    The parameters are sharded over all devices (one replica per slice), or replicated as often as half of the memory
-    allows, or a medium number of times. A smaller group of devices for the shards of one replica spans less of a torus
-    and communicates faster (docs/operations.md).
+    A slice has one replica of the parameters, or as many as fit half of the memory, or a number in between. With more
+    replicas, the devices of one replica span less of a torus and communicate faster (docs/operations.md).
     """
     slices, context, bytes_of_state = config.mesh.slices, config.mesh.context, state_bytes(config.model)
     for tensor in TENSOR:
@@ -78,10 +77,7 @@ def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterat
 
 
 def _accumulations(config: Config, devices: Sequence[jax.Device]) -> list[int]:
-    """Return the powers of two that split the batch into microbatches whose rows divide over the mesh.
-
-    If the mesh does not divide another dimension of the model or the data, return an empty list.
-    """
+    """Return the numbers of microbatches to try: powers of two for which the mesh divides all dimensions."""
     mesh = make_mesh(config.mesh, devices)
     counts = [2**i for i in range(config.batch_rows.bit_length())]
     counts = [n for n in counts if config.batch_rows % (n * batch_shards(mesh)) == 0]
@@ -100,7 +96,7 @@ def _replace(config: Config, **groups: dict) -> Config:
 
 
 def _rank(result: Estimate) -> tuple[float, ...]:
-    """Return the sort key: time, or FLOPs if the device's speed is unknown; then bytes sent; then memory."""
+    """Return the sort key: time (or FLOPs if the device's speed is unknown), bytes sent and memory."""
     time = result.executed_flops if result.bound is None else result.bound.step_seconds
     sent_bytes = sum(c["interconnect_bytes"] for c in result.collectives.values())
     return time, sent_bytes, result.needed_bytes

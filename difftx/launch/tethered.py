@@ -1,8 +1,8 @@
 """Execute a command that receives SIGTERM when this process's parent dies: tethered.py PARENT_PID PROGRAM ARG …
 
 A sweep that is killed with SIGKILL cannot stop its run, which would then train at the same time as the next sweep's.
-The kernel's parent-death signal prevents that. A process sets it for itself, and it survives exec. It exists on Linux
-only; on other systems the lock of the workdir is the only protection.
+The parent-death signal of Linux prevents that. A process sets it for itself, and it survives exec. On other systems,
+the lock of the workdir is the only protection.
 """
 
 import ctypes

@@ -1,7 +1,4 @@
-"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs.
-
-libtpu knows all TPU slices by name. JAX's CUDA plugin requires the properties of the GPU (`H200_TARGET`).
-"""
+"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs."""
 
 import dataclasses
 import importlib.util
@@ -24,15 +21,15 @@ class Chip:
     """Memory and bandwidths of one JAX device. Its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
 
     hbm_bytes: float
-    interconnect: float | None  # Bytes/s that a device sends while it receives: half of the "bidirectional" bandwidth.
-    network: float | None  # Bytes/s per device between TPU slices, or between hosts of GPUs.
+    interconnect: float | None  # Bytes/s that a device sends within its TPU slice or GPU host, or None if unknown.
+    network: float | None  # Bytes/s that a device sends to other TPU slices or GPU hosts, or None if unknown.
 
 
 # Sources for TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. `interconnect` is half of the "Bidirectional
-# ICI bandwidth per chip"; `network` is the "DCN bandwidth per chip" (v5e and v6e: that per pod, over 256 chips).
+# ICI bandwidth per chip". `network` is the "DCN bandwidth per chip" (for v5e and v6e, 1/256 of that of a pod).
 # `hbm_bytes` is the memory that libtpu 0.0.50 gives a program, a little less than the data sheet's. JAX counts a tpu7x
-# chip as two devices. Source for the H200: NVIDIA's data sheet, NVLink with 900 GB/s in both directions together; one
-# 400 Gbit/s ConnectX-7 per GPU.
+# chip as two devices. Source for the H200: NVIDIA's data sheet (NVLink with 900 GB/s in both directions together), and
+# one 400 Gbit/s ConnectX-7 network adapter per GPU.
 CHIPS = {
     "v4": Chip(hbm_bytes=30.75 * GIB, interconnect=300e9, network=3.125e9),
     "v5e": Chip(hbm_bytes=15.75 * GIB, interconnect=200e9, network=3.125e9),
@@ -42,7 +39,7 @@ CHIPS = {
     "h200": Chip(hbm_bytes=141e9, interconnect=450e9, network=50e9),
 }
 
-# An xla.GpuTargetConfigProto with the device properties that an H200 has under CUDA 13.
+# Properties of an H200 under CUDA 13, as an xla.GpuTargetConfigProto for JAX's CUDA plugin. libtpu needs only a name.
 H200_TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -76,7 +73,7 @@ class Topology:
     """Devices of one kind, in one or more slices."""
 
     kind: str  # A key of CHIPS, or "cpu".
-    shape: tuple[int, ...]  # Chips along each axis of one slice's torus; GPUs and CPUs: their number.
+    shape: tuple[int, ...]  # Number of chips along each axis of a slice's torus, or the number of GPUs or CPUs.
     slices: int
 
     def __str__(self) -> str:
@@ -107,8 +104,8 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare(topology: Topology) -> None:
-    """Set the environment variables that JAX and libtpu read at start; call this before the first use of JAX."""
-    # Only compile: programs run on the CPU, libtpu asks no metadata server, and several processes may load libtpu.
+    """Set the environment variables that JAX and libtpu read at start. Call this before the first use of JAX."""
+    # JAX only compiles for the TPU. libtpu must not ask a metadata server, and several processes may load it.
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # libtpu needs some value.
     if topology.kind == "cpu":
@@ -122,7 +119,7 @@ def prepare(topology: Topology) -> None:
 
 
 def has_cuda_plugin() -> bool:
-    """Return whether JAX's plugin for CUDA 13 is installed, which compiles for GPUs even without one."""
+    """Return whether JAX's plugin for CUDA 13 is installed. It can compile for GPUs on a machine without one."""
     return importlib.util.find_spec("jax_plugins") is not None and (
         importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
     )

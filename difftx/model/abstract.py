@@ -1,4 +1,4 @@
-"""Shapes, kinds and numbers of a model's parameters, computed without allocating them, and models of equal size."""
+"""Shapes and numbers of a model's parameters, computed without allocating them, and configs of models of equal size."""
 
 import dataclasses
 import functools
@@ -15,16 +15,16 @@ from difftx.model.decoder import Decoder
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import AXES
 
-MLP_MULTIPLE = 4  # `match` chooses multiples of 4 as the width of the MLP, so that four devices can share it.
+MLP_MULTIPLE = 4  # `match` sets the width of the MLP to a multiple of this number, so that four devices can share it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters of a model by kind."""
 
-    embedding: int  # Input embedding and, unless tied, the unembedding.
-    projections: int  # Attention and MLP matrices of all layers.
-    vectors: int  # Norm gains, λ vectors and sinks.
+    embedding: int  # Number of parameters in the input embedding and, unless tied to it, in the unembedding.
+    projections: int  # Number of parameters in the attention and MLP matrices of all layers.
+    vectors: int  # Number of parameters in norm gains, λ vectors and attention sinks.
 
     @property
     def total(self) -> int:
@@ -33,17 +33,17 @@ class Parameters:
 
 @functools.cache
 def abstract_parameters(config: ModelConfig) -> nnx.State:
-    """Return the parameters of a `Decoder` as shapes and dtypes, with the metadata set by the layers."""
+    """Return the shapes and dtypes of a `Decoder`'s parameters, with the metadata that the layers set."""
     axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
     one_device = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, axis_types=axis_types)
-    # The caller may have set a mesh of another size, which JAX replaces only in two steps.
+    # The caller may have set a mesh. JAX can replace it by a mesh of another size only after an empty mesh.
     no_mesh = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
         return nnx.state(nnx.eval_shape(lambda: Decoder(config, Layout(), rngs=nnx.Rngs(0))))
 
 
 def vector_mask(config: ModelConfig) -> Any:
-    """Return the parameter tree with True for vectors (`layers.vector`), which are not decayed and stay float32."""
+    """Return the tree of parameters with True for those made by `layers.vector`, such as norm gains, else False."""
     mask = jax.tree.map(
         lambda variable: variable.get_metadata().get("is_vector", False),
         abstract_parameters(config),
@@ -61,10 +61,10 @@ def count_parameters(config: ModelConfig) -> Parameters:
 
 
 def match(c: ConfigDict, architecture: str, *, heads: int) -> None:
-    """Convert the config of a Transformer with `heads` heads to another architecture, with equally many parameters.
+    """Convert the config of a Transformer with `heads` heads to another architecture with as many parameters.
 
     `SelfAttention.configure` sets the heads of the new architecture. If its attention has more or fewer weights than
-    the Transformer's, `model.mlp_dim` compensates: SwiGLU has 3 d_model weights per unit of its width.
+    the Transformer's, `model.mlp_dim` compensates, because SwiGLU has 3 d_model weights per unit of its width.
     """
     c.model.architecture, c.model.num_heads, c.model.head_norm = "transformer", heads, "none"
     expected = _layer_weights(c)

@@ -2,7 +2,7 @@
 
 `variants/` holds further architectures. docs/extend.md shows how to add one in a file of your own.
 """
-#   B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
+# Axes: B = batch, T = tokens, C = selected queries, D = model width, H = heads, K = key/value heads,
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
 #   E = width of a value head (2d in differential attention, d in softmax attention)
 
@@ -28,18 +28,18 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 class Depth(NamedTuple):
-    """Float32 constants that depend on a layer's depth: scalars for one layer, and arrays `[L]` for all layers."""
+    """Float32 constants that depend on a layer's depth: scalars for one layer, or arrays `[L]` for all layers."""
 
     lambda_init: jax.Array
     post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
 
 
 def depth_schedule(config: ModelConfig) -> Depth:
-    """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for layers l = 1, 2, ….
+    """Return λ_init = 0.8 - 0.6 exp(-0.3 (l - 1)) and the post-norm scale 1 - λ_init for the layers l = 1, 2, ….
 
-    `config.lambda_init` and `config.post_scale` replace the schedules by constants.
+    If `config.lambda_init` or `config.post_scale` is set, that constant replaces the schedule.
     """
-    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # l - 1
+    layer_L = jnp.arange(config.num_layers, dtype=jnp.float32)  # Index l - 1 of each layer.
     lambda_init_L = 0.8 - 0.6 * jnp.exp(-0.3 * layer_L)
     if config.lambda_init is not None:
         lambda_init_L = jnp.full_like(lambda_init_L, config.lambda_init)
@@ -52,21 +52,15 @@ class SelfAttention(nnx.Module):
 
     Class attributes and class methods describe the architecture to the rest of difftx, and the other methods compute
     the attention. A subclass defines `project`, `map_of` and `output`, or overrides the methods that call these three.
-
-    Attributes:
-        groups: Number of keys of width d per key/value head. A value head has the width `groups` · d.
-        kernel: Name of the function in `difftx.kernels` that computes the heads. It determines the backends.
-        fields: Fields in `SPECIFIC_FIELDS` of `difftx.config.model` that this architecture uses.
     """
 
-    groups: ClassVar[int] = 1
+    groups: ClassVar[int] = 1  # Number of keys of width d per key/value head. A value has the width `groups` · d.
+    # Name of the function in `difftx.kernels` that computes the heads. It determines the available backends.
     kernel: ClassVar[Literal["diff_attention", "attention", "mapped_attention"]] = "mapped_attention"
-    fields: ClassVar[tuple[str, ...]] = ()
+    fields: ClassVar[tuple[str, ...]] = ()  # Entries of `difftx.config.model.SPECIFIC_FIELDS` that this class uses.
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
-
-    # ── Description ──
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -89,12 +83,12 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def sub_heads(cls, config: ModelConfig, num_heads: int) -> int:
-        """Return the number of query sub-heads in `num_heads` heads. By default, d is d_model over this number."""
+        """Return the number of query sub-heads in `num_heads` heads. By default, d is d_model / this number."""
         return cls.groups * num_heads
 
     @classmethod
     def query_heads(cls, config: ModelConfig) -> int:
-        """Return the number of queries per token, each of width d."""
+        """Return the number of query vectors of width d per token."""
         return cls.sub_heads(config, config.num_heads)
 
     @classmethod
@@ -112,15 +106,13 @@ class SelfAttention(nnx.Module):
 
     @classmethod
     def matrices_by_group(cls, name: str, weight: jax.Array) -> dict[str, jax.Array]:
-        """Return `{name: weight}`, or two entries such as "query_1" and "query_2" for a weight with groups.
+        """Return the parts of a weight that belong to groups 1 and 2, such as "query_1" and "query_2", by name.
 
-        A weight with groups has the shape `[L, D, H, G, d]`. All other weights have fewer axes.
+        A weight with groups has the shape `[L, D, H, G, d]`. All other weights have fewer axes and are one part.
         """
         if weight.ndim != 5:
             return {name: weight}
         return {f"{name}_1": weight[..., :-1, :], f"{name}_2": weight[..., -1:, :]}
-
-    # ── Computation ──
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None
@@ -132,7 +124,7 @@ class SelfAttention(nnx.Module):
     def extend(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Return the residual update of new tokens, which also attend to cached tokens, and their keys and values."""
+        """Return the residual update, keys and values of new tokens, which also attend to the cached tokens."""
         q, k, v = self.project(x_BTD, angles)
         operands = self._resharded(q, k, v)
         heads_BTHE = cached.mapped_attention(self._map(), *operands, cache, segments, per_query=self.per_query(depth))
@@ -141,7 +133,7 @@ class SelfAttention(nnx.Module):
     def attention_rows(
         self, x_BTD: jax.Array, angles: Angles, depth: Depth, segment_ids_BT: jax.Array | None, queries_BC: jax.Array
     ) -> tuple[jax.Array, MapRows]:
-        """Return the residual update, and the layer's attention weights for the queries at positions `queries_BC`."""
+        """Return the residual update, and the attention weights of the queries at the positions `queries_BC`."""
         q, k, v = self.operands(x_BTD, angles)
         update_BTD = self._update(self.attend(q, k, v, depth, segment_ids_BT), x_BTD, depth)
         return update_BTD, self.weight_rows(q, k, x_BTD, depth, segment_ids_BT, queries_BC)
@@ -176,7 +168,7 @@ class SelfAttention(nnx.Module):
         raise NotImplementedError
 
     def per_query(self, depth: Depth) -> jax.Array | None:
-        """Return the parameter that the function of `map_of` takes: float32, a scalar or `[H]`. None: no parameter."""
+        """Return λ or another parameter of the weight function, a float32 scalar or `[H]`, or None if it has none."""
         return None
 
     def weight_rows(
@@ -188,9 +180,9 @@ class SelfAttention(nnx.Module):
         segment_ids_BT: jax.Array | None,
         queries_BC: jax.Array,
     ) -> MapRows:
-        """Return the attention weights of the queries at positions `queries_BC`, for analysis.
+        """Return the attention weights of the queries at the positions `queries_BC`, for analysis.
 
-        Override this method if `output` combines several heads of the kernel into one.
+        A subclass whose `output` combines several heads of the kernel into one overrides this method.
         """
         per_query = self.per_query(depth)
         return map_rows(self.map_of(), q, k, queries_BC, per_query=per_query, segment_ids_BT=segment_ids_BT)
@@ -229,9 +221,8 @@ class DiffAttention(SelfAttention):
 
     head_i = (A1 - λ A2) V with A_g = softmax(Q_g K_gᵀ/√d). The output is Concat_i((1 - λ_init) RMSNorm(head_i)) W_O.
 
-    Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. With
-    grouped queries, both queries of head n use key/value head n // (H / K), as in the official flash code. The official
-    naive code pairs heads differently.
+    Each layer has one λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, or λ = λ_init if `lambda_learned` is False. Both
+    queries of head n use key/value head n // (H / K), as in the official code with flash attention.
     """
 
     groups = 2
@@ -240,7 +231,7 @@ class DiffAttention(SelfAttention):
 
     @classmethod
     def configure(cls, c, heads):
-        """Set the head norm and half as many heads as the Transformer: each head has two queries and keys (§3.1)."""
+        """Set the head norm, and half as many heads as the Transformer, because each head has two queries and keys."""
         c.model.num_heads = heads // 2
         c.model.head_norm = "rms_affine"
 
@@ -255,7 +246,7 @@ class DiffAttention(SelfAttention):
             init = jax.nn.initializers.normal(config.lambda_std)
             self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
             self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-        # One gain for all heads of the layer ("GroupNorm" in Figure 2).
+        # All heads of the layer share one gain ("GroupNorm" in Figure 2 of the paper).
         self.head_norm = RMSNorm(2 * d, config.head_norm_eps, layout, config.head_norm)
 
     @property
@@ -264,7 +255,7 @@ class DiffAttention(SelfAttention):
 
     @classmethod
     def query_shape(cls, config: ModelConfig) -> tuple[int, int]:
-        """Return the sizes of the two middle axes of the query weight, heads and queries per head."""
+        """Return the number of heads and of queries per head, the sizes of the middle axes of the query weight."""
         return config.num_heads, 2
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -276,7 +267,7 @@ class DiffAttention(SelfAttention):
         return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
-        """Return λ, a float32 scalar. In bfloat16, its error would reach 0.01 (measured over 2,000 draws, d = 128)."""
+        """Return λ, a float32 scalar. In bfloat16, the error of λ would reach 0.01 (2,000 random draws, d = 128)."""
         if not self.has_lambda_vectors:
             return lambda_init
         exponents_G = jnp.sum(self.lambda_query_Gd[...] * self.lambda_key_Gd[...], axis=-1)
@@ -326,18 +317,12 @@ class Attention(SelfAttention):
 
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
-    """Return Concat_i(head_i) W_O, `[B, T, D]`."""
+    """Return the concatenated heads times the output projection, `[B, T, D]`."""
     weight = output_HED.astype(heads_BTHE.dtype)
     return jnp.einsum("BTHE,HED->BTD", heads_BTHE, weight, out_sharding=layout.act_BTD)
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:
-    """Raise `UserError` unless a field that only this architecture uses is set.
-
-    Args:
-        config: Config of the model.
-        name: Name of the field.
-        usual: A usual value of the field, for the message.
-    """
+    """Raise `UserError` if `model.<name>` is not set. The message proposes the usual value."""
     if getattr(config, name) is None:
         raise UserError(f"model.{name}=None: architecture {config.architecture!r} requires it; {usual} is common")

@@ -1,5 +1,5 @@
 """The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
-#   B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
+# Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
 
 from collections.abc import Callable
 
@@ -17,11 +17,11 @@ from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
 from difftx.parallel.layout import Layout
 
-LAYER_INPUT = "layer_input"  # Name of a layer's input for the remat policies.
+LAYER_INPUT = "layer_input"  # Name by which a remat policy refers to the input of a layer.
 
-# Each value of `model.remat` selects the values to save for the backward pass, which recomputes all others. "none" has
-# no policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
-# recomputes in chunks. Under every policy, the memory of a step is linear in the length of rows.
+# `model.remat` selects which values the forward pass saves. The backward pass recomputes all others. "none" has no
+# policy, because a policy that saves everything would also save the attention weights, which `kernels/xla.py`
+# recomputes in chunks.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -35,7 +35,7 @@ REMAT_POLICIES = {
 
 
 class Block(nnx.Module):
-    """One layer: Y = X + Attention(RMSNorm(X)), output Y + SwiGLU(RMSNorm(Y)) (Eq. 4)."""
+    """One layer, Y + SwiGLU(RMSNorm(Y)) with Y = X + Attention(RMSNorm(X)) (Eq. 4 of arXiv 2410.05258)."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps, layout)
@@ -48,8 +48,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Extra]:
         """Return the output of the layer, `[B, T, D]`, and the second result of `attend`.
 
-        `attend` calls a method of `self.attention` on the normalised input `[B, T, D]` and returns the residual update
-        first.
+        `attend` maps the normalised input `[B, T, D]` to the residual update and a second result.
         """
         with jax.named_scope("attention"):
             update_BTD, extra = attend(self.attention_norm(x_BTD))
@@ -59,7 +58,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model. Weights are float32; `config.compute_dtype` is the dtype of activations."""
+    """A decoder-only language model with float32 weights, and with activations in `config.compute_dtype`."""
 
     def __init__(self, config: ModelConfig, layout: Layout | None = None, *, rngs: nnx.Rngs):
         self.config = config
@@ -67,7 +66,7 @@ class Decoder(nnx.Module):
         init = jax.nn.initializers.normal(config.embedding_std)
         shape = (config.vocab_size, config.d_model)
         self.embedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
-        # Each weight of the stacked block has a leading layer axis, so compile time does not grow with depth.
+        # The weights of all layers are stacked along a leading axis, so compile time does not grow with depth.
         self.blocks = jax.vmap(lambda r: Block(config, layout, rngs=r))(rngs.split(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         if not config.tie_embeddings:
@@ -76,7 +75,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return float32 logits of the next token, `[B, T, V]`, and per-layer statistics, `[L]` each.
+        """Return float32 logits of the next tokens, `[B, T, V]`, and per-layer statistics by name, `[L]` each.
 
         All arguments are int32. By default, positions are 0, 1, 2, … in each row, and each row is one segment. A token
         attends only to tokens of its own segment.
@@ -87,7 +86,7 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics, `[L]` each."""
+        """Return the normalised output of the last layer, `[B, T, D]`, and per-layer statistics by name, `[L]` each."""
         if self.layout.zigzag:
             if positions_BT is None:
                 sharding = jax.P(None, self.layout.act_BT[1])
@@ -103,7 +102,7 @@ class Decoder(nnx.Module):
             return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
 
         if self.config.remat != "none":
-            # Inside a scan, XLA cannot merge the recomputation with the forward pass, so prevent_cse is not needed.
+            # XLA cannot merge the recomputation with the forward pass across scans, so prevent_cse is not needed.
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
         x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(self.config)))
         x_BTD = self.final_norm(x_BTD)
@@ -118,10 +117,10 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> State:
-        """Run the model as `__call__` does, update a state by `visit` after each layer, and return the final state.
+        """Run all layers, update a state by `visit` after each layer, and return the final state.
 
         `visit` receives the state, the layer's queries and keys as `SelfAttention.attend` does, and the layer's output
-        `[B, T, D]`. It returns the next state, of the same shapes. No arrays of other layers are kept.
+        `[B, T, D]`. It returns the next state, of the same shapes. Only one layer's activations exist at a time.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -137,10 +136,10 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the last layer's normalised output `[B, T, D]` for new tokens, and the keys and values of the tokens.
+        """Return the normalised output `[B, T, D]` for new tokens, and their keys and values, `[L, B, T, K, …]`.
 
-        The new tokens attend to each other and to cached tokens as far as `segments` allows. Compared with one layer's
-        keys and values, `[B, T, K, …]`, and with its cache, the arrays here have a leading axis L.
+        The new tokens attend to each other and to cached tokens as far as `segments` allows. `cache` holds the cached
+        keys and values of all layers, stacked along a leading axis L.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -161,12 +160,11 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Found]:
-        """Return the normalised output of the last layer, and the results of `of_layer` on attention weights.
+        """Return the normalised output of the last layer, and an analysis of attention weights in each layer.
 
-        `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces their attention
-        weights in one layer to a tree of arrays, which are stacked along a leading axis `[L]`. The output equals that
-        of `hidden` bit for bit. Only one layer's attention weights exist at a time. With their logits, they take
-        9 MiB for one query of 12 differential heads and 64K tokens.
+        `queries_BC` are the int32 positions of the selected queries in each row. `of_layer` reduces the attention
+        weights of these queries in one layer to a tree of arrays, and the trees of all layers are stacked along a
+        leading axis `[L]`. Only one layer's attention weights exist at a time.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -181,7 +179,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), found
 
     def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes and dtypes of the keys and values from `extend`, for one token in each of `rows` rows."""
+        """Return the shapes and dtypes of the keys and values that `extend` returns for one token in `rows` rows."""
 
         def entries() -> tuple[jax.Array, ...]:
             shape, sharding = (rows, 1, self.config.d_model), self.layout.act_BTD
@@ -213,7 +211,7 @@ class Decoder(nnx.Module):
         return rotary_angles(positions, self.config.d_head, self.config.rope_theta)
 
     def _embed(self, tokens_BT: jax.Array) -> jax.Array:
-        # Look up in float32, because the gradient of a frequent token is a sum of thousands of terms.
+        # The lookup is in float32, because the gradient of a frequent token is a sum of thousands of terms.
         tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)

@@ -1,15 +1,15 @@
 """FLOPs and memory of a config, computed by formulas without a device.
 
-Model FLOPs are those that the mathematics requires, not those that a kernel executes. A differential head needs, for
-each pair of tokens, two products of width d for its logits and one product of width 2d for (A1 - λ A2) V, as many FLOPs
-as the two softmax heads that it replaces. Attention weights that a kernel recomputes count once. In grouped
-differential attention, A2 counts once for all signal heads that share it.
+Model FLOPs are those that the formulas require, not those that a kernel executes, which may compute a value twice. For
+each pair of tokens, a differential head requires two products of width d for its logits and one product of width 2d for
+(A1 - λ A2) V, as many FLOPs as the two softmax heads that it replaces. In grouped differential attention, the A2 that
+several signal heads share counts once.
 """
 
 from difftx.config import Config, ModelConfig
 from difftx.model.abstract import count_parameters
 
-# Peak dense bf16 FLOP/s by JAX's device kind, from the vendors' data sheets. Other devices report no MFU.
+# Peak dense bfloat16 FLOP/s by JAX's device kind, from the vendors' data sheets. MFU is not reported for other devices.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -19,7 +19,7 @@ PEAK_FLOPS = {
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12 / 2,  # A chip is two devices.
+    "TPU7x": 2307e12 / 2,  # JAX reports a chip as two devices.
 }
 
 
@@ -45,8 +45,9 @@ def state_bytes(config: ModelConfig) -> int:
 def activation_bytes(config: Config, rows: int) -> int:
     """Estimate the bytes that a device stores for the backward pass of one microbatch of `rows` rows.
 
-    With `model.remat` = "full" a layer stores its input, with "dots" also its matrix products, with "none" all values,
-    estimated as three times the products, and with "offload" nothing. Float32 logits and their gradient are added.
+    With `model.remat` = "full", a layer stores its input, with "dots" also its matrix products, and with "offload"
+    nothing. With "none", it stores all values, estimated as its input and three times the size of its matrix products.
+    Float32 logits and their gradient are added.
     """
     model = config.model
     tokens = rows * config.data.sequence_length
@@ -59,7 +60,7 @@ def activation_bytes(config: Config, rows: int) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes with three digits and a unit from B to TiB."""
+    """Return a number of bytes as text with three significant digits and a unit from B to TiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

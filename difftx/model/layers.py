@@ -1,5 +1,5 @@
 """RMSNorm, SwiGLU, rotary embedding and initialised parameters."""
-#   B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
+# Axes: B = batch, T = tokens, D = model width, F = hidden width of the MLP, d = width of a (sub-)head
 
 from collections.abc import Sequence
 
@@ -15,8 +15,7 @@ from difftx.parallel.layout import Layout
 class RMSNorm(nnx.Module):
     """RMSNorm over the last axis (arXiv 1910.07467), computed in float32, with a learned gain.
 
-    `kind` is a value of `model.head_norm`: "rms_affine" by default, "rms" without the gain, "scalar" with one learned
-    factor and no norm, or "none".
+    Other values of `kind` are "rms" (no gain), "scalar" (one learned factor instead of the norm) and "none".
     """
 
     def __init__(self, width: int, eps: float, layout: Layout, kind: str = "rms_affine"):
@@ -57,10 +56,9 @@ class SwiGLU(nnx.Module):
 def projection(
     config: ModelConfig, shape: Sequence[int], inputs: int, spec: P, *, rngs: nnx.Rngs, output: bool = False
 ) -> nnx.Param:
-    """Return a float32 weight whose first `inputs` axes are contracted with the activations.
+    """Return a float32 weight, initialised by `model.init`, whose first `inputs` axes contract with the activations.
 
-    `model.init` selects the initialisation. If `output` is True, the weight is the last of a residual branch, and
-    `model.zero_init_output` sets it to zero.
+    `output` marks the last weight of a residual branch, which starts as zero if `model.zero_init_output` is True.
     """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:
@@ -74,12 +72,12 @@ def projection(
 
 
 def vector(value: jax.Array) -> nnx.Param:
-    """Return a parameter that is not decayed and stays float32 in inference, such as a norm gain or a λ vector."""
+    """Return a parameter without weight decay that stays float32 in inference, such as a norm gain or a λ vector."""
     return nnx.Param(value, is_vector=True)
 
 
 def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Return the cosines and sines of the rotary embedding (arXiv 2104.09864), `positions.shape + (width / 2,)`.
+    """Return the cosines and sines of the rotary embedding (arXiv 2104.09864), each `positions.shape + (width / 2,)`.
 
     Both are computed in float32, because bfloat16 rounds position 257 to 256.
     """
@@ -89,10 +87,10 @@ def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.A
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate channels i and i + d/2 of `x`, `[B, T, heads…, d]`, as a pair, by angles `[B or 1, T, d/2]`.
+    """Rotate each pair of channels i and i + d/2 of `x`, `[B, T, heads…, d]`, by angles `[B or 1, T, d/2]`.
 
-    Hugging Face uses the same half-split pairs. The official code rotates neighbouring channels 2i and 2i + 1, which
-    is equivalent up to a permutation of the channels.
+    Hugging Face uses the same pairs. The official code of the Differential Transformer rotates channels 2i and 2i + 1,
+    which is equivalent up to a permutation of the channels.
     """
     head_axes = tuple(range(2, x.ndim - 1))
     cos, sin = (jnp.expand_dims(a, head_axes) for a in angles)

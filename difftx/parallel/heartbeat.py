@@ -1,8 +1,8 @@
 """Detection of processes that have died or that make no progress.
 
 If one process never enters a collective, the other processes hang forever without a message (jax issue 38503).
-Therefore, each of several processes runs a `Heartbeat`, and each training process runs a `Monitor`. Both end the
-process with exit code 1.
+Therefore, each process runs a `Heartbeat` if there are several, and each training process runs a `Monitor`. Both end
+the process with exit code 1.
 """
 
 import atexit
@@ -22,14 +22,14 @@ from jax._src import distributed  # For the coordination service's client, which
 from difftx.config import MultihostConfig
 from difftx.errors import explained
 
-# JAX's own heartbeat aborts the process without naming a host, possibly after half of its timeout. Its timeout is this
-# multiple of ours, so that `Heartbeat` acts first.
+# JAX's own heartbeat aborts the process without naming a host, in some cases after half of its timeout. Its timeout is
+# this multiple of the timeout of `Heartbeat`, so that `Heartbeat` acts first.
 JAX_FACTOR = 4
-_heartbeat: "Heartbeat | None" = None  # None if this is the only process.
+_heartbeat: "Heartbeat | None" = None  # Heartbeat of this process. None if this is the only process.
 
 
 def start(timeout_seconds: float) -> None:
-    """Start the heartbeat of this process, which must have joined the other processes."""
+    """Start the heartbeat of this process after it has joined the other processes."""
     global _heartbeat
     _heartbeat = Heartbeat(timeout_seconds)
 
@@ -58,18 +58,18 @@ class Heartbeat:
 
     def __init__(self, timeout_seconds: float):
         self.period = timeout_seconds / 10
-        self.step = 0  # Last step of this process, sent with the heartbeat.
+        self.step = 0  # Index of this process's last step. It is sent with the heartbeat.
         state, now = distributed.global_state, time.monotonic()
         self._timeout, self._me, self._count = timeout_seconds, state.process_id, state.num_processes
-        # The last message of each other process, and the time at which this process received it.
+        # Last message of each other process, and the time at which this process received it.
         self._peers = {process: ("", now) for process in range(self._count) if process != self._me}
         self._coordinator_heard = now
         self._ended = threading.Event()
-        # Two threads, because a call to the service does not return while process 0 is frozen.
+        # Two threads are needed, because a call to the service does not return while process 0 is frozen.
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._send, self._watch)]
         for thread in self._threads:
             thread.start()
-        # End the threads before Python does: stopping a thread inside JAX's C++ code would abort the process.
+        # End the threads before the interpreter exits: stopping them inside JAX's C++ code would abort the process.
         atexit.register(self._end)
 
     def silent_peers(self, seconds: float) -> list[str]:
@@ -89,7 +89,7 @@ class Heartbeat:
     def _end(self) -> None:
         self._ended.set()
         for thread in self._threads:
-            thread.join(3 * self.period)  # Timeout for a call that does not return because process 0 is frozen.
+            thread.join(3 * self.period)  # With a timeout, because a call hangs while process 0 is frozen.
 
     def _watch(self) -> None:
         while not self._ended.wait(self.period):
@@ -120,8 +120,8 @@ class Heartbeat:
 class Monitor:
     """A thread that prints all stacks and ends this process when the process makes no progress.
 
-    As a context manager, the monitor also names the silent processes if an error ends the block, because the death of
-    another process is an error in a collective.
+    As a context manager, the monitor also names the silent processes if an error ends the block, because a collective
+    raises an error when another process has died.
     """
 
     def __init__(self, config: MultihostConfig):
@@ -141,7 +141,7 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if error is not None and _heartbeat is not None and explained(error) is None:
-            # End immediately: a normal exit would wait in JAX for processes that no longer exist.
+            # End the process here, because a normal exit would wait in JAX for processes that no longer exist.
             traceback.print_exception(error)
             time.sleep(3 * _heartbeat.period)
             _abort("; ".join(_heartbeat.silent_peers(2 * _heartbeat.period)) or f"{type(error).__name__}: {error}")
@@ -159,7 +159,7 @@ class Monitor:
 
 
 def _abort(reason: str) -> None:
-    """Print the reason and all stacks, and end the process, even if its main thread is in a call that never returns."""
+    """Print the reason and all stacks, and end the process, even if its main thread hangs."""
     me = distributed.global_state.process_id
     print(f"error: process {me} stops: {reason}; stacks of all threads:", file=sys.stderr)
     faulthandler.dump_traceback(sys.stderr, all_threads=True)

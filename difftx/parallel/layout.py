@@ -1,5 +1,5 @@
 """The sharding of all arrays of the model over the mesh."""
-#   B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = query/key groups of a head (A1 and A2),
+# Axes: B = batch, T = tokens, D = model width, H = heads, K = key/value heads, G = 2 groups (A1, A2),
 #   d = width of a (sub-)head, E = width of a value head, F = hidden width of the MLP, V = vocabulary, L = layers
 
 import dataclasses
@@ -12,20 +12,20 @@ BATCH = ("data", "fsdp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """PartitionSpecs of one layer's weights and of activations. The scan over layers adds a leading, unsharded axis."""
+    """PartitionSpecs of the weights of one layer, and of activations. Stacked layers have a leading, unsharded axis."""
 
     embedding_VD: P = P("tensor", "fsdp")
     query_DHGd: P = P("fsdp", "tensor", None, None)
     key_DKGd: P = P("fsdp", "tensor", None, None)
     value_DKE: P = P("fsdp", "tensor", None)
     output_HED: P = P("tensor", None, "fsdp")
-    lambda_DH: P = P("fsdp", "tensor")  # Projection to V2's λ of each token and head.
+    lambda_DH: P = P("fsdp", "tensor")  # Projection to the λ of each token and head in `DiffAttentionV2`.
     mlp_in_DF: P = P("fsdp", "tensor")
     mlp_out_FD: P = P("tensor", "fsdp")
-    vector: P = P()  # Norm gains, λ vectors and sinks: a few kilobytes, replicated.
+    vector: P = P()  # Norm gains, λ vectors and sinks have a few kilobytes, so they are replicated.
 
-    # Each device looks up tokens in its own columns of the embedding and exchanges the results. Gathering the columns
-    # would send far more bytes, in the forward and in the backward pass.
+    # Tokens and their embeddings in the lookup. Each device looks up tokens in its own columns of the embedding and
+    # exchanges the results. Gathering the columns would send far more bytes, in the forward and in the backward pass.
     lookup_BT: P = P("data", "context")
     lookup_BTD: P = P("data", "context", "fsdp")
 
@@ -35,23 +35,21 @@ class Layout:
     act_BTHE: P = P(BATCH, "context", "tensor", None)
     act_BTH: P = P(BATCH, "context", "tensor")
     act_BTF: P = P(BATCH, "context", "tensor")
-    logits_BTV: P = P(BATCH, None, "tensor")  # Logits of a few tokens; a loss computes its own in chunks.
+    logits_BTV: P = P(BATCH, None, "tensor")  # Logits in inference. The training loss computes logits in chunks.
 
-    # Operands of attention, and its cache: see `Layout.of`.
+    # Queries, keys, values and the key/value cache, as attention expects them. `Layout.of` explains the choices.
     attend_BTHGd: P = P(BATCH, None, ("tensor", "context"), None, None)
     attend_BTHE: P = P(BATCH, None, ("tensor", "context"), None)
     cache_LBK: P = P(None, BATCH, ("tensor", "context"))
-    zigzag: bool = False  # Between the embedding and the last norm, tokens are in zig-zag order.
+    zigzag: bool = False  # Whether tokens are in zig-zag order between the embedding and the last norm.
 
     @classmethod
     def of(cls, context_method: Literal["heads", "gather", "zigzag"]) -> "Layout":
         """Return the layout for training. `mesh.context_method` selects how attention communicates along `context`.
 
         With "heads" (DeepSpeed Ulysses, arXiv 2309.14509), each device attends to whole rows with a share of the heads.
-        With "gather" and "zigzag", each device keeps its queries and gathers the keys and values of whole rows, see
-        `kernels/context.py`. Compiled for 64 v5p (3B, 64K tokens, 4 devices along `context`), a step has 12.7 s of
-        arithmetic and 0.49 s of communication with "zigzag", 14.2 s and 0.32 s with "heads", and 19.2 s of arithmetic
-        on the last device with "gather".
+        With "gather" and "zigzag", each device keeps its queries and gathers the keys and values of whole rows, as
+        `kernels/context.py` explains. docs/design.md compares the times of a step.
         """
         if context_method == "heads":
             return cls()
@@ -59,7 +57,7 @@ class Layout:
         return cls(**sharded, zigzag=context_method == "zigzag")
 
     def with_whole_rows(self) -> "Layout":
-        """Return a layout with whole rows on each device in attention, as required to read attention weights."""
+        """Return a layout in which attention does not shard rows along their tokens, as `map_rows` requires."""
         if self.attend_BTHE[1] is None:
             return self
         # Devices along `context` repeat the same work, because `context` need not divide the number of heads.
@@ -67,7 +65,7 @@ class Layout:
         return dataclasses.replace(self, **whole, zigzag=False)
 
     def for_inference(self) -> "Layout":
-        """Return the layout for inference: `context` shards no tokens, and heads only if it does so in training."""
+        """Return the layout for inference. `context` shards no tokens. It shards heads if it does so in training."""
         whole = self.with_whole_rows()
         unsharded: dict[str, Any] = {}
         for field in dataclasses.fields(self):

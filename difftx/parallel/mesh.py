@@ -15,16 +15,12 @@ from difftx.config import Config, MeshConfig
 from difftx.config.checks import divisor_below
 from difftx.errors import UserError
 
-# From outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
+# Mesh axes from outermost to innermost. The innermost axis communicates most, so it connects neighbouring devices.
 AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh of a config, by default over all devices. An axis of size -1 takes the remaining devices.
-
-    Raises:
-        UserError: the axes do not multiply to the number of devices, or `mesh.slices` does not fit the devices.
-    """
+    """Return the mesh of a config, by default over all devices. An axis of size -1 takes the remaining devices."""
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
     fixed = math.prod(size for size in sizes if size != -1)
@@ -38,15 +34,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     if config.slices > 1:
         array = _sliced(config.slices, sizes, devices)
     else:
-        # Allow a mesh that has to split axes of the physical torus, such as 8 × 8 on 4 × 4 × 4.
+        # Allow a mesh that splits axes of the physical torus, such as 8 × 8 on 4 × 4 × 4.
         array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    # With explicit axes, Adam's moments are created where the parameters are, and a mismatch of shardings is an error
-    # while tracing rather than a silent all-gather.
+    # With explicit axes, Adam's moments have the sharding of the parameters, and a mismatch of shardings is an error
+    # during tracing instead of a silent all-gather.
     return jax.sharding.Mesh(array, AXES, (jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def _fitting(config: MeshConfig, devices: int) -> str:
-    """Return a hint to change one axis, if possible the largest, so that the mesh covers the devices."""
+    """Return a hint that changes one axis, if possible the largest, so that the mesh covers all devices."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
@@ -58,7 +54,7 @@ def _fitting(config: MeshConfig, devices: int) -> str:
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Return the number of shards along the batch axis."""
+    """Return the number of shards of a batch."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
@@ -95,7 +91,7 @@ def _check(field: str, size: int, shards: int, axes: str, *, unit: str = "", hin
 
 
 def _sliced(slices: int, sizes: list[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Return the devices as `[data, fsdp, context, tensor]`, with whole slices of a multi-slice pod along `data`.
+    """Return the devices as `[data, fsdp, context, tensor]`, with the slices of a multi-slice pod along `data`.
 
     Only gradients then cross the network between slices.
     """

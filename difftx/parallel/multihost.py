@@ -1,7 +1,7 @@
 """Coordination of several processes that train one model: start, barriers, agreement and stop.
 
 The functions use the coordination service of `jax.distributed`, a server in process 0 with barriers and a key-value
-store. Process 0 ends last, because JAX aborts the other processes when the service ends.
+store. Process 0 must end last, because JAX aborts the other processes when the service ends.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
-    """Join the other processes, if there are any, before JAX looks for devices. Missing or wrong flags are a UserError.
+    """Join the other processes, if there are any, before JAX looks for devices. Wrong flags raise `UserError`.
 
     If not all processes join within `multihost.initialization_timeout_seconds`, the process ends with exit code 2.
     """
@@ -57,7 +57,7 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
     # CPU devices need a library for collectives. Other devices ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeout = config.initialization_timeout_seconds
-    # This timer expires before JAX's own timeout, after which JAX would abort with a stack dump.
+    # This timer expires before JAX's own timeout, at which JAX would abort with a stack dump.
     timer = threading.Timer(timeout, _abort_start, [timeout])
     timer.daemon = True
     timer.start()
@@ -93,7 +93,7 @@ def _require_devices() -> None:
 
 
 def is_primary() -> bool:
-    """Return whether this is the primary process, process 0. Only this process writes shared files and messages."""
+    """Return whether this is process 0, the primary process. Only it writes shared files and messages."""
     return jax.process_index() == 0
 
 
@@ -104,10 +104,9 @@ def say(text: str) -> None:
 
 
 def barrier(name: str, timeout_seconds: float) -> None:
-    """Wait until all processes, which must use the same barriers in the same order, have reached the barrier `name`.
+    """Wait until all processes have reached this barrier. All processes must call the same barriers in the same order.
 
-    Raises:
-        TimeoutError: not all processes came in time, or the barrier failed. The message names the absent processes.
+    If not all processes come in time, or the barrier fails, raise a `TimeoutError` that names the absent processes.
     """
     if jax.process_count() == 1:
         return
@@ -127,8 +126,8 @@ def barrier(name: str, timeout_seconds: float) -> None:
 def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
     """Call `decide` in process 0 only, and return its result, a JSON value, in every process.
 
-    All processes must make the same calls in the same order. Every process raises the `UserError` or `RunError` that
-    `decide` raises, or to which `explained` converts its error.
+    All processes must make the same calls in the same order. If `decide` raises an error that `explained` converts to
+    a `UserError` or `RunError`, every process raises that error.
     """
     if jax.process_count() == 1:
         return decide()
@@ -156,13 +155,10 @@ def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:
     """Call `make` in every process, and return its result if `describe` returns equal fields in all processes.
 
-    The fields are names and JSON values. Each process publishes the SHA-256 of its fields, and only after a mismatch
-    do two processes publish the fields themselves. If `make` fails in one process, all processes raise an error here,
-    because they would hang forever in a later collective. `what` names the comparison in messages.
-
-    Raises:
-        UserError: a field differs, with the same message in every process, or `make` raised `UserError` in any process.
-        RunError: `make` raised another error in another process, or not all processes came in time.
+    The fields are names and JSON values. Each process publishes the SHA-256 of its fields. If the hashes differ, two
+    processes publish the fields themselves, and all raise a `UserError` that names a field. If `make` fails in one
+    process, all processes raise an error, because they would hang forever in a later collective. They raise a
+    `UserError` if `make` raised one, else a `RunError`. `what` names the comparison in messages.
     """
     if jax.process_count() == 1:
         return make()
@@ -202,13 +198,13 @@ def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[s
 class Interrupt:
     """A record of SIGTERM or Ctrl-C to any process, which the training loop checks between steps.
 
-    A signal more than `REPEAT_SECONDS` after the first one acts immediately. Earlier signals count as repetitions of
-    the first: job schedulers often signal a process twice, through its process group and directly.
+    A second signal takes effect immediately, unless it arrives within `REPEAT_SECONDS`: job schedulers often signal
+    a process twice, through its process group and directly.
     """
 
     def __init__(self):
-        self._received: float | None = None  # time.monotonic() of the first signal.
-        self._agreed = False  # With several processes: all have agreed to stop.
+        self._received: float | None = None  # Time of the first signal, from `time.monotonic`.
+        self._agreed = False  # Whether several processes have agreed to stop.
         # With several processes, JAX itself handles SIGTERM and makes all processes stop after the same step.
         self._numbers = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,)
         self._previous = {number: signal.signal(number, self._receive) for number in self._numbers}
@@ -219,7 +215,7 @@ class Interrupt:
             return self._received is not None
         if not self._agreed and multihost_utils.reached_preemption_sync_point(step):
             self._agreed = True
-            # JAX has handled the first SIGTERM and would ignore another one.
+            # JAX has handled the first SIGTERM and would ignore a second one.
             self._received = self._received or time.monotonic()
             signal.signal(signal.SIGTERM, self._receive)
             self._previous[signal.SIGTERM] = signal.SIG_DFL
@@ -244,12 +240,12 @@ def _publish(folder: str, text: str) -> None:
 
 
 def _published(folder: str) -> dict[int, str]:
-    """Return the published texts in `folder` by process."""
+    """Return the texts that processes have published in `folder`, by index of the process."""
     return {int(key.rsplit("/", 1)[1]): text for key, text in service().key_value_dir_get(folder)}
 
 
 def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_seconds: float) -> str:
-    """Return a description of the first field that differs between processes 0 and `other`. All processes call this."""
+    """Return a text on the first field that differs between processes 0 and `other`. All processes must call this."""
     if jax.process_index() in (0, other):
         _publish(f"difftx/{name}", json.dumps(fields))
     old, new = (
@@ -263,7 +259,7 @@ def _first_difference(name: str, fields: Mapping[str, Any], other: int, timeout_
 
 def _require_single_process() -> None:
     """Raise `UserError` if the command runs on one host of a pod, or once per Slurm task, without --distributed."""
-    # The variable may also contain a sentence instead of host names.
+    # The variable may contain a sentence instead of host names.
     hosts = [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host and " " not in host]
     tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
     what, count = ("a TPU pod of", len(hosts)) if len(hosts) > 1 else ("a Slurm step of", tasks)

@@ -1,4 +1,4 @@
-"""Presets of mesh, remat policy and microbatches for kinds of hardware and model sizes (`mesh.preset = "auto"`)."""
+"""Presets of mesh, remat policy and microbatch size by hardware and model size (`mesh.preset = "auto"`)."""
 
 import dataclasses
 from typing import Literal
@@ -10,18 +10,18 @@ from difftx.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A rule for one kind of device and for models up to a maximum size."""
+    """Settings for one kind of device and for models up to a maximum size."""
 
-    kind: str  # Prefix of the device kind, as JAX names it.
-    parameters: float  # Largest number of model parameters.
-    fsdp: int  # Largest number of parameter shards. Further devices hold replicas.
-    tensor: int
+    kind: str  # Prefix of JAX's name of the device kind.
+    parameters: float  # Largest number of model parameters to which the preset applies.
+    fsdp: int  # Largest size of the mesh axis `fsdp`. With more devices, the parameters are replicated along `data`.
+    tensor: int  # Size of the mesh axis `tensor`.
     remat: Literal["none", "dots", "full"]
     tokens: int  # Largest number of tokens in a microbatch, per device.
 
 
-# The first rule that matches applies. Comments name the topologies for which `difftx plan` compiled the rule: see
-# docs/operations.md. `fsdp` is small because libtpu turns gathers into all-reduces of twice the bytes if the group
+# The first preset that matches applies. Comments name the topologies for which `difftx plan` compiled the preset
+# (docs/operations.md). `fsdp` is small because libtpu turns gathers into all-reduces of twice the bytes if the group
 # spans a whole 3D torus or if the shards have fewer than 128 columns.
 PRESETS = (
     Preset(kind="TPU v5 lite", parameters=1e9, fsdp=8, tensor=1, remat="dots", tokens=8192),  # v5e:4x4, 8x8
@@ -41,10 +41,10 @@ PRESETS = (
 
 
 def apply_preset(config: Config, *, kind: str, devices: int, parameters: int) -> Config:
-    """Return the config with the mesh, remat policy and accumulation of the first rule that matches.
+    """Return the config with the mesh, remat policy and accumulation of the first preset that matches.
 
-    A config whose `mesh.preset` is "none" is returned unchanged. The context axis and the slices stay as configured.
-    `kind` is JAX's name of the kind of device.
+    If `mesh.preset` is "none", return the config unchanged. `mesh.context` and `mesh.slices` never change. `kind` is
+    JAX's name of the kind of device, and `parameters` the number of parameters of the model.
     """
     if config.mesh.preset == "none":
         return config

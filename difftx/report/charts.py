@@ -1,7 +1,4 @@
-"""Chart files drawn with matplotlib: the `LineChart` and `Heatmap` of difftx/evals/result.py.
-
-Charts are JSON objects. Their numbers become arrays of floats, in which NaN stands for null.
-"""
+"""Chart files drawn with matplotlib, from `LineChart` and `Heatmap` of difftx/evals/result.py as JSON objects."""
 
 import json
 import re
@@ -18,17 +15,17 @@ from difftx.files import new_file
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
-MOST_CELLS_WITH_NUMBERS = 100  # Largest heatmap with numbers in its cells; in a larger one they would overlap.
-MOST_TICKS = 12
-MOST_CHARACTERS = 64  # Most characters in all tick labels of a heatmap's x axis; longer labels are rotated.
+MOST_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
+MOST_TICKS = 12  # Most tick labels on an axis of a heatmap.
+MOST_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
 
 
 def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw a chart to `<name>.png` and `.svg`; return the files."""
+    """Draw a chart to the files `<name>.png` and `<name>.svg` in a folder, and return these files."""
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     {"line": _draw_lines, "heatmap": _draw_heatmap}[chart["kind"]](axes, chart)
-    # Chart names contain names of validation sets and layers, which may contain any characters.
+    # Chart names contain names of validation sets, which may have characters that file names cannot have.
     return save_figure(figure, folder / re.sub(r"[^\w.-]+", "_", chart["name"]))
 
 
@@ -48,7 +45,7 @@ def _draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
     """Draw a `Heatmap` with the first row at the top, and numbers in the cells if they fit."""
     values = heatmap_values(chart)
     low, high = colour_limits(chart)
-    map_name = "RdBu_r" if low < 0 < high else "viridis"  # A diverging map if there are both signs.
+    map_name = "RdBu_r" if low < 0 < high else "viridis"  # Values of both signs get a diverging colour map.
     image = axes.imshow(values, cmap=map_name, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     for set_ticks, names in ((axes.set_xticks, chart["x"]), (axes.set_yticks, chart["y"])):
         shown = ticks(names)
@@ -66,7 +63,7 @@ def _draw_heatmap(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    """Set the title, labels and scales of a line chart or heatmap; dollar signs are literal, not TeX."""
+    """Set the title, labels and scales of a chart. Dollar signs are shown as they are, not interpreted as TeX."""
     axes.set_title(chart["title"], parse_math=False)
     axes.set_xlabel(chart["x_label"], parse_math=False)
     axes.set_ylabel(chart["y_label"], parse_math=False)
@@ -78,7 +75,7 @@ def label_axes(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
 
 
 def add_legend(axes: matplotlib.axes.Axes) -> None:
-    """Add a legend whose names are literal text, not TeX."""
+    """Add a legend. Dollar signs in its names are shown as they are, not interpreted as TeX."""
     handles, _ = axes.get_legend_handles_labels()
     legend = axes.legend(ncols=1 + len(handles) // 12, fontsize="small")
     for text in legend.get_texts():
@@ -86,7 +83,7 @@ def add_legend(axes: matplotlib.axes.Axes) -> None:
 
 
 def series_colours(count: int) -> Sequence[str]:
-    """Return `count` colours: distinct ones for few series, such as runs, or a scale for many, such as layers."""
+    """Return `count` colours: distinct ones for a few series, or a gradual scale for many, such as layers."""
     if count <= len(COLOURS):
         return COLOURS[:count]
     scale = matplotlib.colormaps["viridis"](np.linspace(0, 1, count))
@@ -94,7 +91,7 @@ def series_colours(count: int) -> Sequence[str]:
 
 
 def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the ends of a heatmap's colour scale; if it contains both signs, it is centred at zero."""
+    """Return the ends of a heatmap's colour scale. If the scale contains both signs, it is centred at zero."""
     values = heatmap_values(chart)
     finite = values[np.isfinite(values)].tolist()
     low = chart["low"] if chart.get("low") is not None else min(finite, default=0.0)
@@ -105,12 +102,12 @@ def colour_limits(chart: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def heatmap_values(chart: Mapping[str, Any]) -> np.ndarray:
-    """Return the values of a heatmap, `[rows, columns]`."""
+    """Return the values of a heatmap, `[rows, columns]`, with NaN in place of null."""
     return np.array(chart["values"], float).reshape(len(chart["y"]), len(chart["x"]))
 
 
 def ticks(names: Sequence[float | str]) -> dict[Any, Any]:
-    """Return position → label for at most `MOST_TICKS` of the names of a heatmap's rows or columns."""
+    """Return position → label for at most `MOST_TICKS` of a heatmap's rows or columns, which have the given names."""
     return {i: tick_text(names[i]) for i in range(0, len(names), -(-len(names) // MOST_TICKS) or 1)}
 
 
@@ -120,7 +117,7 @@ def tick_text(value: float | str) -> str:
 
 
 def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:
-    """Write a figure to `<stem>.png` and `.svg`, byte for byte reproducible; return the files."""
+    """Write a figure to `<stem>.png` and `<stem>.svg`, and return these files. Equal figures give equal bytes."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     with matplotlib.rc_context({"svg.hashsalt": json.dumps(stem.name)}):

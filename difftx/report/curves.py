@@ -22,11 +22,7 @@ COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tok
 
 
 def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[dict[str, Any]], list[Path]]:
-    """Draw the curves of the runs that match a glob; return the table's rows and the files written.
-
-    The files are `curves.png`, `curves.svg` and `curves.json` (the rows). The figure shows the validation metric and,
-    for the metric "loss", the training loss, each against steps, tokens, FLOPs and seconds.
-    """
+    """Draw the loss curves of the runs that match a glob. Return a table's rows, one per run, and the files written."""
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
     if not any(run.evaluations(metric) for run in runs) and metric != "loss":
@@ -51,10 +47,7 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
 
 
 def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
-    """Return the bias-corrected exponential moving average of the finite values.
-
-    The weight of a value is halved after `half_life` further values.
-    """
+    """Return the exponential moving average of the finite values, with bias correction and a half-life in values."""
     keep = 0.5 ** (1 / half_life)
     total = weight = 0.0
     averages = []
@@ -66,12 +59,12 @@ def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
 
 
 def validation_metric(runs: Sequence[RunRecord]) -> Metric:
-    """Return the metric to draw validations in: bits per byte, independent of the tokenizer, if a run has it."""
+    """Return the metric of validation curves: bits per byte, which is independent of the tokenizer, if a run has it."""
     return "bits_per_byte" if any(run.evaluations("bits_per_byte") for run in runs) else "loss"
 
 
 def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
-    """Return the logged steps and the training loss at each, NaN for a non-finite loss."""
+    """Return the logged steps, and the training loss at each of them, with NaN for a non-finite loss."""
     rows = run.split("train")
     return [row["step"] for row in rows], np.array([row["loss"] for row in rows], float)
 
@@ -90,6 +83,7 @@ def _summary(run: RunRecord) -> dict[str, Any]:
 
 
 def _draw(runs: Sequence[RunRecord], metric: Metric) -> matplotlib.figure.Figure:
+    """Draw validations and, for the metric "loss", training losses. The four columns of subplots are the `X_AXES`."""
     rows = 2 if metric == "loss" else 1
     figure = matplotlib.figure.Figure(figsize=(16, 4 * rows), layout="constrained")
     grid = figure.subplots(rows, len(X_AXES), sharey="row", squeeze=False)

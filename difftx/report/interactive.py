@@ -1,4 +1,4 @@
-"""Interactive figures made with Bokeh: the `LineChart` and `Heatmap` of difftx/evals/result.py, and bars."""
+"""Interactive figures drawn with Bokeh, from `LineChart` and `Heatmap` of difftx/evals/result.py or as stacked bars."""
 
 import dataclasses
 import itertools
@@ -13,16 +13,16 @@ import numpy as np
 from difftx.report.charts import colour_limits, heatmap_values, series_colours, tick_text, ticks
 
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
-MOST_NAMED_LINES = 7  # Most lines of a figure that has a legend.
-# Sides of the pointer. Up to four lines show their tooltips at the same time, each on another side, so that they do not
-# overlap. A figure with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
+MOST_NAMED_LINES = 7  # A figure with more lines has no legend.
+# Up to four lines show their tooltips at the same time, on different sides of the pointer, so that they do not overlap.
+# A figure with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
 TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
-# Bokeh draws canvases with the page's colours, but a legend is HTML with colours of its own, which this style replaces.
+# A Bokeh legend is HTML with its own colours. This style replaces them by the colours of the page.
 LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal !important; max-width: 60vw;
   overflow-wrap: anywhere }
 .bk-item { --item-background-color: transparent !important;
   --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
-MOST_NAMED_CELLS = 2_500  # Largest heatmap whose tooltips name row and column; more names would outweigh the values.
+MOST_NAMED_CELLS = 2_500  # A larger heatmap's tooltips have no row and column names, which would enlarge the page.
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 GREY = "#808080"  # Visible on white and on black.
 MARK_COLOUR = "#D55E00"  # Colour of events and of skipped updates.
@@ -30,26 +30,26 @@ MARK_COLOUR = "#D55E00"  # Colour of events and of skipped updates.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a figure: two columns of a data source, which several figures may share."""
+    """A line of a figure. Its x and y are names of columns in a data source, which several figures may share."""
 
     name: str
     source: bokeh.models.ColumnDataSource
     x: str
     y: str
     colour: str
-    faint: bool = False  # Drawn behind the other lines, without tooltip and legend, as for raw values.
-    has_band: bool = False  # The columns "low" and "high" of the source are the ends of a band around the line.
+    faint: bool = False  # Whether to draw the line behind the others, without tooltip and legend, as for raw values.
+    has_band: bool = False  # Whether to draw a band around the line, between the source's columns "low" and "high".
 
 
 def line_figure(
     lines: Sequence[Line], *, x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
 ) -> bokeh.plotting.figure:
-    """Draw lines over a common x axis; a tooltip shows each line's value at the nearest x."""
+    """Draw lines over a common x axis. A tooltip shows the value of a line at the x that is nearest to the pointer."""
     scales = {"x_axis_type": "log" if log_x else "linear", "y_axis_type": "log" if log_y else "linear"}
     figure = _figure(x_label, y_label, **scales)
     is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
     hovered = []
-    for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines first, below the others.
+    for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines are drawn first, below the others.
         if line.has_band:
             figure.varea(line.x, "low", "high", source=line.source, color=line.colour, alpha=0.2)
         style: dict[str, Any] = {"source": line.source, "color": line.colour}
@@ -58,10 +58,10 @@ def line_figure(
             continue
         style |= {"legend_label": line.name} if is_named else {}
         hovered.append(figure.line(line.x, line.y, name=line.name, alpha=1.0, line_width=2, **style))
-        if len(line.source.data[line.x]) < 30:  # Markers, since a line of one point is invisible.
+        if len(line.source.data[line.x]) < 30:  # Mark the points, because a line of one point is invisible.
             figure.scatter(line.x, line.y, size=6, **style)
     for i, shown in enumerate(hovered):
-        # The tooltips have no axis labels, since two tooltips with labels would not fit on a phone.
+        # Tooltips do not contain axis labels. Two tooltips with labels would not fit on a phone.
         hover = _hover(shown, [("", "$name"), ("x", f"@{{{shown.glyph.x}}}"), ("y", f"@{{{shown.glyph.y}}}")])
         if len(hovered) <= len(TOOLTIP_SIDES):
             hover.mode, hover.attachment = "vline", TOOLTIP_SIDES[i]
@@ -85,7 +85,7 @@ def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
 
 
 def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, str]]) -> None:
-    """Draw a vertical line at the step of each event (run, step, text); a tooltip shows the run and the text."""
+    """Draw a vertical line for each event (run, step, text) at its step. A tooltip shows the run and the text."""
     texts = [f"{run}: {text}" for run, _, text in events]
     source = bokeh.models.ColumnDataSource({"x": [step for _, step, _ in events], "text": texts})
     shown = figure.vspan(x="x", source=source, color=MARK_COLOUR, line_dash="dashed", line_width=2)
@@ -93,10 +93,7 @@ def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, 
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh.plotting.figure:
-    """Draw a horizontal bar for each row, split into its parts; the tooltip of a part shows its value and its share.
-
-    `rows` maps the name of a row to the parts' values by name, and `x_label` is the label of the values.
-    """
+    """Draw a horizontal bar for each row, a mapping from its parts to their values. Tooltips show values and shares."""
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
     left = np.zeros(len(rows))
@@ -163,9 +160,8 @@ def _hover(renderer: Any, tooltips: Sequence[tuple[str, str]]) -> bokeh.models.H
 
 
 def _place_legend(figure: bokeh.plotting.figure) -> None:
-    if not figure.legend:
-        return
-    legend = figure.legend[0]
-    legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
-    legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
-    figure.add_layout(legend, "below")
+    if figure.legend:
+        legend = figure.legend[0]
+        legend.update(location="top_left", margin=0, background_fill_alpha=0, border_line_alpha=0)
+        legend.update(click_policy="hide", stylesheets=[LEGEND_STYLE])
+        figure.add_layout(legend, "below")

@@ -1,4 +1,4 @@
-"""The report: a self-contained HTML page of one run, or of several runs to compare."""
+"""The report, a self-contained HTML page that describes one run or compares several runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(workdirs: Sequence[Path], out: Path) -> Path:
-    """Write the report of the given runs, which are compared with the first one; return the file."""
+    """Write the report of the given runs, and return its path. All other runs are compared with the first one."""
     if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
     runs = read_runs(workdirs)
@@ -39,7 +39,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         panel.figure.id: panel.figure for section in sections for panel in section.panels
     }
     document = bokeh.document.Document()
-    with document.models.freeze():  # Or Bokeh would traverse all figures for each one added.
+    with document.models.freeze():  # Without this, Bokeh would traverse all figures whenever one is added.
         for figure in figures.values():
             document.add_root(figure)
     script, divs = bokeh.embed.components(figures)
@@ -67,7 +67,7 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
 
 
 def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Sequence[str]) -> list[str]:
-    """Return notes on data that the page thins or leaves out, and on the `empty` sections."""
+    """Return notes on data that the page thins or leaves out, and on the sections without data, `empty`."""
     notes = [
         f"Lines are thinned to {panels.MOST_POINTS:,} points, those of layers to {panels.MOST_POINTS_OF_MANY}: of each "
         "stretch the least and the greatest value stay. Hover or tap for values; a name below a figure hides its line.",
@@ -89,7 +89,7 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Se
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
-    """Return a table with a description of each run: model, progress, devices, data and versions."""
+    """Return a table that describes each run in a column: model, progress, devices, data and versions."""
     columns = [_header(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
@@ -97,7 +97,7 @@ def _run_headers(runs: Sequence[RunRecord]) -> Table:
 
 
 def _config_changes(runs: Sequence[RunRecord]) -> Table:
-    """Return a table of the fields in which some run's config differs from the first run's."""
+    """Return a table of the config fields in which a run differs from the first run, with their values in each run."""
     changed: dict[str, dict[str, str]] = {}
     first = runs[0]
     for run in runs[1:]:
@@ -108,10 +108,10 @@ def _config_changes(runs: Sequence[RunRecord]) -> Table:
 
 
 def _results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, Table]]:
-    """Return (suite, table) for each suite: the numbers of each run's newest result.
+    """Return (suite, table) for each suite. The table has the numbers in each run's newest result.
 
-    Each run after the first one has a column with the differences from the first run that has the suite. Unless the
-    runs are `comparable`, because they have the same tokenizer, only bits per byte have differences.
+    It also has the differences from the first run that has the suite. If the runs are not `comparable`, because their
+    tokenizers differ, only bits per byte have differences.
     """
     tables = []
     for suite in dict.fromkeys(suite for run in runs for suite in run.results):
@@ -172,9 +172,7 @@ def _header(run: RunRecord) -> dict[str, str]:
         if isinstance(data.get(name), dict):
             header[label] = ", ".join(f"{source}: {shown(count)} tokens" for source, count in data[name].items())
     header["tokenizer"] = config.data.tokenizer + (f" ({str(data['tokenizer'])[:12]}…)" if "tokenizer" in data else "")
-    for name in ("commit", "python"):
-        if manifest.get(name):
-            header[name] = str(manifest[name])
+    header |= {name: str(manifest[name]) for name in ("commit", "python") if manifest.get(name)}
     if isinstance(manifest.get("packages"), dict):
         header["packages"] = ", ".join(f"{name} {version}" for name, version in manifest["packages"].items())
     return header

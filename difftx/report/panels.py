@@ -1,7 +1,4 @@
-"""Sections of the report: figures of one or several runs, with data thinned for the page, and the figures' values.
-
-Charts are JSON objects with the fields of `LineChart` or `Heatmap` of difftx/evals/result.py.
-"""
+"""Sections of the report: figures of one or several runs, whose data are thinned, and tables of the values."""
 
 import dataclasses
 import itertools
@@ -18,20 +15,21 @@ from difftx.report.curves import METRIC_LABELS, smoothed, training_losses, valid
 from difftx.report.runs import X_AXES, RunRecord
 from difftx.training import metrics
 
-MOST_POINTS = 2_000  # Most points of a line; more would enlarge the page without being visible.
+MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
 MOST_POINTS_OF_MANY = 400  # Most points of a line in a figure of many lines, such as one per layer.
 MOST_CELLS = 128 * 128  # Most cells of a heatmap.
-MOST_CROSSINGS = 10  # Most crossings of λ's range that a note lists.
+MOST_CROSSINGS = 10  # Most events in the note on the layers whose λ left its useful range.
 MOST_ROWS = 12  # Most rows in the table of a line chart's values.
 MOST_VALUES = 400  # Most cells of a heatmap that is also shown as a table.
 
+# Parameters named `chart` are JSON objects with the fields of `LineChart` or `Heatmap` of difftx/evals/result.py.
 Lines = Mapping[str, tuple[Any, Any]]  # Name of a line → its x and y values.
-Results = Mapping[int, Mapping[str, Any]]  # Step → result of one suite, ascending.
+Results = Mapping[int, Mapping[str, Any]]  # Step → result of one suite, in ascending order of steps.
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of texts, whose first column names the rows."""
+    """A table of texts. The first column names the rows."""
 
     header: list[str]
     rows: list[list[str]]
@@ -39,13 +37,13 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A figure with its heading, and its values as a table."""
+    """A figure with a heading, and a table of the figure's values."""
 
     title: str
     figure: bokeh.plotting.figure
     values: Table | None = None
     note: str = ""
-    shown_for: str = ""  # Choices of the section's controls that show the panel, such as "against-steps axes-log".
+    shown_for: str = ""  # The panel is shown if the section's controls have these choices: "against-steps axes-log".
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ class Section:
     id: str
     title: str
     panels: list[Panel]
-    tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # (Caption, table).
+    tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # Pairs of a caption and a table.
     # Name of a control → its choices as (value, label). The page opens with the first choice.
     controls: dict[str, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
@@ -63,7 +61,7 @@ class Section:
 def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
     """Draw training loss (raw and smoothed) and validation against each of `X_AXES`, on linear and logarithmic axes.
 
-    Unless the runs are `comparable`, because they have the same tokenizer, only bits per byte are drawn.
+    If the runs are not `comparable`, because their tokenizers differ, only bits per byte are drawn.
     """
     panels = []
     if comparable:
@@ -88,7 +86,7 @@ def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
 
 
 def evaluations(runs: Sequence[RunRecord]) -> Section:
-    """Draw the charts of each suite's newest results, and the numbers and lines that have values at several steps."""
+    """Draw the charts of each suite's newest results. Also draw numbers and lines that have values at several steps."""
     panels = []
     for suite in dict.fromkeys(suite for run in runs for suite in run.results):
         results = {run.name: run.results[suite] for run in runs if suite in run.results}
@@ -103,7 +101,7 @@ def evaluations(runs: Sequence[RunRecord]) -> Section:
 
 
 def lambdas(runs: Sequence[RunRecord]) -> Section:
-    """Draw λ of each layer against steps, in one figure per run that has λ."""
+    """Draw λ of each layer against steps, in one figure for each differential model."""
     panels = []
     for run in runs:
         rows = [row for row in run.split("train") if row.get("lambda")]
@@ -119,7 +117,7 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
 
 
 def gradients(runs: Sequence[RunRecord]) -> Section:
-    """Draw the gradient norm against steps, with the skipped updates and the journal's rewinds and stops."""
+    """Draw the gradient norm against steps. Mark skipped updates, and the rewinds and stops in the journal."""
     lines = {}
     for run in runs:
         rows = [row for row in run.split("train") if row.get("grad_norm") is not None]
@@ -150,7 +148,7 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
 
 
 def wall_time(runs: Sequence[RunRecord]) -> Section:
-    """Draw the parts of each run's wall time, from the last row of its split "goodput"."""
+    """Draw the parts of each run's wall time, as logged last in the rows with the split "goodput"."""
     parts_of_run = {}
     for run in runs:
         rows = run.split("goodput")
@@ -171,10 +169,7 @@ def wall_time(runs: Sequence[RunRecord]) -> Section:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Return the ascending indices of at most `most` values: the minimum and the maximum of each stretch of values.
-
-    The minima and maxima include spikes of a single step.
-    """
+    """Return the ascending indices of at most `most` values: the least and the greatest in each stretch of values."""
     if len(values) <= most:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
@@ -186,7 +181,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _source(run: RunRecord, steps: Sequence[int], **columns: np.ndarray) -> bokeh.models.ColumnDataSource:
-    """Return columns of values at the given steps, together with a column for each of `X_AXES`."""
+    """Return a data source with the given columns, which have a value per step, and a column for each of `X_AXES`."""
     data: dict[str, Any] = {name: np.array(values) for name, values in run.progress(steps).items()}
     return bokeh.models.ColumnDataSource(data | columns)
 
@@ -194,10 +189,7 @@ def _source(run: RunRecord, steps: Sequence[int], **columns: np.ndarray) -> boke
 def _loss_panels(
     title: str, y_label: str, runs: Sequence[RunRecord], sources: Mapping[str, bokeh.models.ColumnDataSource]
 ) -> list[Panel]:
-    """Return a panel for each of `X_AXES` on linear and on logarithmic axes; the section's controls choose one.
-
-    The source of a run has the columns "value" and, if there is also a faint line, "raw".
-    """
+    """Return a panel for each of `X_AXES`, on linear and logarithmic axes. The section's controls show one of them."""
     panels = []
     for x, scale in itertools.product(X_AXES if sources else (), ("linear", "log")):
         lines = []
@@ -216,7 +208,7 @@ def _loss_panels(
 
 
 def _number_panels(suite: str, results: Mapping[str, Results]) -> list[Panel]:
-    """Return a panel for each number of a suite that some run has at several steps, except constant numbers."""
+    """Return a panel for each number of a suite that a run has at several steps, except for constant numbers."""
     panels = []
     of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
     for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):
@@ -232,7 +224,7 @@ def _number_panels(suite: str, results: Mapping[str, Results]) -> list[Panel]:
 
 
 def _charts_over_steps(suite: str, run: str, results: Results) -> list[Panel]:
-    """Return a panel for each line of the charts with `over_steps`; each x, such as a layer, becomes a line."""
+    """Return a panel for each line of a chart with `over_steps`. In it, each x, such as a layer, becomes a line."""
     found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Title, x label) → x → step → y.
     for step, result in results.items():
         for chart in result.get("charts", []):
@@ -250,7 +242,7 @@ def _charts_over_steps(suite: str, run: str, results: Results) -> list[Panel]:
 
 
 def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the charts of several runs: line charts of the same name merged into one, heatmaps separate."""
+    """Return the charts of all runs. Line charts of the same name are merged into one, but heatmaps are not."""
     if len(charts_of_run) == 1:
         (charts,) = charts_of_run.values()
         return list({chart["name"]: dict(chart) for chart in charts}.values())
@@ -266,7 +258,7 @@ def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[di
 
 
 def _crossings_note(run: RunRecord) -> str:
-    """Return a note on the layers whose λ left the range in which attention cancels noise, or an empty text."""
+    """Return a note on the layers whose λ left the range in which attention cancels noise, or "" if there are none."""
     rows = run.split(metrics.LAMBDA_SPLIT)
     if not rows:
         return ""
@@ -295,7 +287,7 @@ def _panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
 
 
 def _thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return a line chart with at most `MOST_POINTS` points per line, and a note if points were left out."""
+    """Return a line chart with at most `MOST_POINTS` points per line, and a note, empty if no points were left out."""
     series, note = [], ""
     for line in chart["series"]:
         kept = thinned(np.array(line["y"], float), MOST_POINTS)
@@ -308,11 +300,9 @@ def _thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def _averaged_heatmap(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return a heatmap with at most `MOST_CELLS` cells, and a note if a cell is the mean of a block of cells."""
+    """Return a heatmap with at most `MOST_CELLS` cells, and a note, empty unless cells were averaged in blocks."""
     rows, columns = len(chart["y"]), len(chart["x"])
-    block = 1
-    while -(-rows // block) * -(-columns // block) > MOST_CELLS:
-        block += 1
+    block = next(n for n in itertools.count(1) if -(-rows // n) * -(-columns // n) <= MOST_CELLS)
     if block == 1:
         return chart, ""
     values = np.full((-(-rows // block) * block, -(-columns // block) * block), np.nan)
@@ -335,7 +325,7 @@ def _chart_values(chart: Mapping[str, Any]) -> Table | None:
 
 
 def _series_values(x_label: str, series: Lines) -> Table:
-    """Return the y values of lines at up to `MOST_ROWS` evenly spaced x of the first line, or at the nearest x."""
+    """Return the y of each line at, or nearest to, up to `MOST_ROWS` evenly spaced x values of the first line."""
     if not series:
         return Table([x_label], [])
     first = np.array(next(iter(series.values()))[0], float)
@@ -350,12 +340,12 @@ def _series_values(x_label: str, series: Lines) -> Table:
 
 
 def evenly_spaced(count: int, most: int) -> np.ndarray:
-    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
+    """Return at most `most` evenly spaced indices from 0 to `count` - 1, including both ends."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a table: whole numbers in full, fractions with four or five significant digits."""
+    """Format a value for a table: integers in full, other numbers with four or five significant digits."""
     if value is None:
         return "–"
     if isinstance(value, bool | str):

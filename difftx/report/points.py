@@ -1,4 +1,4 @@
-"""Points for scaling laws, (architecture, size, tokens, loss), from run directories or tables."""
+"""Reading of points for scaling laws, (architecture, size, tokens, loss), from run directories or tables."""
 
 import csv
 import dataclasses
@@ -14,27 +14,26 @@ from difftx.files import read_json, require_local
 from difftx.model.abstract import count_parameters
 from difftx.report.runs import Metric, RunRecord, check_comparable, match_runs
 
-# Files that commands write into run directories or next to them. A glob of runs may match these files too.
+# Files that commands write into run directories or next to them. A glob may match them, although they are not tables.
 OTHER_OUTPUTS = ("sweep.json", "curves.json", "scaling.json", "config.json", "manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class LossPoint:
-    """One validation of a run."""
+    """The loss of a run at one of its validations."""
 
     architecture: str
     size: float  # Number of parameters, including the embedding, as in the paper's Table 10.
     tokens: float  # Number of training tokens so far.
     loss: float  # Value of the metric, in nats per token or bits per byte.
-    is_last: bool  # Whether it is the run's last point. Earlier points have less data and a higher learning rate.
+    is_last: bool  # Whether the run ended here. At earlier points, the learning rate had not decayed completely.
 
 
 def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str]]:
     """Return the points of the tables or run directories that match a glob, and notes on unfinished runs.
 
     A table is a .csv file, or a .json file with a list of objects. Its columns are `architecture`, `size` (parameters),
-    `tokens` and `loss` (or `bits_per_byte`); other columns are ignored. Rows with the same architecture, size and seed
-    form one run.
+    `tokens`, `loss` (or `bits_per_byte`) and optionally `seed`. Rows of equal architecture, size and seed form one run.
     """
     require_local("--scaling", pattern)
     files = [Path(name) for name in sorted(glob.glob(pattern)) if Path(name).suffix in (".csv", ".json")]
@@ -56,7 +55,7 @@ def read_points(pattern: str, metric: Metric) -> tuple[list[LossPoint], list[str
 
 
 def _is_other_output(path: Path) -> bool:
-    """Return whether a file has a name in `OTHER_OUTPUTS` and contains no points."""
+    """Return whether a file has a name in `OTHER_OUTPUTS` and no rows of a table."""
     if path.name not in OTHER_OUTPUTS:
         return False
     content = read_json(path)
@@ -64,7 +63,7 @@ def _is_other_output(path: Path) -> bool:
 
 
 def _points_of_run(run: RunRecord, metric: Metric) -> tuple[list[LossPoint], str | None]:
-    """Return a run's points, and a note if the run has no validation at its last step."""
+    """Return a run's points, and a note if the run has not been validated at the last step that is configured."""
     rows = [row for row in run.evaluations(metric) if row[metric] > 0 and row["step"] > 0]
     architecture, size = run.config.model.architecture, float(count_parameters(run.config.model).total)
     points = []
@@ -92,7 +91,7 @@ def _points_of_table(path: Path, metric: Metric) -> list[LossPoint]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a table, each with its position for messages."""
+    """Yield (position, row) for each row of a table. Error messages show the position."""
     if path.suffix == ".csv":
         try:
             reader = csv.DictReader(io.StringIO(path.read_text()))

@@ -1,4 +1,4 @@
-"""Run directories as reports read them: configs, logged metrics and results of suites."""
+"""Reading of run directories for reports: configs, logged metrics and results of suites."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config, read_description
 
 Metric = Literal["loss", "bits_per_byte"]
-Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, both ascending.
+Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, with suites and steps in ascending order.
 X_AXES = {"steps": "steps", "tokens": "training tokens", "flops": "training FLOPs", "seconds": "seconds of training"}
 
 
@@ -31,24 +31,24 @@ class RunRecord:
 
     name: str  # Short name, unique among the runs that are read together.
     workdir: Path
-    config: Config  # Model and data of the newest checkpoint; other fields from config.json.
-    steps: int  # Steps that the run is configured to train.
+    config: Config  # Config of the newest checkpoint. Fields that do not affect its numbers are from config.json.
+    steps: int  # Number of steps that config.json sets.
     manifest: dict[str, Any]  # Contents of manifest.json.
     rows: list[dict[str, Any]]  # Rows of metrics.jsonl.
-    journal: list[dict[str, Any]]  # Entries of journal.jsonl: actions of the guards, each with its step and event.
-    skipped: int  # Number of invalid lines in these two files, such as half-written ones.
+    journal: list[dict[str, Any]]  # Entries of journal.jsonl. Each has the step and the name of an action of a guard.
+    skipped: int  # Number of invalid lines in metrics.jsonl and journal.jsonl, such as half-written ones.
 
     @property
     def results(self) -> Results:
-        """The results of the suites, without those in `outdated`."""
+        """The results of all suites, without those that `outdated` lists."""
         return self._results_and_outdated[0]
 
     @property
     def outdated(self) -> list[tuple[str, int]]:
-        """(Suite, step) of each result that was computed with other weights than that step's checkpoint has now."""
+        """The (suite, step) of each result whose weights differ from those that the step's checkpoint has now."""
         return self._results_and_outdated[1]
 
-    @functools.cached_property  # Read on demand: only the report uses the results.
+    @functools.cached_property  # Read on demand, because only the report uses the results.
     def _results_and_outdated(self) -> tuple[Results, list[tuple[str, int]]]:
         results: Results = {}
         outdated = []
@@ -71,18 +71,18 @@ class RunRecord:
         return [row for row in self.rows if row["split"] == name]
 
     def evaluations(self, metric: Metric) -> list[dict[str, Any]]:
-        """Return the rows of suite "loss" that have the metric; synthetic tasks have no bits per byte."""
+        """Return the rows of the suite "loss" that have the metric. Synthetic tasks have no bits per byte."""
         rows = [row for row in self.split("valid") if row.get("suite") == "loss"]
         return [row for row in rows if isinstance(row.get(metric), int | float)]
 
     def progress(self, steps: Sequence[int]) -> dict[str, list[float]]:
-        """Return what the run has spent after each step of an ascending list, for each quantity of `X_AXES`.
+        """Return the value of each quantity of `X_AXES` after each of the given steps, which must be ascending.
 
-        FLOPs are model FLOPs, 6 N + 12 L T d per token. Seconds count training steps, without evaluation and saving.
+        FLOPs are model FLOPs, 6 N + 12 L T d per token. Seconds count training steps, but not evaluation and saving.
         """
         rows = self.split("train")
         logged = np.array([row["step"] for row in rows])
-        # The `step_seconds` of a row hold for all steps since the previous row.
+        # The `step_seconds` of a row apply to each step since the previous row.
         skipped = np.maximum(np.diff(logged, prepend=0), 0)
         seconds = np.cumsum(skipped * [row["step_seconds"] for row in rows])
         rate = flops_per_token(self.config.model, self.config.data.sequence_length, causal=False)
@@ -96,10 +96,7 @@ class RunRecord:
 
 
 def match_runs(pattern: str, flag: str) -> list[RunRecord]:
-    """Read the run directories that match the glob of a flag, in the order of their names.
-
-    Directories without a metrics.jsonl are ignored. `flag` is the name of the flag, for messages.
-    """
+    """Read all folders with a metrics.jsonl that match a glob. Error messages name the command's flag, `flag`."""
     require_local(f"--{flag}", pattern)
     workdirs = [Path(name) for name in sorted(glob.glob(pattern)) if (Path(name) / "metrics.jsonl").exists()]
     if not workdirs:
@@ -108,15 +105,11 @@ def match_runs(pattern: str, flag: str) -> list[RunRecord]:
 
 
 def read_runs(workdirs: Sequence[Path]) -> list[RunRecord]:
-    """Read run directories, and print how many invalid lines of their metrics are skipped.
-
-    The name of a run is that of its folder, or the whole path if two folders have the same name.
-    """
+    """Read run directories. A run has the name of its folder, or the whole path if two folders have the same name."""
     names = [printable(workdir.resolve().name) for workdir in workdirs]
-    return [
-        _read_run(workdir, name if names.count(name) == 1 else printable(str(workdir)))
-        for workdir, name in zip(workdirs, names, strict=True)
-    ]
+    paths = [printable(str(workdir)) for workdir in workdirs]
+    names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
+    return list(map(_read_run, workdirs, names))
 
 
 def check_comparable(runs: Sequence[RunRecord], metric: Metric) -> None:
@@ -151,7 +144,7 @@ def printable_json(value: Any) -> Any:
 
 
 def _weights(workdir: Path, step: int) -> str | None:
-    """Return the identifier of the parameters in a step's checkpoint, or None if no readable checkpoint exists."""
+    """Return the identifier of the weights in a step's checkpoint, or None if there is no readable checkpoint."""
     try:
         return read_manifest(workdir / "checkpoints" / str(step)).weights
     except UserError:
@@ -159,10 +152,7 @@ def _weights(workdir: Path, step: int) -> str | None:
 
 
 def _config_of_newest_checkpoint(workdir: Path, now: Config) -> Config:
-    """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none.
-
-    The two configs differ between a restart with another config, which writes config.json, and its first checkpoint.
-    """
+    """Return the config of the newest readable checkpoint, or `now`, the config in config.json, if there is none."""
     folder = workdir / "checkpoints"
     for step in reversed(steps_in(folder)):
         with contextlib.suppress(UserError):  # `difftx checkpoint verify` reports the reason.
@@ -181,8 +171,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
         print(printable(f"{path}: skipped {skipped} lines that are not metrics"))
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no training steps in it yet")
-    content = read_file(workdir / "journal.jsonl") or b""
-    entries = parse_json_lines(content, {"step": int, "event": object})
+    entries = parse_json_lines(read_file(workdir / "journal.jsonl") or b"", {"step": int, "event": object})
     return RunRecord(
         name=name,
         workdir=workdir,

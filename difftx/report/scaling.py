@@ -1,4 +1,4 @@
-"""Scaling laws of several runs, and the sizes at which architectures have equal loss (Figures 3a and 3b)."""
+"""Scaling laws of several runs, and the sizes at which architectures have equal loss, as in the paper's Figure 3."""
 
 import dataclasses
 import json
@@ -19,41 +19,38 @@ from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import LossPoint, read_points
 from difftx.report.runs import Metric
 
-REFERENCE = "transformer"  # Architecture that all others are compared with, if there are points of it.
-RESAMPLES = 1000
+REFERENCE = "transformer"  # The architecture with which all others are compared, if there are points of it.
+RESAMPLES = 1000  # Number of bootstrap resamples for confidence intervals.
 SEED = 0
-# Largest ratio of two sizes that count as equal. A differential model has slightly more parameters, λ vectors and norm
-# gains, than its Transformer.
+# Largest ratio of two sizes that count as equal. The λ vectors and the gains of head norms give a differential model
+# slightly more parameters than its Transformer has.
 EQUAL_SIZES = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Loss against one quantity: a fit for each architecture, and the points of equal loss."""
+    """Loss against one quantity, with a fit for each architecture and comparisons of the architectures."""
 
     quantity: str  # "size" (parameters) or "tokens".
     title: str
     fits: dict[str, Fit]  # Architecture → fit.
-    reference: str  # Architecture that all others are compared with.
-    matches: dict[str, list[Match]]  # Architecture except the reference → points of equal loss, ascending.
-    drawn: dict[str, Match]  # Architecture → the match that the figure shows.
+    reference: str  # The architecture with which all others are compared.
+    # Architecture → pairs of a size of it and a size of the reference that have equal loss, in ascending order.
+    matches: dict[str, list[Match]]
+    drawn: dict[str, Match]  # Architecture → the one of its `matches` that the study's figure shows as an arrow.
     notes: list[str]
 
 
 def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[Study], list[Path]]:
-    """Fit loss against size and against tokens, if there are enough points; return the studies and files written.
-
-    The files are `scaling.json` and, for each study, `scaling_size` or `scaling_tokens` as .png and .svg.
-    """
+    """Fit loss against size and against tokens, if there are enough points. Return the studies and the files."""
     points, notes = read_points(pattern, metric)
     chosen = {"size": [point for point in points if point.is_last], "tokens": _points_of_one_size(points)}
     missing = {quantity: _missing_points(quantity, found) for quantity, found in chosen.items()}
     if all(missing.values()):
-        raise UserError(
-            f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {'; '.join(map(str, missing.values()))}"
-        )
-    notes_of = {"size": notes, "tokens": []}
-    studies = [_study(name, found, notes_of[name]) for name, found in chosen.items() if not missing[name]]
+        reasons = "; ".join(map(str, missing.values()))
+        raise UserError(f"--scaling={pattern!r}: too few points to fit a·x^-b + c; {reasons}")
+    fitted = [name for name in chosen if not missing[name]]
+    studies = [_study(name, chosen[name], notes if name == "size" else []) for name in fitted]
     files = [file for study in studies for file in save_figure(_draw(study, metric), out / f"scaling_{study.quantity}")]
     written = {
         "metric": metric,
@@ -65,7 +62,7 @@ def write_scaling(pattern: str, out: Path, metric: Metric = "loss") -> tuple[lis
 
 
 def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
-    """Return the table of fits and the table of matches for a terminal, with 95 % intervals."""
+    """Return a table of a study's fits and a table of its matches, both with 95 % confidence intervals."""
     laws = rich.table.Table(title=f"{study.title}: a·x^-b + c")
     for title in ("architecture", "points", "a", "b", "c"):
         laws.add_column(title, justify="left" if title == "architecture" else "right")
@@ -89,9 +86,9 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
 
 
 def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
-    """Return the points of the largest size at which all architectures have enough different numbers of tokens.
+    """Return the points of the largest size at which loss against tokens can be fitted for all architectures.
 
-    If there is no such size, return the points of the size that comes closest.
+    If there is no such size, return the points of the size with the most different numbers of tokens.
     """
     groups: list[list[LossPoint]] = []
     for point in sorted(points, key=lambda point: point.size):
@@ -108,7 +105,7 @@ def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
 
 
 def _missing_points(quantity: str, points: Sequence[LossPoint]) -> str | None:
-    """Return a text on the points that are missing for a fit, or None if there are enough."""
+    """Return None if there are enough points for a fit, or else a message with the number of points that exist."""
     counts = {
         name: len({getattr(point, quantity) for point in points if point.architecture == name})
         for name in _architectures(points)
@@ -143,7 +140,7 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
 
 
 def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> list[Match]:
-    """Return the matches at each point of an architecture and at the largest point of the reference."""
+    """Return matches at each size of the architecture `name` and at the largest size of the reference, ascending."""
     fit, other = fits[name], fits[reference]
     matches = [match for x in np.unique(fit.x) if (match := match_at(fit, other, x)) is not None]
     if not matches:
@@ -156,17 +153,15 @@ def _matches(quantity: str, name: str, reference: str, fits: dict[str, Fit]) -> 
 
 
 def _match_to_draw(matches: Sequence[Match], fit: Fit, reference: Fit) -> Match:
-    """Return the match at the largest point of `fit` whose counterpart lies within the reference's data.
-
-    The paper's figure shows this match. If no counterpart lies within the data, return the match at the smallest point.
-    """
+    """Return the match at the largest x of `fit` whose counterpart is within the reference's data, as in the paper."""
+    # If no counterpart is within the data, the match at the smallest x extrapolates least.
     measured = [match for match in matches if match.x in fit.x]
     within = [match for match in measured if match.reference_x <= reference.x.max()]
     return (within or measured[:1])[-1]
 
 
 def _draw(study: Study, metric: Metric) -> matplotlib.figure.Figure:
-    """Draw the points, the fits with their bands, and the matches, as in the paper's Figure 3."""
+    """Draw the points, the fits with their confidence bands, and arrows between sizes of equal loss."""
     figure = matplotlib.figure.Figure(figsize=(6.5, 4.5), layout="constrained")
     axes = figure.subplots()
     for (name, fit), colour in zip(study.fits.items(), series_colours(len(study.fits)), strict=True):
@@ -221,7 +216,7 @@ def _law_text(fit: Fit) -> str:
 
 
 def _count(number: float) -> str:
-    """Return a number of parameters or tokens with a unit, such as 6.8B."""
+    """Format a number of parameters or tokens with a unit, such as 6.8B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Accounting of a run's wall time by section, such as training, evaluation and saving, over all attempts."""
+"""Wall time of a run by activity, such as training, evaluation and saving, over all attempts."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ import rich.table
 
 from difftx.training.metrics import read_metrics
 
-# Name of each section → its row in the table.
+# Name of each section of the wall time → its label in the table.
 SECTIONS = {
     "train": "training steps",
     "data_wait": "waiting for data",
@@ -21,17 +21,14 @@ SECTIONS = {
     "save": "saving",
     "lost_work": "steps done again",
 }
-STEPS = ("train", "data_wait")  # Time in these sections becomes "lost_work" if a later attempt repeats the steps.
+STEPS = ("train", "data_wait")  # Their time counts as "lost_work" if a later attempt repeats the steps.
 
 
 class Goodput:
-    """A stopwatch that is always in exactly one section, so that the seconds of all sections add up to the wall time.
-
-    Goodput is the share of the wall time in section "train".
-    """
+    """A stopwatch that is always in exactly one section. Goodput is the share of the wall time in section "train"."""
 
     def __init__(self, began: float, clock: Callable[[], float] = time.perf_counter):
-        """Start in section "init", which began when `clock`, in seconds, returned `began`."""
+        """Start in section "init", which began when `clock` returned `began`, in seconds."""
         self._clock, self._began, self._since, self._section = clock, began, began, "init"
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._earlier_wall = 0.0  # Wall time of earlier attempts, in seconds.
@@ -45,7 +42,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Spend the block in section `name`, then return to the section before it."""
+        """Count the time of the block in section `name`, and then return to the previous section."""
         before = self.switch(name)
         try:
             yield
@@ -55,20 +52,20 @@ class Goodput:
     def resume(self, metrics: Path, step: int) -> None:
         """Add the time of the earlier attempts. The time of their steps after `step` counts as lost work.
 
-        `metrics` is the path of metrics.jsonl, which must still have the rows after `step`. The last goodput row has
-        the time up to that row. If an attempt was killed later, its remaining time is estimated from its train rows.
+        `metrics` is the path of metrics.jsonl, which must still have the rows after `step`. The time after its last
+        goodput row is estimated from the train rows that follow.
         """
-        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one up to `step`.
-        unaccounted, last_step = 0.0, 0  # `unaccounted` is the seconds of train rows after the last goodput row.
+        newest = kept = dict.fromkeys(SECTIONS, 0.0)  # The last goodput row, and the last one that is not after `step`.
+        unaccounted, last_step = 0.0, 0  # Seconds of train rows since the last goodput row.
         for row in read_metrics(metrics)[0]:
             if row["split"] == "goodput":
                 numbers: dict[str, Any] = {name: row.get(f"{name}_seconds") for name in SECTIONS}
                 if not all(isinstance(number, int | float) for number in numbers.values()):
-                    continue  # The line is corrupt.
+                    continue  # The row is corrupt.
                 newest, unaccounted = numbers, 0.0
                 kept = newest if row["step"] <= step else kept
             elif row["split"] == "train":
-                # A row has the seconds of one step, but stands for all steps since the row before it.
+                # The row has the seconds of one step, which stands for all steps since the previous row.
                 unaccounted += row["step_seconds"] * max(row["step"] - last_step, 0)
             last_step = row["step"]
         lost = unaccounted + sum(newest[name] - kept[name] for name in STEPS)
@@ -78,7 +75,7 @@ class Goodput:
         self._earlier_wall += sum(newest.values()) + unaccounted
 
     def row(self) -> dict[str, float]:
-        """Return the numbers for metrics.jsonl: the seconds of each section and of all attempts, and the goodput."""
+        """Return the seconds of each section, the wall time and the goodput of all attempts, for metrics.jsonl."""
         self.switch(self._section)
         wall = self._earlier_wall + self._since - self._began
         seconds = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
@@ -86,7 +83,7 @@ class Goodput:
 
 
 def format_goodput(row: dict[str, float]) -> rich.table.Table:
-    """Return a table of the sections' seconds and shares from a result of `Goodput.row`."""
+    """Return a table that shows a result of `Goodput.row`: the seconds and the share of each section."""
     wall = row["wall_seconds"]
     numbers = [rich.table.Column(name, justify="right") for name in ("seconds", "share")]
     table = rich.table.Table("", *numbers, title="wall time of the run")

@@ -1,17 +1,16 @@
-"""Detection of bad steps, and the stop or rewind that follows them.
+"""Detection of bad steps in training, and the stop or rewind that follows them.
 
 A step is bad if its loss is a spike, or if the train step (`state.py`) skipped the update because the loss or the
-gradient was not finite. A `Guard` judges the metrics, which are replicated, so all processes make the same decision.
+gradient was not finite. All processes make the same decisions, because the metrics of a step are replicated.
 
-After enough bad steps in a row, the run either stops or rewinds. A rewind continues from the last regular checkpoint
-that a good step followed. It skips the data of the bad steps and of `guards.skip_steps` more, and discards all later
-steps and checkpoints.
+After enough bad steps in a row, the run either stops or rewinds. A rewind continues from an earlier checkpoint, deletes
+all later ones, and skips the data of the bad steps and of `guards.skip_steps` more.
 
-A resumed run makes the same decisions as an uninterrupted run, because
+A resumed run makes the same decisions as an uninterrupted run, for three reasons:
 
-1. no checkpoint is written after a bad step, so a checkpoint never has to store counts of bad steps;
-2. a rewind uses only regular checkpoints, at multiples of `checkpoint.every_steps`, not one that a signal triggered;
-3. a rewind first deletes the checkpoints after its target, and then adds a journal entry, which a restart reads. A run
+1. No checkpoint is written after a bad step, so a checkpoint never has to store counts of bad steps.
+2. A rewind uses only regular checkpoints, at multiples of `checkpoint.every_steps`, not one that a signal triggered.
+3. A rewind first deletes the later checkpoints, and then adds an entry to the journal, which a restart reads. A run
    that is killed before the entry is written reaches the same bad steps and the same rewind again.
 """
 
@@ -31,13 +30,12 @@ from difftx.parallel.multihost import barrier, is_primary, say
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.checkpoint.retention import remove
 
-REWIND_ENTRY = {"step": int, "rewinds": int, "skipped_examples": [int]}
 MAD_OF_NORMAL = 1.4826  # Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution.
 
 
 @dataclasses.dataclass(frozen=True)
 class BadSteps:
-    """Consecutive bad steps that reached a limit of the config."""
+    """A series of consecutive bad steps that has reached a limit of the config."""
 
     first: int
     last: int
@@ -49,19 +47,19 @@ class Rewind:
     """A decision to continue from an earlier checkpoint."""
 
     bad: BadSteps
-    examples: int  # Position where the data continue, in examples since the start of the run.
-    number: int  # Number of this rewind in the run, from 1.
+    examples: int  # Number of the example, counted from the start of the run, with which training continues.
+    number: int  # Number of this rewind in the run, starting with 1.
 
 
 class Guard:
-    """A counter of consecutive bad steps, with the window of recent losses that defines a spike."""
+    """A counter of consecutive bad steps. It also stores recent losses, to detect spikes."""
 
     def __init__(self, config: GuardsConfig):
         self._config = config
         self._losses: collections.deque[float] = collections.deque(maxlen=config.spike_window_steps)
         self._first_bad: int | None = None
-        self._skipped = self._spikes = 0  # Counts since the first bad step.
-        self.rewinds = 0  # Rewinds of the run so far.
+        self._skipped = self._spikes = 0  # Numbers of skipped updates and of spikes since the first bad step.
+        self.rewinds = 0  # Number of rewinds of the run so far.
         self.tripped: BadSteps | None = None
 
     @property
@@ -70,7 +68,7 @@ class Guard:
         return self._first_bad is None and self.tripped is None
 
     def observe(self, step: int, loss: float, *, skipped: bool) -> None:
-        """Judge the next step, and set `tripped` if the consecutive bad steps reach a limit."""
+        """Decide whether a step is bad. If consecutive bad steps reach a limit, set `tripped`."""
         if not skipped and not self._is_spike(loss):
             self._losses.append(loss)
             self._first_bad, self._skipped, self._spikes = None, 0, 0
@@ -88,7 +86,7 @@ class Guard:
             self.tripped = BadSteps(self._first_bad, step, reason)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON. It has no counts of bad steps, so call this after a good step."""
+        """Return the JSON state for `restore`, which has no counts of bad steps. Call this only after a good step."""
         return {"losses": list(self._losses), "rewinds": self.rewinds}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -101,11 +99,11 @@ class Guard:
             return False
         median = statistics.median(self._losses)
         deviation = MAD_OF_NORMAL * statistics.median(abs(x - median) for x in self._losses)
-        return deviation > 0 and loss - median > threshold * deviation  # A deviation of 0 defines no scale for spikes.
+        return deviation > 0 and loss - median > threshold * deviation  # A deviation of 0 gives no scale.
 
 
 class GuardJournal:
-    """The entries of `<workdir>/journal.jsonl`, one per rewind or stop. Only the primary process writes the file."""
+    """The file `<workdir>/journal.jsonl`, with an entry per rewind or stop. Only the primary process writes it."""
 
     def __init__(self, workdir: Path):
         self._file = JsonLines(workdir / "journal.jsonl")
@@ -125,17 +123,14 @@ class GuardJournal:
             self._file.rewrite(map(with_sha256, self.entries))
 
     def add_rewind(self, rewind: Rewind, step: int, examples: int, attempt: int) -> None:
-        """Record a rewind to the checkpoint of `step`, which was written after `examples` examples."""
+        """Record a rewind to the checkpoint of `step`, which was saved after `examples` training examples."""
         skipped = [examples, rewind.examples]
         self.add("rewind", step, rewind.bad, attempt, skipped_examples=skipped, rewinds=rewind.number)
 
     def resume(self, step: int, guard: Guard, loader: Loader) -> None:
-        """Count the last rewind to `step` in the guard, and let the loader skip the data that this rewind skipped.
-
-        Guard and loader must have been restored from the checkpoint of `step`.
-        """
+        """Apply the last rewind to `step`, if any, to a guard and a loader that were restored from that checkpoint."""
         rewinds = [entry for entry in self.entries if entry["event"] == "rewind" and entry["step"] == step]
-        # The state of a checkpoint that was written after the rewind already includes the rewind.
+        # A checkpoint that was saved after the rewind already includes it.
         if rewinds and rewinds[-1]["rewinds"] > guard.rewinds:
             guard.rewinds = rewinds[-1]["rewinds"]
             loader.restore(loader.state() | {"examples": rewinds[-1]["skipped_examples"][1]})
@@ -144,10 +139,10 @@ class GuardJournal:
 def act_on_bad_steps(
     guard: Guard, config: Config, journal: GuardJournal, checkpointer: Checkpointer, examples: int, attempt: int
 ) -> Rewind | int:
-    """Prepare a rewind, or record that the run stops; return the rewind or the exit code.
+    """Prepare a rewind and return it, or record that the run stops and return the exit code.
 
-    All processes must call this function after `guard` has tripped and `checkpointer` was closed. `examples` is the
-    number of examples that the run had consumed after the last bad step.
+    All processes must call this after `guard` has tripped and `checkpointer` was closed. `examples` is the number of
+    examples that the run had consumed after the last bad step.
     """
     bad, steps = guard.tripped, checkpointer.steps()
     assert bad is not None
@@ -167,7 +162,7 @@ def act_on_bad_steps(
         return EXIT_FAILED
     rewind = Rewind(bad, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
     if is_primary():
-        # A kill during the deletion must leave the older checkpoints, from which the run then repeats the rewind.
+        # Delete the newest one first. After an interruption, the run then repeats the rewind from the older ones.
         newest_first = sorted((step for step in steps if step > target), reverse=True)
         remove(checkpointer.folder / str(step) for step in newest_first)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)
@@ -176,11 +171,8 @@ def act_on_bad_steps(
 
 
 def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
-    """Return the step of the last regular checkpoint that a good step followed, or None if none is left.
-
-    The checkpoint right before the first bad step does not qualify, because its parameters may have caused the bad
-    step. If no checkpoint that qualifies was due yet, return 0, the start of the run.
-    """
+    """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left."""
+    # A checkpoint right before the first bad step does not qualify, because its parameters may have caused that step.
     if first_bad <= every_steps + 1:
         return 0
     return max((step for step in steps if step % every_steps == 0 and step + 1 < first_bad), default=None)
@@ -188,5 +180,6 @@ def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> i
 
 def _is_valid(entry: dict[str, Any]) -> bool:
     if entry.get("event") == "rewind":
-        return schema_error(entry, REWIND_ENTRY) is None and len(entry["skipped_examples"]) == 2
+        shape = {"step": int, "rewinds": int, "skipped_examples": [int]}
+        return schema_error(entry, shape) is None and len(entry["skipped_examples"]) == 2
     return "event" in entry

@@ -1,5 +1,6 @@
-"""The training loop: a session of one or more attempts at a run."""
+"""The training loop, which starts again from an earlier checkpoint after too many bad steps."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -11,7 +12,7 @@ import rich
 
 from difftx import kernels
 from difftx.config.architectures import ARCHITECTURES
-from difftx.data.loader import Batch, Loader
+from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel.heartbeat import Monitor
@@ -23,7 +24,7 @@ from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
-from difftx.training.state import Metrics, TrainState, make_train_step
+from difftx.training.state import Metrics, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
 
@@ -32,16 +33,10 @@ PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
 def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
-    """Train from the newest checkpoint, or from the start, to the last step.
+    """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
-    Args:
-        run: Config, mesh and data.
-        evaluate: `difftx.evals.evaluate`, called every `eval.every_steps` with `eval.suites`.
-        began: `time.perf_counter()` at the start of the process. None uses the current time.
-        allow_config_change: Resume even if the config differs from the config of the checkpoint.
-
-    Returns:
-        The exit code: 0 after the last step, `EXIT_PREEMPTED` after a signal, `EXIT_FAILED` after bad steps.
+    `evaluate` is called every `eval.every_steps`. `began` is the result of `time.perf_counter()` at the start of the
+    process. The exit code is `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps.
     """
     interrupt = Interrupt()
     try:
@@ -61,11 +56,11 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The objects that all attempts at the run in this process share."""
+    """The objects that all attempts at training in this process share."""
 
     run: Run
     evaluate: Evaluate
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
     monitor: Monitor
@@ -73,10 +68,10 @@ class Session:
 
 
 class Attempt:
-    """Training from a starting state to the last step, a signal or bad steps."""
+    """Training from a checkpoint, or from the start, until the last step, a signal or too many bad steps."""
 
     def __init__(self, session: Session, goodput: Goodput, rewind: Rewind | None = None):
-        """Restore or create the state. `rewind` is the outcome of the session's previous attempt, if there was one."""
+        """Restore or create the state. `rewind` is the outcome of the previous attempt in this process, if any."""
         run, config = session.run, session.run.config
         self._session, self._goodput, self._config = session, goodput, config
         self._patience = config.multihost.barrier_timeout_seconds
@@ -103,21 +98,23 @@ class Attempt:
             session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
         session.journal.resume(self._start, self._guard, self._loader)
         self._first_example = self._loader.state()["examples"]
-        self._first_section = "compile" if rewind is None else "train"  # A session's first step compiles it.
+        self._is_first = rewind is None
         self._step = self._start
         barrier("start", self._patience)
 
     def train(self) -> int | Rewind:
-        """Return the exit code of the session, or the rewind that the next attempt begins with."""
+        """Train, and return the exit code, or the rewind with which the next attempt begins."""
         config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
         display = Work(enabled=is_primary(), is_output=True)
-        task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
-        with display, task as advance:
+        with display, contextlib.ExitStack() as stack:
             attempt = self._writer.attempt
             display.note(f"{self._session.run.workdir}: attempt {attempt}, from step {self._start} to {steps}")
-            reporter = Reporter(self._session.run, self._writer, display, advance, self._guard)
             self._write_goodput()
-            self._goodput.switch(self._first_section)
+            if self._is_first and self._start < steps:
+                self._compile(display)
+            self._goodput.switch("train")
+            task = display.task("step", steps, done=self._start, label=PROGRESS_LABEL, line=PROGRESS_LINE)
+            reporter = Reporter(self._session.run, self._writer, display, stack.enter_context(task), self._guard)
             while self._step < steps and self._guard.tripped is None and not interrupt.requested(self._step):
                 self._take_step(reporter)
                 if self._step % config.eval.every_steps == 0 or self._step == steps:
@@ -132,15 +129,20 @@ class Attempt:
             self._checkpointer.close()
         return self._finish(saved)
 
+    def _compile(self, display: Work) -> None:
+        """Compile the train step in all processes, before one of them runs it and waits for the others."""
+        with self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
+            self._session.step.lower(self._state, self._loader.abstract_batch()).compile()
+            barrier("compiled train step", self._patience)
+
     def _take_step(self, reporter: "Reporter") -> None:
         waited = time.perf_counter()
         with self._goodput.section("data_wait"):
             batch = next(self._loader)
         data_wait = time.perf_counter() - waited
-        # An accidental transfer between host and device would stall every device, so it raises an error.
+        # Raise an error for an accidental transfer between host and device, because it would stall all devices.
         with jax.transfer_guard("disallow"):
             self._state, metrics = self._session.step(self._state, batch)
-        self._goodput.switch("train")
         self._step += 1
         self._session.monitor.beat(self._step)
         reporter.push(self._step, metrics, data_wait)
@@ -151,7 +153,7 @@ class Attempt:
         barrier(f"evaluation after step {step}", self._patience)
         reporter.flush()
         with self._goodput.section("eval"):
-            # Progress of the evaluation shows the watchdog that the process does not hang.
+            # The watchdog takes progress of the evaluation as a sign of life.
             work = Work(enabled=False, on_advance=functools.partial(session.monitor.beat, step))
             suites = self._config.eval.suites if self._guard.tripped is None else ()
             weights = self._checkpointer.weights_id(step)
@@ -166,7 +168,7 @@ class Attempt:
 
     def _save(self, reporter: "Reporter") -> None:
         barrier(f"checkpoint of step {self._step}", self._patience)
-        reporter.flush()  # Before the save, so that metrics.jsonl has every step up to the checkpoint.
+        reporter.flush()  # Before the save, so that metrics.jsonl has all steps up to the checkpoint.
         self._write_goodput()
         if self._guard.calm:
             with self._goodput.section("save"):
@@ -190,7 +192,7 @@ class Attempt:
         return outcome
 
     def _data_state(self) -> dict[str, Any]:
-        """Return the state of the loader and the guard, which a checkpoint stores with the train state."""
+        """Return the state of the loader and the guard, for a checkpoint."""
         return self._loader.state() | {"guard": self._guard.state()}
 
     def _write_goodput(self) -> dict[str, float]:
@@ -200,7 +202,7 @@ class Attempt:
 
 
 class Reporter:
-    """A reporter of each step's metrics. It fetches them after the next step was dispatched, so no device waits."""
+    """A reporter of metrics. It fetches those of a step after the next step was dispatched, so that no device waits."""
 
     def __init__(self, run: Run, writer: MetricsWriter, display: Work, advance: Advance, guard: Guard):
         self._config, self._writer, self._guard = run.config, writer, guard
@@ -217,21 +219,21 @@ class Reporter:
         self._last = time.perf_counter()
 
     def push(self, step: int, metrics: Metrics, data_wait: float) -> None:
-        """Report the previous step, and hold this one."""
+        """Report the previous step, and store the metrics of this one."""
         self.flush()
         self._pending = (step, metrics, data_wait)
 
     def flush(self) -> None:
-        """Wait for the metrics of the held step, report them, and let the guard judge the step."""
+        """Wait for the stored metrics, report them, and let the guard decide whether the step is bad."""
         if self._pending is None:
             return
         (step, metrics, data_wait), self._pending = self._pending, None
         row = self._row(step, jax.device_get(metrics), data_wait)
         self._guard.observe(step, float(row["loss"]), skipped=bool(row["skipped"]))
-        # Bad steps always have a row, whatever `logging.every_steps` is.
+        # Write a row for each bad step, whatever `logging.every_steps` is.
         if step % self._config.logging.every_steps == 0 or step == self._config.train.steps or not self._guard.calm:
             self._writer.write("train", step, row)
-        for layer in self._lambda_range.observe(row.get("lambda", ())):  # Layers are numbered from 1.
+        for layer in self._lambda_range.observe(row.get("lambda", ())):
             value = float(row["lambda"][layer - 1])
             self._writer.write(LAMBDA_SPLIT, step, {"layer": layer, "value": value})
             self._display.note(lambda_warning(step, layer, value))
@@ -241,7 +243,7 @@ class Reporter:
             self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
 
     def restart_clock(self) -> None:
-        """Exclude the time until now from the duration of the next step."""
+        """Do not count the time until now in the duration of the next step."""
         self._last = time.perf_counter()
 
     def _row(self, step: int, metrics: Mapping[str, Any], data_wait: float) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Negative log-likelihood (NLL) of the next token, with the vocabulary sharded across devices.
 
-Logits exist for one chunk of tokens at a time, because all float32 logits of a row of 64K tokens would take 26 GB for a
-vocabulary of 100,288 entries. When the loss is differentiated, the forward pass also computes the gradient of each
+Logits are computed for one chunk of tokens at a time, because those of a row of 64K tokens would take 26 GB in float32
+for a vocabulary of 100,288 tokens. When the loss is differentiated, the forward pass also computes the gradient of each
 chunk, so that the logits are neither stored nor computed again in the backward pass.
 """
-#   B = batch, T = tokens, D = model width, V = vocabulary; on one device: N = tokens of all rows, C = tokens of a chunk
+# Axes: B = batch, T = tokens, D = model width, V = vocabulary, N = all tokens on one device, C = tokens of a chunk.
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +18,29 @@ CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB i
 
 
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the summed NLL of the counted targets, in nats, and the model's per-layer statistics."""
+    """Return the sum of the NLL over the targets in the loss mask, in nats, and the model's per-layer statistics."""
     x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     with jax.named_scope("loss"):
         return weighted_nll(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), stats
 
 
 def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Return -log p(target) in nats, float32 `[B, T]`, from a decoder's last hidden state and its unembedding."""
+    """Return -log p(target) in nats, float32 `[B, T]`, given the last hidden state and the unembedding."""
     return token_scores(x_BTD, table_VD, targets_BT)[0]
 
 
 def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the result of `token_nll`, and whether no token is more likely than the target, bool `[B, T]`."""
+    """Return the result of `token_nll`, and whether no other token is more likely, bool `[B, T]`."""
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
-    # check_vma is off here and below: the collectives are explicit, and no derivative is taken through them.
+    # check_vma is off here and below, because nothing differentiates through the collectives.
     call = jax.shard_map(_scores, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
     return call(x_BTD, table_VD, targets_BT)
 
 
 @jax.custom_vjp
 def weighted_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
-    """Return Σ weight × -log p(target) in nats, float32. The weights are float32; `token_nll` explains the rest."""
+    """Return the weighted sum of -log p(target) over all tokens, in nats, as a float32 scalar."""
     return jnp.sum(token_nll(x_BTD, table_VD, targets_BT) * weight_BT)
 
 
@@ -63,7 +63,7 @@ weighted_nll.defvjp(_weighted_nll_forward, _weighted_nll_backward)
 
 
 def _scores(x_BTD, table_VD, targets_BT):
-    """Return the results of `token_scores` for one device's tokens."""
+    """Return the results of `token_scores` for the tokens on one device."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(rows):
@@ -75,7 +75,7 @@ def _scores(x_BTD, table_VD, targets_BT):
 
 
 def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
-    """Return the NLL of one device's tokens, and the weighted sum's gradients for its shards of x and the table."""
+    """Return the NLL of one device's tokens, and the weighted sum's gradients for its x and its shard of the table."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(dtable_VD, rows):
@@ -94,16 +94,16 @@ def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Gather the full width D of this device's rows of the table."""
+    """Return this device's rows of the table with their full width D, which is sharded along `fsdp`."""
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 
 def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
-    """Return this device's logits, the log-sum-exp over all devices' logits, the targets' logits, and their mask."""
+    """Return this device's logits, the log-sum-exp over the vocabulary, the targets' logits, and the targets' mask."""
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
-    # Compare with all rows instead of indexing the target's row, which may be on another device.
+    # Compare with all rows of the table, because the target's row may be on another device.
     target_logit_C = jax.lax.psum(jnp.sum(jnp.where(is_target_CV, logits_CV, 0.0), axis=-1), "tensor")
     largest_C = jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
     sum_C = jax.lax.psum(jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=-1), "tensor")

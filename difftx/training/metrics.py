@@ -1,4 +1,4 @@
-"""The numbers of a run in metrics.jsonl, TensorBoard and Weights & Biases, and the watch over each layer's λ."""
+"""Metrics of a run in metrics.jsonl, TensorBoard and Weights & Biases, and warnings if λ leaves its useful range."""
 
 import contextlib
 import errno
@@ -22,10 +22,10 @@ from difftx.errors import RunError, UserError, import_extra
 from difftx.files import JsonLines, parse_json_lines, read_file
 
 NEWEST_BYTES = 65_536
-LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0  # The range of λ in which a layer cancels noise.
-LAMBDA_SPLIT = "lambda_crossing"  # Split of the rows that tell which layer (from 1) left the range, with which λ.
+LOWEST_LAMBDA, HIGHEST_LAMBDA = -0.5, 2.0  # Range of λ in which a layer cancels noise.
+LAMBDA_SPLIT = "lambda_crossing"  # Split of rows that record a layer (from 1) whose λ left the range.
 ROW = {"split": str, "step": int, "attempt": int}
-# Fields that the rows of each split must have, in addition to those of `ROW`.
+# Split → types of fields that its rows must have in addition to those of `ROW`.
 REQUIRED = {
     "train": {"loss": int | float | None, "tokens": int, "tokens_per_second": int | float, "step_seconds": int | float},
     "valid": {"suite": str},
@@ -35,9 +35,9 @@ REQUIRED = {
 
 
 class MetricsWriter:
-    """A writer of rows of numbers to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
+    """A writer of metrics to metrics.jsonl and, if configured, to TensorBoard and Weights & Biases.
 
-    It first drops the rows of steps after `start_step`, from earlier attempts. It does nothing unless `enabled`.
+    It first deletes the rows of earlier attempts for steps after `start_step`. It does nothing unless `enabled`.
     """
 
     def __init__(self, workdir: Path, config: LoggingConfig, start_step: int, *, enabled: bool = True):
@@ -56,7 +56,7 @@ class MetricsWriter:
                 self._wandb.log(_scalars(row), step=row["step"])
 
     def write(self, split: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one row without buffering; `values` are numbers or lists of numbers."""
+        """Write one row without buffering. The values are numbers or lists of numbers."""
         if self._file is None:
             return
         numbers = {name: _plain(value) for name, value in values.items()}
@@ -64,7 +64,7 @@ class MetricsWriter:
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         scalars = _scalars(row)
         try:
-            if self._file.write(line) != len(line):  # A write that fills the disk is short and raises nothing.
+            if self._file.write(line) != len(line):  # A full disk may shorten a write without an error.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._tensorboard:
                 shown = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -89,30 +89,30 @@ class MetricsWriter:
             self._wandb.finish()
 
     def _abandon(self) -> None:
-        """Close the files and drop data that cannot be written, so that nothing retries the write at exit."""
+        """Close the files without their unwritten data, so that nothing retries the failed write at exit."""
         for file in filter(None, (self._file, self._tensorboard and self._tensorboard._py_recordio_writer)):
             with contextlib.suppress(OSError):
                 file.close()
         self._file = self._tensorboard = None
 
     def _rewind(self, start_step: int) -> tuple[list[dict[str, Any]], int]:
-        """Drop rows and evaluations after `start_step`; return the other rows and this attempt's number, from 1."""
+        """Delete rows and evaluations after `start_step`. Return the other rows, and this attempt's number, from 1."""
         rows, _ = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start_step]
         JsonLines(self.path).rewrite(kept)
-        for path in self.path.parent.glob("evals/*/*"):  # Evaluations of discarded parameters.
+        for path in self.path.parent.glob("evals/*/*"):  # Results of steps that are trained again.
             if (step := re.match(r"\d+", path.name)) and int(step[0]) > start_step:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return kept, 1 + max((row["attempt"] for row in rows), default=0)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl, and the number of invalid lines. An absent file has no rows."""
+    """Return the rows of a metrics.jsonl and the number of invalid lines. An absent file has no rows."""
     return _parse_rows(read_file(path) or b"")
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the last rows of a metrics.jsonl, which fill up to 64 KiB, or none if the file cannot be read."""
+    """Return the rows in the last 64 KiB of a metrics.jsonl, or none if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
@@ -128,7 +128,7 @@ def _parse_rows(content: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _has_numbers(row: dict[str, Any]) -> bool:
-    """Return whether a row has the fields that readers of metrics.jsonl expect, and only finite numbers."""
+    """Return whether a row has the fields in `REQUIRED` and only finite numbers."""
     required = REQUIRED.get(row["split"], {})
     if not all(name in row and isinstance(row[name], kind) for name, kind in required.items()):
         return False
@@ -144,7 +144,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types; non-finite numbers become null."""
+    """Convert a value to JSON types. A non-finite number becomes null."""
     value = np.asarray(value).tolist()
     if isinstance(value, list):
         return [_plain(v) for v in value]
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the row's numbers, keyed "split/name"; items of a list are keyed "split/name/01", "split/name/02", …"""
+    """Return the row's numbers with keys "split/name", and "split/name/01", "split/name/02", … for items of a list."""
     flat = {}
     for name, value in row.items():
         if isinstance(value, list):
@@ -163,13 +163,12 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWriter:
-    """Open an event file of TensorBoard."""
-    # tensorboardX's SummaryWriter is not used, because its `flush` does not wait for the thread that writes. A kill
-    # would lose steps that metrics.jsonl has, and the error of a full disk would end only the thread.
+    # tensorboardX's SummaryWriter writes in a thread, for which its `flush` does not wait. If the process were killed,
+    # steps would be lost that metrics.jsonl has, and an error because of a full disk would end only the thread.
     directory_check(str(folder))
-    # The name of an event file has the time in seconds. The attempt separates two files of the same second.
+    # The name of an event file has the time in seconds. The attempt distinguishes two files of the same second.
     writer = EventsWriter(str(folder / "events"), f".{attempt}")
-    # TensorBoard hides the points of earlier files from this step on, so that a resumed run draws no line twice.
+    # This event hides the points of earlier files from this step on, because the resumed run writes them again.
     restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.write_event(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=restart))
     writer.flush()
@@ -181,32 +180,32 @@ def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
         wandb = import_extra("wandb", "wandb")
     except UserError as error:
         raise UserError(f"logging.wandb_project={project!r}: {error}; or set it to none") from error
-    # W&B accepts each step once, so each attempt is a separate W&B run that begins with the rows of earlier attempts.
+    # W&B accepts each step only once, so each attempt is a new W&B run that begins with the rows of earlier attempts.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"
     return wandb.init(project=project, id=run, name=run, group=name, dir=str(workdir), resume="allow")
 
 
 class LambdaRange:
-    """A tracker of the layers whose λ is outside of the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
+    """A record of the layers whose λ is outside of the range from `LOWEST_LAMBDA` to `HIGHEST_LAMBDA`."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-        """Start with the layers that were outside after `rows`, the metrics of earlier attempts."""
+        """Start with the layers that were outside at the end of `rows`, the metrics of earlier attempts."""
         self._outside: set[int] = set()
         for row in rows:
             if row["split"] == "train":
                 self._outside = _layers_outside(row.get("lambda") or ())
-            elif row["split"] == LAMBDA_SPLIT:  # A crossing after a step without a train row.
+            elif row["split"] == LAMBDA_SPLIT:  # The step may have no train row.
                 self._outside.add(row["layer"])
 
     def observe(self, lambda_L: Sequence[float]) -> list[int]:
-        """Return the layers, numbered from 1, that left the range in a step, given each layer's λ after the step."""
+        """Return the layers, numbered from 1, whose λ left the range since the last call, given the λ of all layers."""
         before, self._outside = self._outside, _layers_outside(lambda_L)
         return sorted(self._outside - before)
 
 
 def lambda_warning(step: int, layer: int, value: float) -> str:
-    """Return the message about a layer whose λ left the range."""
+    """Return the warning for a layer whose λ left the range."""
     if math.isnan(value):
         what = "is not a number"
     elif value < LOWEST_LAMBDA:
@@ -220,5 +219,5 @@ def lambda_warning(step: int, layer: int, value: float) -> str:
 
 
 def _layers_outside(lambda_L: Sequence[float | None]) -> set[int]:
-    """Return the layers, numbered from 1, whose λ is outside the range or None, which stands for a non-finite λ."""
+    """Return the layers, numbered from 1, whose λ is outside of the range. None stands for a non-finite λ."""
     return {i for i, value in enumerate(lambda_L, 1) if value is None or not LOWEST_LAMBDA <= value <= HIGHEST_LAMBDA}

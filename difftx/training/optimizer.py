@@ -11,18 +11,18 @@ from difftx.config import Config
 from difftx.model.abstract import vector_mask
 from difftx.registry import Registry
 
-# A schedule maps the number of an update, from 0, to the update's learning rate.
+# An entry returns an optax schedule, which maps an update's index, from 0, to the learning rate.
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
     "schedule", {"linear": "difftx.training.optimizer:linear"}
 )
-# An optimizer is made from the config, the schedule and a tree of booleans that selects the decayed parameters.
+# An entry returns an optimizer, given the config, the schedule and a mask of the parameters with weight decay.
 OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTransformation]] = Registry(
     "optimizer", {"adamw": "difftx.training.optimizer:adamw"}
 )
 
 
 def linear(config: Config) -> optax.Schedule:
-    """Return a linear warm-up to the peak, followed by a linear decay that ends at `final_learning_rate`."""
+    """Return a linear warm-up to the peak learning rate, followed by a linear decay to `final_learning_rate`."""
     c = config.optimizer
     decay = optax.linear_schedule(c.learning_rate, c.final_learning_rate, config.train.steps - c.warmup_steps)
     if c.warmup_steps == 0:
@@ -44,9 +44,9 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransformation:
-    """Return the optimizer that `optimizer.name` names, after clipping by the global norm if that is configured.
+    """Return the configured optimizer, preceded by clipping to `optimizer.clip_norm` if that is set.
 
-    `decayed` is a tree of booleans that selects the parameters with weight decay; None selects the model's matrices.
+    `decayed` is a tree of booleans that selects the parameters with weight decay, by default all except vectors.
     """
     decayed = decay_mask(config) if decayed is None else decayed
     optimizer = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), decayed)
@@ -55,10 +55,10 @@ def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransfo
 
 
 def decay_mask(config: Config) -> Any:
-    """Return a tree of booleans that is True for the parameters with weight decay: projections and embeddings."""
+    """Return a tree of booleans that selects the parameters with weight decay: projections and embeddings."""
     return jax.tree.map(operator.not_, vector_mask(config.model))
 
 
 def updates_made(opt_state: Any) -> jax.Array:
-    """Return the number of updates made, which determines the learning rate. A skipped step makes no update."""
+    """Return the number of updates so far, which determines the learning rate. Skipped updates do not count."""
     return optax.tree.get(opt_state, "count", filtering=lambda path, _: "ScaleByScheduleState" in str(path))

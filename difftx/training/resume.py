@@ -1,4 +1,4 @@
-"""The starting state of a run, and the check of config changes since the checkpoint that it resumes from."""
+"""The starting state of a run, and the check for config changes since the checkpoint from which it resumes."""
 
 import dataclasses
 from pathlib import Path
@@ -18,9 +18,9 @@ from difftx.training.guards import Guard
 from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 
-# A run may resume after a change of these groups or fields, although the change alters its numbers.
+# Groups and fields that may change when a run resumes, although this changes its results.
 RESUMABLE = ("guards", "train.steps", "checkpoint.init_from")
-# Changes of all other fields in these groups, and of these fields, alter a run's numbers by rounding at most.
+# Other groups and fields that may change, because this changes results by rounding at most.
 NEUTRAL = (
     "mesh",
     "multihost",
@@ -30,6 +30,7 @@ NEUTRAL = (
     "model.remat",
     "model.attention_implementation",
     "train.accumulation",
+    "train.compilation_cache",
     "data.prefetch_batches",
     "data.verify",
     "data.cache_path",
@@ -40,7 +41,7 @@ NEUTRAL = (
 class Change:
     """A field whose value differs between two configs."""
 
-    field: str  # "group.name"
+    field: str  # Name with the group, such as "train.steps".
     old: object
     new: object
 
@@ -49,7 +50,7 @@ class Change:
 
     @property
     def is_neutral(self) -> bool:
-        """Whether both values give the same results up to rounding."""
+        """Whether the change does not affect results, except by rounding."""
         return self._is_in(NEUTRAL) and not self._is_in(RESUMABLE)
 
     @property
@@ -62,7 +63,7 @@ class Change:
 
 
 def changed_fields(old: Config, new: Config) -> list[Change]:
-    """Return the fields whose values differ."""
+    """Return the fields whose values differ between two configs."""
     before, after = values_of(old), values_of(new)
     return [
         Change(f"{group}.{name}", before[group][name], value)
@@ -75,11 +76,10 @@ def changed_fields(old: Config, new: Config) -> list[Change]:
 def starting_state(
     run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, *, allow_config_change: bool
 ) -> tuple[TrainState, int]:
-    """Return the state and the step to continue from, and set `loader` and `guard` to match."""
-    # The first available source is used, in this order (docs/operations.md has the same list):
-    #   1. The newest checkpoint in the run's own workdir that verifies: parameters, optimizer, step, position in the
-    #      data. If checkpoints exist and none verifies, the run does not start.
-    #   2. `checkpoint.init_from`: the parameters of another run, with step 0, a new optimizer and the first example.
+    """Return the state and the step to start from, and set the state of `loader` and `guard` accordingly."""
+    # The first source that exists is used:
+    #   1. The newest valid checkpoint in the run's workdir. If checkpoints exist but none is valid, raise an error.
+    #   2. `checkpoint.init_from`: only the parameters of another run. Steps and data start from the beginning.
     #   3. New parameters from `train.seed`.
     step = checkpointer.newest()
     if step is not None:
@@ -108,7 +108,7 @@ def _resume(
     if allow_config_change:
         for change in refused:
             say(f"changed since the checkpoint: {change} (not safe)")
-    if allow_config_change or not refused:  # A changed extension may be unable to read the checkpoint's config.
+    if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
         trained = config_of(checkpointer.folder / str(step))
         refused += _unsafe_changes(trained, run.config, data_changes, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
@@ -126,13 +126,13 @@ def _resume(
 
 
 def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
-    """Print the changed fields, and return the changes that require --allow_config_change to resume."""
+    """Print the changes of the config. Return those with which only --allow_config_change resumes the run."""
     refused, data_fields = [], []
     for change in changed_fields(old, new):
-        # A changed field of `data` may still give the same rows, which only the data's signature shows.
+        # The data may be the same even if a field of `data` changed. Only the data's signature shows this.
         is_data = change.field.startswith("data.") and not change.is_safe
         safe = change.is_safe or (is_data and not data_changes)
-        if safe or print_unsafe:  # Otherwise an error lists the unsafe changes.
+        if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
             say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
             (data_fields if is_data else refused).append(str(change))
@@ -140,7 +140,7 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_
 
 
 def _weights_of(run: Run, source: Path) -> object:
-    """Return the parameters in `source`, the directory of a run or the folder of one checkpoint."""
+    """Return the parameters in `source`, which is the directory of a run or the folder of one checkpoint."""
     if decide_on_primary(lambda: _is_checkpoint(source), DECISION_SECONDS):
         return _params_in(run, source, source.resolve())
     reader = Checkpointer(source)
@@ -164,7 +164,7 @@ def _params_in(run: Run, source: Path, folder: Path) -> object:
 
 
 def _is_checkpoint(source: Path) -> bool:
-    """Return whether `source` is the folder of one checkpoint. Raise `UserError` if it does not verify."""
+    """Return whether `source` is the folder of one checkpoint. Raise `UserError` if it is a corrupt one."""
     if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
         return False
     if why := why_invalid(source, content=True):

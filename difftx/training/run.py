@@ -1,4 +1,4 @@
-"""A run: the objects that training and evaluation share, and the files that describe the run."""
+"""The objects of a run that training and evaluation share, and the files that describe the run."""
 
 import argparse
 import contextlib
@@ -38,20 +38,19 @@ from difftx.registry import loaded_extensions, require_extensions
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, package_versions
 from difftx.training.optimizer import make_optimizer
 
-# Number of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
+# Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
 RUN_FORMAT = 1
-DESCRIPTION_SHAPE = {"format": int, "extensions": EXTENSIONS_SHAPE}
 LOCK_WAIT_SECONDS = 60.0
 RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".lock")
-# Flags that may differ. For --config and --extension, the config's fields and the files' contents are compared instead.
+# Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
-# Fields of `data` that may differ, because `Run.open` compares the contents of the data.
+# Fields of `data` that may differ between processes, because `Run.open` compares the contents of the data.
 OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A checked config with its mesh, tokenizer and data; `workdir` is the folder for the run's files."""
+    """A checked config with its mesh, tokenizer and data. `workdir` is the folder for the files of the run."""
 
     config: Config
     workdir: Path
@@ -61,20 +60,17 @@ class Run:
 
     @classmethod
     def open(cls, config: Config, workdir: Path, mesh: jax.sharding.Mesh | None = None) -> "Run":
-        """Open the tokenizer and the data, and compare the data with that of the other processes.
+        """Open the tokenizer and the data, by default with the mesh of `config.mesh` over all devices.
 
-        The default mesh is that of `config.mesh` over all devices.
-
-        Raises:
-            UserError: in any process, the config does not fit the devices, data or tokenizer, or the data differ.
-            RunError: another process failed with another error, or did not respond in time.
+        Raise `UserError` in every process if the config is invalid for the devices, the data or the tokenizer of any
+        process, or if the data differ between processes.
         """
 
         def opened() -> Run:
             run_mesh = mesh or make_mesh(config.mesh)
             check_divisible(config, run_mesh)
             check_attention(config)
-            make_optimizer(config)  # Raises for an unknown optimizer or schedule.
+            make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown.
             tokenizer = load_tokenizer(config.data.tokenizer)
             check_vocabulary(config, tokenizer)
             return cls(config, workdir, run_mesh, tokenizer, load_sources(config.data, tokenizer))
@@ -86,29 +82,29 @@ class Run:
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
 
     def check_everywhere(self, check: Callable[["Run"], None]) -> None:
-        """Call `check` with this run in every process, and raise `UserError` in every process if it fails in any."""
+        """Call `check` with this run in every process. Raise `UserError` in all processes if it fails in one."""
         agree("the checks", lambda: check(self), lambda _: {}, self.config.multihost.barrier_timeout_seconds)
 
     @property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """The sharding of an array `[rows, tokens]`."""
+        """Sharding of an array `[rows, tokens]`."""
         return jax.NamedSharding(self.mesh, Layout().act_BT)
 
     @property
     def microbatch_rows(self) -> int:
-        """The number of rows in a microbatch, over all devices."""
+        """Number of rows in a microbatch, over all devices."""
         return self.config.batch_rows // self.config.train.accumulation
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the workdir, or raise `UserError` if another training holds the lock for a minute."""
+        """Lock the workdir. Raise `UserError` if another training still has the lock after a minute."""
         with _lock_of(self.workdir) if is_primary() else contextlib.nullcontext():
-            # Until the primary process has the lock, another training may still save a newer checkpoint.
+            # Wait for the primary process, because another process that has the lock may save a newer checkpoint.
             barrier("lock of the workdir", self.config.multihost.barrier_timeout_seconds)
             yield
 
     def check_records(self) -> None:
-        """Raise an error in every process unless training can read and replace the files of an earlier attempt."""
+        """Raise an error in every process if the files of an earlier attempt cannot be read."""
 
         def check() -> None:
             for name in RECORDS:
@@ -119,7 +115,6 @@ class Run:
         decide_on_primary(check, self.config.multihost.barrier_timeout_seconds)
 
     def write_description(self) -> None:
-        """Write `manifest.json` and `config.json`, atomically."""
         devices = self.mesh.devices.flatten()
         manifest = {
             "devices": {"kind": devices[0].device_kind, "count": len(devices), "mesh": dict(self.mesh.shape)},
@@ -134,9 +129,9 @@ class Run:
 
 
 def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
-    """Raise `UserError` in every process if the source code, packages, extensions, flags or config of one differ.
+    """Raise `UserError` in every process if source, packages, extensions, flags or config differ between processes.
 
-    Call this function as soon as the processes have joined, because a difference could make one process wait forever.
+    Call this as soon as the processes have joined, because a difference could make one process wait forever.
     """
 
     def fields() -> dict[str, Any]:
@@ -158,7 +153,7 @@ def agree_on_command(config: Config, flags: argparse.Namespace) -> None:
 
 
 def source_files() -> dict[str, str]:
-    """Return the SHA-256 of each source file of difftx, keyed by names such as "difftx source training/run.py"."""
+    """Return the SHA-256 of each source file of difftx, with keys such as "difftx source training/run.py"."""
     folder = Path(__file__).parents[1]
     return {
         f"difftx source {path.relative_to(folder).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -197,13 +192,13 @@ def check_attention(config: Config) -> None:
 
 
 def fit_to_devices(config: Config) -> Config:
-    """Return the config with the preset for the available devices, if the config asks for a preset."""
+    """Return the config, with the preset for the available devices if `mesh.preset` is "auto"."""
     parameters = count_parameters(config.model).total
     return apply_preset(config, kind=jax.devices()[0].device_kind, devices=jax.device_count(), parameters=parameters)
 
 
 def write_description(workdir: Path, config: Config, details: Mapping[str, Any] | None = None) -> None:
-    """Write `manifest.json`, with the additional fields `details`, and `config.json`, which make a folder a run."""
+    """Write `config.json` and `manifest.json`, which make a folder a run. `details` are added to the manifest."""
     manifest = {
         "format": RUN_FORMAT,
         "commit": _git_commit(),
@@ -213,13 +208,13 @@ def write_description(workdir: Path, config: Config, details: Mapping[str, Any] 
         **(details or {}),
     }
     workdir.mkdir(parents=True, exist_ok=True)
-    # The manifest is written first, because reading the config may require the extensions that it names.
+    # Write the manifest first, because the config can only be read with the extensions that the manifest names.
     write_atomically(workdir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     write_atomically(workdir / "config.json", config.to_json())
 
 
 def read_config(workdir: Path) -> Config:
-    """Return the config of a run directory. Raise `UserError` if an extension that it requires is not loaded."""
+    """Return the config of a run directory. Raise `UserError` if a required extension is not loaded."""
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
@@ -237,20 +232,18 @@ def read_description(workdir: Path) -> dict[str, Any]:
             f"{workdir}: {MANIFEST} has {found}, and this version of difftx reads runs of format {RUN_FORMAT}; "
             "use the version that wrote the run, or train again in a new --workdir"
         )
-    if why := schema_error(manifest, DESCRIPTION_SHAPE):
+    if why := schema_error(manifest, {"format": int, "extensions": EXTENSIONS_SHAPE}):
         raise UserError(f"{path}: not the description of a run ({why}); delete it, and training writes it again")
     return manifest
 
 
 @contextlib.contextmanager
 def _lock_of(workdir: Path) -> Iterator[None]:
-    """Lock the folder, and its file `.lock`, which names the process that holds the lock.
-
-    The lock of the folder remains if a user deletes `.lock`. NFS can lock only files.
-    """
+    """Lock the folder and its file `.lock`, which names the process that has the lock."""
+    # The folder is locked because a user may delete `.lock`, and the file because NFS cannot lock folders.
     workdir.mkdir(parents=True, exist_ok=True)
     folder, path, deadline = os.open(workdir, os.O_RDONLY), workdir / ".lock", time.monotonic() + LOCK_WAIT_SECONDS
-    try:  # The operating system releases the locks, however the process ends.
+    try:  # However the process ends, the operating system releases the locks.
         folder_is_locked = _wait_for_lock(folder, path, deadline)
         with path.open("a+") as file:
             if not _wait_for_lock(file.fileno(), path, deadline) and not folder_is_locked:
@@ -264,9 +257,9 @@ def _lock_of(workdir: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
-    """Lock an open file or folder; return False if the file system does not support this.
+    """Lock an open file or folder, and return True, or False if the file system has no such locks.
 
-    At the deadline, raise `UserError` with the name of the process that holds the lock, from the file `path`.
+    At the deadline, raise `UserError` with the name of the process that has the lock, from the file `path`.
     """
     holder = None
     while True:
@@ -276,7 +269,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> bool:
         except BlockingIOError:
             pass
         except OSError as error:
-            # Some cluster file systems have no locks (Lustre without -o flock), and NFS cannot lock folders (EBADF).
+            # Some file systems have no locks, such as Lustre without -o flock. NFS cannot lock folders (EBADF).
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EBADF):
                 raise
             return False

@@ -1,5 +1,5 @@
 """The train state and the pure function that advances it."""
-#   B = batch, T = tokens, A = microbatches per update
+# Axes: B = batch, T = tokens, A = microbatches per update.
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_nll
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
 
-Metrics = dict[str, Any]  # Name → scalar, or an array over layers.
+Metrics = dict[str, Any]  # Name → scalar, or array with one number per layer.
 
 
 @jax.tree_util.register_dataclass
@@ -26,19 +26,19 @@ Metrics = dict[str, Any]  # Name → scalar, or an array over layers.
 class TrainState:
     """The values that an update changes."""
 
-    step: jax.Array  # int32: number of batches, including those whose update was skipped.
-    params: Any  # Nested dictionaries of float32 arrays, keyed by the modules' attribute names.
+    step: jax.Array  # Number of steps so far, including skipped updates, int32.
+    params: Any  # Nested dictionaries of float32 arrays, with the names of the model's attributes as keys.
     opt_state: Any
 
 
 def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
-    """Return the static part of the model, for `nnx.merge` with parameters. The default layout is that of training."""
+    """Return the static part of the model, for `nnx.merge` with parameters. The default layout is for training."""
     layout = layout or Layout.of(config.mesh.context_method)
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, layout, rngs=nnx.Rngs(0))))
 
 
 def init_state(config: Config) -> TrainState:
-    """Return the state before the first update. Under jit, every array is created sharded over the mesh."""
+    """Return the state before the first update. Under jit, all arrays are created with their sharding."""
     params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
 
@@ -46,9 +46,9 @@ def init_state(config: Config) -> TrainState:
 def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return the pure function `step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
-    The loss is the mean over all counted tokens of the update. Microbatches are summed and divided once, so that each
-    token has the same weight however many counted tokens its microbatch has. If the loss or the gradient's norm is not
-    finite, the update is skipped: parameters and the optimizer's state stay the same, bit for bit.
+    The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
+    have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
+    finite, the update is skipped, and parameters and the optimizer's state do not change.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
@@ -91,7 +91,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:
-    """Return the batch as `[A, B / A, T]`. Row i goes to microbatch i mod A, so that no row leaves its device."""
+    """Return the batch as `[A, B / A, T]`. Row i goes to microbatch i mod A, so that each row stays on its device."""
 
     def split(x_BT: jax.Array) -> jax.Array:
         rows = x_BT.shape[0] // count

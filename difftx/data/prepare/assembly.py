@@ -1,4 +1,4 @@
-"""Tokenised units of input, each in a file of its own, and the assembly of these files into the shards of a store."""
+"""Tokenise parts of the input (units) into one file each, and assemble these files into the shards of a store."""
 
 import contextlib
 import dataclasses
@@ -20,16 +20,16 @@ from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
 from difftx.errors import RunError, UserError
 from difftx.files import new_file, read_record, write_atomically, write_record
 
-ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Arrays in a unit's file.
+ARRAYS = ("tokens", "lengths", "prompts", "sizes", "hashes", "ids", "summary")  # Names of the arrays in a unit's file.
 HOW_TO_SKIP = "repair it, or leave such documents out with --on_error=skip"
 SKIPPED = "skipped.txt"
 
-type Selection = tuple[int, int, np.ndarray]  # Source, unit, and mask of its documents to take: bool [documents].
+type Selection = tuple[int, int, np.ndarray]  # Source index, unit index, and mask of the unit's documents to take.
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitSummary:
-    """Counts and problems of a tokenised unit, saved in its file."""
+    """Counts and problems of a tokenised unit, which are saved in its file."""
 
     end: int  # `end`, `last` and `input_bytes` are copies of the fields of `Unit`.
     last: bool
@@ -48,9 +48,9 @@ def unit_file(job: Job, source: int, index: int) -> Path:
 def encode_unit(job: Job, unit: Unit) -> UnitSummary:
     """Tokenise a unit and write its file, which depends only on the job's options and the unit's bytes.
 
-    The file is a numpy archive, whose arrays carry CRCs. "tokens" has all tokens, with an end-of-text token after each
-    document. Per document, "lengths" has the number of tokens, "prompts" the number of prompt tokens, "sizes" the bytes
-    of prompt and text, and "hashes" the first 128 bits of their SHA-256. "ids" has the ids as lines of JSON.
+    The file is a numpy archive with a CRC for each array. "tokens" has all tokens, with an end-of-text token after each
+    document. For each document, "lengths" has the number of tokens, "prompts" the number of prompt tokens, "sizes" the
+    bytes of prompt and text, and "hashes" the first 128 bits of their SHA-256. "ids" has the ids as lines of JSON.
     """
     end_of_text = np.array([job.encoding.eot_token], np.uint32)
     parts: list[np.ndarray] = []  # Three arrays per document: prompt, text, end-of-text token.
@@ -145,8 +145,8 @@ class Plan:
 def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
     """Assign every document to a split and a shard, or leave it out as a duplicate.
 
-    The first of several equal documents stays. Validation inputs come first, so the validation split keeps a document
-    that is also in the training input. The plan takes about 100 bytes of memory per document.
+    Only the first of several equal documents is kept. Validation inputs come first, so the validation split keeps a
+    document that is also in the training input. The plan takes about 100 bytes of memory per document.
     """
     units, from_valid, lengths, hashes, problems, empty = [], [], [], [], [], 0
     for source in sources:
@@ -158,7 +158,7 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
             units.append((source.index, index, len(lengths[-1])))
             problems += summary.problems
             empty += summary.empty
-    if problems and not job.skip_unreadable:  # An earlier call with --on_error=skip left them out.
+    if problems and not job.skip_unreadable:  # An earlier call had --on_error=skip.
         raise UserError(f"{problems[0]}; {HOW_TO_SKIP}")
     length, hash_, valid = np.concatenate(lengths), np.concatenate(hashes), np.concatenate(from_valid)
     if not len(length):
@@ -183,7 +183,7 @@ def make_plan(job: Job, sources: Sequence[Source]) -> Plan:
 
 
 def discard_corrupt_shards(job: Job) -> Iterator[str]:
-    """Delete the records of an earlier run's corrupt shards, and yield a message for each."""
+    """Delete the records of corrupt shards, so that they are written again, and yield a message for each."""
     for file in sorted(job.shard_records.glob("*.json")):
         split, _, index = file.stem.partition("-")
         record = read_record(file)
@@ -251,7 +251,6 @@ def finish(job: Job, description: dict[str, Any], plan: Plan) -> None:
 
 
 def _meta_entry(job: Job, shard: Shard) -> dict[str, Any]:
-    """Return the entry of a finished shard in `meta.json`."""
     record = read_record(_record_file(job, shard))
     if record is None:
         raise RunError(f"{_record_file(job, shard)}: corrupt since it was written; run the same command again")
@@ -264,7 +263,7 @@ def _record_file(job: Job, shard: Shard) -> Path:
 
 
 def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
-    """Return a mask of the documents whose hash, a row of `hash_`, does not occur in an earlier row."""
+    """Return a mask of the documents whose hash (a row of `hash_`) does not occur in an earlier row."""
     order = np.lexsort((hash_[:, 1], hash_[:, 0]))  # Stable, so equal hashes stay in the order of the input.
     repeated = (hash_[order[1:]] == hash_[order[:-1]]).all(axis=1)
     first = np.ones(len(hash_), bool)
@@ -273,18 +272,14 @@ def _first_occurrences(hash_: np.ndarray) -> np.ndarray:
 
 
 def _held_out(hash_: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask of the documents whose hash lies in the lowest `fraction` of the range, or else is the lowest."""
-    # The split of a document depends on its own hash, so the document keeps its split when the corpus grows.
+    """Return a mask of the documents whose hash is in the lowest `fraction` of its range, at least one document."""
+    # A document stays in its split when the corpus grows, because the split depends only on its own hash.
     valid = hash_ < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     return valid if valid.any() else hash_ == hash_.min()
 
 
 def _shards_of(split: str, units: Sequence[tuple[int, int, int]], shard_of: np.ndarray) -> list[Shard]:
-    """Return the shards of a split.
-
-    `units` has the source, index and number of documents of each unit. `shard_of`, int [documents], has the shard of
-    each document, or -1 for a document that is not in the split.
-    """
+    """Return the shards of a split. `shard_of` has the shard of each document, or -1 if it is not in the split."""
     selections: list[list[Selection]] = [[] for _ in range(int(shard_of.max()) + 1)]
     start = 0
     for source, unit, documents in units:

@@ -24,8 +24,8 @@ from difftx.errors import UserError
 from difftx.files import read_record, write_record
 from difftx.registry import loaded_extensions
 
-# Fields of "source" in meta.json that may differ between two calls that share tokenised units. They assign documents to
-# splits and shards, or describe the input files, whose changes the journal detects per source.
+# If only these fields of meta.json change, an unfinished store can be resumed with its tokenised text. They assign
+# documents to splits and shards, or describe the input files. `_resume_or_start` finds the files that have changed.
 FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "valid_input",
     "files",
@@ -35,8 +35,7 @@ FIELDS_WITHOUT_EFFECT_ON_UNITS = (
     "shard_tokens",
 )
 
-
-_load_tokenizer = functools.cache(load_tokenizer)  # A worker gets a new copy of the job with every task.
+_load_tokenizer = functools.cache(load_tokenizer)  # Cached, because every task has a new copy of the job.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,8 @@ class Job:
     out: Path
     tokenizer: str
     fields: Fields
-    valid_fraction: float  # Share of the documents held out, chosen by the hash of their text.
-    shard_tokens: int  # A shard holds the documents that start within this many tokens.
+    valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
+    shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
     skip_unreadable: bool  # Whether to leave out unreadable documents instead of raising an error.
     workers: int  # Number of local processes.
     runner: str  # "local", or a runner of Apache Beam.
@@ -66,7 +65,7 @@ class Job:
 
     @property
     def shard_records(self) -> Path:
-        """Folder with one JSON file per finished shard: the shard's entry in the future `meta.json`."""
+        """Folder with one JSON file per finished shard, which has the shard's entry for `meta.json`."""
         return self.work / "shards"
 
     @property
@@ -83,7 +82,7 @@ class Job:
 
 
 def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
-    """Return the fields of `meta.json` that are known before the work. They determine the content of the store."""
+    """Return the fields of `meta.json` that are known in advance. They determine the content of the store."""
     files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
     return {
         "format": FORMAT,
@@ -126,7 +125,7 @@ def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:
 
 @contextlib.contextmanager
 def open_job(job: Job, description: dict[str, Any], sources: Sequence[Source]) -> Iterator[bool]:
-    """Lock the folder `job.out` for this process; yield False if it already holds the finished store, else True."""
+    """Lock the folder `job.out` for this process. Yield False if it already holds the finished store, else True."""
     if is_store(job.out):
         meta = read_meta(job.out)
         if difference := _difference({name: meta[name] for name in description}, description):

@@ -1,7 +1,6 @@
-"""Readers that split input files into units of about `UNIT_BYTES` of text.
+"""Readers that split input files into units of about `UNIT_BYTES` of text, at boundaries that depend only on the input.
 
-The boundaries of the units depend only on the input. The main process reads and decompresses a unit, and a worker
-parses it into documents.
+The main process reads and decompresses a unit, and a worker parses it into documents.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ class Fields:
 
     text: str
     id: str | None
-    prompt: str | None = None  # Field with the text before the document's text, which the loss does not count.
+    prompt: str | None = None  # Field with the text before the document, which the loss does not count.
 
     @property
     def names(self) -> list[str]:
@@ -88,8 +87,8 @@ class Lines:
 class Texts:
     """Text files, each of which is a document with its path as id."""
 
-    files: tuple[tuple[Path, bytes | UserError], ...]  # The content of each file, or the error of reading it.
-    start: int = 0  # Byte of the file at which the content starts; not 0 for the held-out end of a single text.
+    files: tuple[tuple[Path, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
+    start: int = 0  # Byte at which the content starts in its file. It is not 0 for the held-out end of a single file.
 
     def documents(self, fields: Fields) -> Iterator[Document | UserError]:
         for file, data in self.files:
@@ -129,7 +128,7 @@ class Unit:
     index: int  # Index of the unit within the source.
     content: Content
     end: int  # Position at which the next unit starts: a byte of the decompressed file, or a row of the table.
-    input_bytes: int  # Size of the unit in the (compressed) file.
+    input_bytes: int  # Size of the unit in bytes of the file, which may be compressed.
     last: bool = False  # Whether this is the last unit of the source.
 
 
@@ -139,10 +138,10 @@ class Source:
 
     index: int
     kind: str  # "texts", "hf", or a name in `READERS`.
-    files: tuple[Path, ...]  # For "hf", the name NAME[:SPLIT[:CONFIG]].
-    size: int  # Bytes on disk.
+    files: tuple[Path, ...]  # Paths. For "hf", the only entry is NAME[:SPLIT[:CONFIG]].
+    size: int  # Size on disk in bytes.
     valid: bool  # Whether the source is validation text.
-    held_out: float | None = None  # For a single text: the share at its end that is validation text.
+    held_out: float | None = None  # Share at the end of a single text that is validation text.
 
     def units(self, fields: Fields, position: int = 0, index: int = 0) -> Iterator[Unit]:
         """Read and yield unit `index`, which starts at `position`, and all later units."""
@@ -160,9 +159,9 @@ class Source:
             yield _unreadable(self.files[0], why_unreadable(self.files[0], error))
 
 
-# Readers by the ending of the file's name. Files with other endings are texts. A reader takes a source, the fields, and
-# a position (the `end` of a chunk, or 0). It yields all later chunks, the same ones in each call. Readers of tables can
-# use `read_rows`.
+# Readers, keyed by the ending of the file's name. Files with other endings are texts. A reader receives a source, the
+# fields to read, and a position (0, or the `end` of a chunk). It yields all chunks from there on, and every call must
+# yield the same ones. Readers of tables can use `read_rows`.
 READERS: Registry[Callable[[Source, Fields, int], Iterator[Chunk]]] = Registry(
     "reader",
     {
@@ -180,7 +179,8 @@ def sources_of(pattern: str, *, valid: bool, first_index: int) -> list[Source]:
     files = _input_files(pattern, "--valid_input" if valid else "--input")
     sources: list[Source] = []
     for file in files:
-        kind, size = _kind(file), file.stat().st_size
+        ending = (Path(file.stem) if file.suffix in OPENERS else file).suffix.removeprefix(".")
+        kind, size = ending if ending in READERS else "texts", file.stat().st_size
         if sources and kind == "texts" == sources[-1].kind and sources[-1].size < UNIT_BYTES:
             group = sources[-1]  # Small texts are read together, as one source.
             sources[-1] = dataclasses.replace(group, files=(*group.files, file), size=group.size + size)
@@ -203,11 +203,6 @@ def _input_files(pattern: str, flag: str) -> list[Path]:
         reason = "the folder holds no files" if path.is_dir() else "no such file, and no file matches it as a glob"
         raise UserError(f"{flag}={pattern}: {reason}")
     return files
-
-
-def _kind(file: Path) -> str:
-    ending = (Path(file.stem) if file.suffix in OPENERS else file).suffix.removeprefix(".")
-    return ending if ending in READERS else "texts"
 
 
 @functools.cache
@@ -279,7 +274,7 @@ def _read_parquet(source: Source, fields: Fields, position: int) -> Iterator[Chu
         table = parquet.ParquetFile(source.files[0])
         columns = [name for name in fields.names if name in table.schema_arrow.names]
         batches = table.iter_batches(batch_size=1024, columns=columns)
-        # The list of a batch without columns is empty.
+        # `to_pylist` returns an empty list for a batch without columns.
         rows = (row for batch in batches for row in batch.to_pylist() or [{}] * batch.num_rows)
         rows_left = itertools.islice(rows, position, None)
         yield from read_rows(source, rows_left, position, table.metadata.num_rows, fields)
@@ -299,12 +294,8 @@ def read_rows(
 ) -> Iterator[Chunk]:
     """Group the rows of a table into chunks of about `UNIT_BYTES` of text.
 
-    Args:
-        source: The source that the reader got; its only file is the table.
-        rows: All rows from row `position` on, each a dictionary of the values by field.
-        position: The position that the reader got: a number of rows.
-        total: Number of rows of the whole table.
-        fields: The fields that the reader got.
+    `rows` are all rows from row `position` on, each a dictionary from field names to values. `total` is the number of
+    rows in the whole table. `source`, `position` and `fields` are the arguments of the reader.
     """
     batch: list[dict[str, Any]] = []
     size = 0

@@ -36,7 +36,7 @@ class Workers(contextlib.AbstractContextManager):
         self._pool.shutdown(cancel_futures=True)
 
     def encode_units(self, sources: Sequence[Source]) -> None:
-        """Tokenise the units that have no file yet: this process reads them, and the workers tokenise them."""
+        """Tokenise the units that have no file yet. This process reads them, and the workers tokenise them."""
         before = [summary.input_bytes for source in sources for summary in finished_units(self._job, source)]
         size = max(1, sum(source.size for source in sources))
         line = f"{{share:.0%}} of {size / 1e6:,.1f} MB, {{text}}, {{seconds:,.0f}} s left"
@@ -56,7 +56,7 @@ class Workers(contextlib.AbstractContextManager):
             pass
 
     def _map[Task, Result](self, function: Callable[[Job, Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield results as tasks complete; if several tasks fail, raise the error of the earliest submitted one."""
+        """Yield results as tasks complete. If several tasks fail, raise the error of the earliest submitted one."""
         pending: list[concurrent.futures.Future[Result]] = []
         remaining = iter(tasks)
         try:

@@ -1,4 +1,4 @@
-"""Charts of suite `attention`: Table 3, Figure 1, attention maps, and each measure by layer."""
+"""Charts of suite `attention`, among them Table 3 and Figure 1 of the Differential Transformer paper."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,11 +9,11 @@ from difftx.evals.needle.prompts import NeedlePrompt
 from difftx.evals.result import Heatmap, LineChart, Series
 
 LABELS = {"answer": "answer", "others": "other needles", "noise": "noise", "question": "question", FIRST: "position 0"}
-MOST_CHARACTERS = 24  # Largest number of characters of prompt text in a label of an attention map.
+MOST_CHARACTERS = 24  # Most characters of prompt text in an axis label of an attention map.
 
 
 def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> Heatmap:
-    """Return Table 3: the share of attention of each part of the prompt, by depth."""
+    """Return Table 3 of the paper: the share of attention that each part of the prompt gets, by depth."""
     return Heatmap(
         name="attention_parts",
         title="Attention of the last token by depth (Table 3), |A| normalised to 1",
@@ -31,13 +31,10 @@ def part_table(depths: Sequence[float], by_depth: Mapping[str, np.ndarray]) -> H
 def example_charts(
     prompt: NeedlePrompt, maps: Mapping[str, np.ndarray], tokens_a_bin: int, text_of: Callable[[list[int]], str]
 ) -> list[LineChart | Heatmap]:
-    """Return a chart of the last token's attention over the context (Figure 1), and the last tokens' attention maps.
+    """Return a chart of the last token's attention over the prompt (Figure 1 of the paper), and attention maps.
 
-    Args:
-        prompt: prompt of the maps.
-        maps: arrays `[queries, bins]` by the names of `row_pictures`; the queries are the prompt's last tokens.
-        tokens_a_bin: number of tokens of a bin.
-        text_of: function that decodes tokens for labels.
+    `maps` has the keys of `row_pictures`, and arrays `[queries, bins]` for the prompt's last tokens as queries. Each
+    bin sums `tokens_a_bin` tokens.
     """
     names, tokens = _map_names("a1" in maps), prompt.tokens
     by_bin = f", sums of {tokens_a_bin} tokens" if tokens_a_bin > 1 else ""
@@ -47,7 +44,7 @@ def example_charts(
         text = text_of(tokens[start:stop])[:MOST_CHARACTERS]
         return f"{start}{f' … {stop - 1}' if stop > start + 1 else ''} {text!r}"
 
-    # The weights that multiply V are drawn by their share of Σ|A|.
+    # A1 − λ A2 may be negative, so the chart shows its magnitudes, normalised to 1.
     rows = {title: maps["share" if name == "map" else name][-1] for name, title in names.items()}
     top = max(float(np.max(row_N)) for row_N in rows.values())
     lines = [Series(name=title, x=[float(i) for i in starts], y=row_N.tolist()) for title, row_N in rows.items()]

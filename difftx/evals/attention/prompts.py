@@ -12,10 +12,10 @@ from difftx.training.run import Run
 
 
 def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
-    """Return the prompts that suite `needle` makes with the case and the length of `eval.attention`.
+    """Return needle prompts with the length and the numbers of needles and queries in `eval.attention`.
 
     If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
-    prompts are examples of that task. Raises `UserError` if there are no prompts, or the model lacks a chosen layer.
+    prompts are examples of that task instead.
     """
     chosen_layers(run)
     settings, needle = run.config.eval.attention, run.config.eval.needle
@@ -30,7 +30,7 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
 
 
 def chosen_layers(run: Run) -> list[int]:
-    """Return the indices, from 0, of `eval.attention.layers`; raise `UserError` if the model lacks one of them."""
+    """Return the 0-based indices of `eval.attention.layers`, by default of all layers, or raise `UserError`."""
     layers, count = run.config.eval.attention.layers, run.config.model.num_layers
     if layers and max(layers) > count:
         raise UserError(f"eval.attention.layers={layers}: the model has {count} layers; use 1 … {count}")
@@ -40,9 +40,9 @@ def chosen_layers(run: Run) -> list[int]:
 class RetrievalPrompts:
     """Validation examples of the task `retrieval` as needle prompts, with the same number of examples at each depth.
 
-    An example consists of the queried pair, other pairs and distractors in random order, and ends with the queried key.
-    The pairs are the needles. The depth of an example is the entry of `depths` nearest to the position of the queried
-    pair, as a share of the tokens before the final key. `NeedleItem.sample` is the index of the example.
+    An example consists of pairs and distractors in random order, and ends with the key of the queried pair. The pairs
+    are the needles. The relative position of the queried pair, rounded to the nearest of `depths`, is the example's
+    depth. `NeedleItem.sample` is the index of the example.
     """
 
     def __init__(self, run: Run, rows: SyntheticRows):

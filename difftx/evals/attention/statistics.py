@@ -1,8 +1,5 @@
-"""The measures of suite `attention`, computed on the device from one query's attention weights (docs/suites.md).
-
-A row consists of the attention weights a_s of one query for the tokens s that it sees.
-"""
-#   B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of tokens
+"""The measures of suite `attention`, computed on the device from single queries' attention weights (docs/suites.md)."""
+# Axes of arrays: B = prompts, C = queries, H = heads, G = 2 groups (A1, A2), S = tokens, N = bins of tokens
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +8,19 @@ from difftx.kernels.rows import MapRows
 
 # Parts of a prompt; `part_BS` contains indices into this tuple. Sums over a part exclude position 0.
 PARTS = ("answer", "others", "noise", "question")
-FIRST = "first"  # Position 0.
+FIRST = "first"  # Name of position 0 in the results.
 UNSEEN = -1  # Entry of `part_BS` for a token that the query does not see.
-MAPS = ("map", "a1", "a2")  # The weights that multiply V, and A1 and A2 if the weights are A1 - λ A2.
+MAPS = ("map", "a1", "a2")  # The weights that multiply V. If these are A1 - λ A2, also A1 and A2.
 
 
 def row_statistics(
     rows: MapRows, part_BS: jax.Array, *, l0_share: float, compared: tuple[str, ...]
 ) -> dict[str, jax.Array]:
-    """Return the measures of one query's attention weights by name, each a mean over heads, float32 `[B]`.
+    """Return, by name, measures of one query's attention weights per prompt, as means over heads, float32 `[B]`.
 
-    docs/suites.md defines the measures. Measures of A1, A2 and λ exist only if the weights are A1 - λ A2.
-
-    Args:
-        rows: attention weights of one query per prompt, C = 1.
-        part_BS: int32, indices into `PARTS`, or UNSEEN.
-        l0_share: threshold of `l0`, a share of Σ|a|.
-        compared: entries of `PARTS` in which A1 and A2 are compared; no prompt may lack one of these parts.
+    Measures of A1, A2 and λ exist only if the weights are A1 - λ A2. `part_BS` holds indices into `PARTS`, or UNSEEN.
+    The measure `l0` counts weights above `l0_share` of the sum of magnitudes. A1 and A2 are compared within each of the
+    parts `compared`, all of which every prompt must contain.
     """
     is_first_1S = jnp.arange(part_BS.shape[1])[None] == 0
     in_part = {name: part_BS == number for number, name in enumerate(PARTS)}
@@ -53,10 +46,7 @@ def row_statistics(
 
 
 def row_pictures(rows: MapRows, *, tokens_a_bin: int) -> dict[str, jax.Array]:
-    """Return the attention weights to draw, as means over heads, summed over bins of tokens, float32 `[B, C, N]`.
-
-    `share` is |a| / Σ|a|. The other names are those of `MAPS`.
-    """
+    """Return, by name, the attention weights to draw: means over heads, summed over bins, float32 `[B, C, N]`."""
     found = {"share": _share(rows.map_BCHS), "map": rows.map_BCHS}
     if rows.lam_BCH is not None:
         softmax_BCHGS = jax.nn.softmax(rows.logits_BCHGS, axis=-1)
@@ -81,7 +71,6 @@ def _sum(x_BHS: jax.Array, where_BS: jax.Array) -> jax.Array:
 
 
 def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str, jax.Array]:
-    """Return the Gini coefficient, the entropy and the share of large entries among the seen tokens, each `[B, H]`."""
     n_B1 = jnp.sum(seen_BS, axis=1, dtype=jnp.float32)[:, None]
     # Gini: Σ_i (2 i - n - 1) w_(i) / n, with w ascending and i from 1. Unseen tokens have weight zero, so they sort
     # first and contribute nothing.
@@ -92,7 +81,7 @@ def _sparsity(w_BHS: jax.Array, seen_BS: jax.Array, l0_share: float) -> dict[str
 
 
 def _similarity(logits_BHGS: jax.Array, inside_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cosine and KL(A1 ‖ A2), `[B, H]` each, of A1 and A2 normalised over the tokens in `inside_BS`."""
+    """Normalise A1 and A2 over the tokens in `inside_BS`, and return their cosine and KL(A1 ‖ A2), `[B, H]` each."""
     log_p_BHGS = jax.nn.log_softmax(jnp.where(inside_BS[:, None, None], logits_BHGS, -jnp.inf), axis=-1)
     p1_BHS, p2_BHS = jnp.exp(log_p_BHGS[:, :, 0]), jnp.exp(log_p_BHGS[:, :, 1])
     norms_BH = jnp.sqrt(jnp.sum(p1_BHS**2, axis=-1) * jnp.sum(p2_BHS**2, axis=-1))

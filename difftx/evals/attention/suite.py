@@ -1,5 +1,5 @@
-"""Suite `attention`: attention weights of a prompt's last token (Table 3, Figure 1; docs/suites.md)."""
-#   B = prompts of a batch, T = tokens, C = queries, L = layers, N = bins of tokens, D = depths
+"""Suite `attention`: attention weights of a prompt's last token (Table 3 of the Differential Transformer paper)."""
+# Axes of arrays: B = prompts of a batch, T = tokens, C = queries per prompt, L = layers, N = bins of tokens, D = depths
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from difftx.inference import decode
 from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
-MOST_BINS = 256  # Largest number of columns of an attention map; columns of longer prompts sum several tokens.
+MOST_BINS = 256  # Most columns of an attention map. Each column of a longer prompt sums several tokens.
 # The measures of `row_statistics` that become `Result.numbers`. Details and charts contain the remaining measures.
 NAMES = """
 answer others noise question first answer_signed noise_signed first_signed first_a1 first_a2 gini entropy l0 lambda
@@ -49,7 +49,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         return [{name: value_LB[:, row].tolist() for name, value_LB in found.items()} for row in range(len(items))]
 
     found = [values for _, values in evaluation.answers(prompts.items, measure, what="prompts", batch_items=rows)]
-    # Each depth has `settings.samples` adjacent items, so that means of means are exact.
+    # Each depth has `settings.samples` adjacent items, so a mean over depths equals the mean over all items.
     shape = len(prompts.depths), settings.samples, run.config.model.num_layers
     means = {name: np.reshape([values[name] for values in found], shape).mean(axis=1) for name in found[0]}
     by_layer = {name: np.mean(mean_DL, axis=0) for name, mean_DL in means.items()}
@@ -82,7 +82,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 class _Batch(NamedTuple):
-    """Prompts on the mesh, int32, padded to the longest prompt; all tokens of rows without a prompt are UNSEEN."""
+    """Prompts on the mesh, int32, padded to the longest prompt. Rows without a prompt consist of UNSEEN tokens."""
 
     tokens_BT: jax.Array
     part_BT: jax.Array  # Indices into PARTS, or UNSEEN.
@@ -106,7 +106,7 @@ def _batch(evaluation: Evaluation, prompts: Sequence[NeedlePrompt], rows: int, q
 def _maps(
     evaluation: Evaluation, graphdef: nnx.GraphDef, prompt: NeedlePrompt, layers: Sequence[int], tokens_a_bin: int
 ) -> dict[str, np.ndarray]:
-    """Return `row_pictures` of a prompt's last tokens, averaged over layers, `[C, N]` each."""
+    """Return the attention weights of a prompt's last tokens by name, averaged over layers, `[C, N]` each."""
     run = evaluation.run
     queries = min(run.config.eval.attention.shown_queries, len(prompt.tokens))
     bins = -(-len(prompt.tokens) // tokens_a_bin)
@@ -119,15 +119,15 @@ def _maps(
 def _measure_rows(
     graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, l0_share: float, compared: tuple[str, ...]
 ) -> Mapping[str, jax.Array]:
-    """Return `row_statistics` in every layer, `[L, B]` each."""
+    """Return the measures of `row_statistics` in every layer, `[L, B]` each."""
     visit = functools.partial(row_statistics, part_BS=batch.part_BT, l0_share=l0_share, compared=compared)
     _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
-    return reshard(found, P())  # Replicated, so that each host can read all of it.
+    return reshard(found, P())  # Replicate it, so that each host can read all of it.
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "tokens_a_bin"))
 def _draw_rows(graphdef: nnx.GraphDef, params: Any, batch: _Batch, *, tokens_a_bin: int) -> Mapping[str, jax.Array]:
-    """Return `row_pictures` in every layer, `[L, B, C, N]` each."""
+    """Return the arrays of `row_pictures` in every layer, `[L, B, C, N]` each."""
     visit = functools.partial(row_pictures, tokens_a_bin=tokens_a_bin)
     _, found = nnx.merge(graphdef, params).attention_rows(batch.tokens_BT, batch.queries_BC, visit)
     return reshard(found, P())

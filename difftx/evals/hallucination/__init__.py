@@ -1,1 +1,1 @@
-"""The suite hallucination: accuracy of summaries and answers, by a judge."""
+"""The suite hallucination: accuracy of summaries and answers, which a judge decides."""

@@ -1,4 +1,4 @@
-"""HTTP requests to untrusted servers: bounded in time and size, with a key only on connections that keep it secret."""
+"""HTTP requests to untrusted servers, with limits on time and size, and with protection of the API key."""
 
 import contextlib
 import ipaddress
@@ -23,7 +23,7 @@ class Response(NamedTuple):
 
 
 class RequestError(Exception):
-    """Error of a request without a complete and small response; the message may contain text from the server."""
+    """Raised if there is no complete response within the limits. The message may contain text from the server."""
 
 
 def may_carry_key(url: str) -> bool:
@@ -34,15 +34,11 @@ def may_carry_key(url: str) -> bool:
 def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Response:
     """Send `body` as JSON and return the response, or raise `RequestError`. Redirects are not followed.
 
-    Args:
-        url: an address for which `may_carry_key` is true, unless `key` is None.
-        body: a JSON value.
-        key: sent as a bearer token; None: no key.
-        seconds: largest time from the start of the connection to the last byte of the response.
+    The last byte must arrive within `seconds`. If `may_carry_key(url)` is false, `key` must be None.
     """
 
     def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # A callable, since an entry of ~/.netrc would replace an Authorization header that is passed to `post`.
+        # A callable sets the header, since an entry of ~/.netrc replaces an Authorization header that `post` receives.
         if key is not None:
             request.headers["Authorization"] = f"Bearer {key}"
         return request
@@ -72,7 +68,7 @@ def post_json(url: str, body: Any, *, key: str | None, seconds: float) -> Respon
 
 
 class _DeadlineAdapter(requests.adapters.HTTPAdapter):
-    """HTTP adapter that shuts its connections down after `seconds`, and then sets `expired`.
+    """HTTP adapter that sets `expired` and shuts its connections down after `seconds`.
 
     A socket's own timeout cannot bound a whole request, since it restarts with every byte that arrives.
     """

@@ -1,4 +1,4 @@
-"""A client of OpenAI's chat completions API, with retries, a rate limit, and messages that do not contain the key."""
+"""A client of OpenAI's chat completions API, with retries, a rate limit, and error messages that hide the key."""
 
 import json
 import os
@@ -15,18 +15,17 @@ from difftx.errors import RunError, UserError
 from difftx.evals.hallucination.bounded_http import RequestError, Response, may_carry_key, post_json
 from difftx.files import schema_error
 
-RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes to retry, besides all from 500.
-LONGEST_REASON = 200  # Characters of an endpoint's text that a message quotes.
-LONGEST_EXAMINED = 4096  # Characters of an endpoint's text that are searched for the key before they are shortened.
+RETRIED_STATUS = {408, 409, 425, 429}  # HTTP status codes that are retried. All codes from 500 on are retried too.
+LONGEST_REASON = 200  # Most characters of an endpoint's text that a message quotes.
+LONGEST_EXAMINED = 4096  # An endpoint's text is truncated to this length before the key is masked.
 LONGEST_RETRY_SECONDS = 10**9
-KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Names of environment variables whose values may be sent to an endpoint.
-# Fewest characters of a key that are masked in messages. Shorter parts, "sk-" and the last four, are often shown.
-SHORTEST_PART = 6
+KEY_NAME = re.compile("_(KEY|TOKEN)$")  # Only environment variables with such names may be sent to an endpoint.
+SHORTEST_PART = 6  # Messages mask parts of the key of at least this length. Shorter ones, such as "sk-", are harmless.
 RESUMES = "earlier answers are kept; run the same command again to resume"
 
 
 class Reply(NamedTuple):
-    """An endpoint's answer and the numbers of tokens that it bills; None: the endpoint does not report them."""
+    """An endpoint's answer, and the numbers of billed tokens, or None if the endpoint does not report them."""
 
     text: str
     tokens_in: int | None
@@ -34,7 +33,7 @@ class Reply(NamedTuple):
 
 
 class AttemptError(Exception):
-    """Error of an attempt that is worth repeating, after the wait that the endpoint asks for."""
+    """Raised if a request fails but may succeed later. `wait_seconds` is the wait that the endpoint asks for."""
 
     def __init__(self, reason: str, wait_seconds: float = 0.0):
         super().__init__(reason)
@@ -42,14 +41,14 @@ class AttemptError(Exception):
 
 
 class StoppedError(Exception):
-    """Error in threads that would send a request after the endpoint was stopped."""
+    """Raised after `ChatEndpoint.stop` in threads that wait or would send a request."""
 
 
 class ChatEndpoint:
-    """A chat endpoint that any number of threads may use; failed requests are repeated."""
+    """A chat endpoint that any number of threads may use. Failed requests are repeated."""
 
     def __init__(self, config: JudgeConfig):
-        """Read the key from the environment; raise `UserError` if it is invalid or would be sent unencrypted."""
+        """Read the key from the environment. Raise `UserError` if it is invalid or would be sent unencrypted."""
         self._config, self._key = config, _key(config.key_variable)
         if self._key is not None and not may_carry_key(config.base_url):
             raise UserError(
@@ -60,12 +59,10 @@ class ChatEndpoint:
         self._pace = _Pace(config.requests_per_minute)
 
     def ask[T](self, body: dict[str, Any], read: Callable[[Reply], T]) -> T:
-        """Send a request and return `read(reply)`; repeat the request when `read` raises an `AttemptError`.
+        """Send a request and return `read(reply)`. If `read` raises an `AttemptError`, repeat the request.
 
-        Raises:
-            UserError: the endpoint refuses the key or the request.
-            RunError: all attempts failed, or the endpoint asks for a wait beyond the configured limit.
-            StoppedError: `stop` was called, or another thread got a UserError or RunError.
+        `UserError` (the endpoint refuses the key or the request) and `RunError` (all attempts failed, or the endpoint
+        asks for too long a wait) also stop all other threads, which raise `StoppedError`.
         """
         try:
             return self._ask(body, read)
@@ -74,11 +71,11 @@ class ChatEndpoint:
             raise
 
     def stop(self) -> None:
-        """Raise `StoppedError` in every thread that waits, or that sends another request."""
+        """Make every thread that waits, or would send another request, raise `StoppedError`."""
         self._pace.stopped.set()
 
     def public(self, text: str) -> str:
-        """Return a text with the key masked; a server may repeat the key in its answer."""
+        """Return a text with the key masked, since a server may repeat the key in its answer."""
         return text if self._key is None else text.replace(self._key, "(key)")
 
     def brief(self, text: str) -> str:
@@ -107,7 +104,7 @@ class ChatEndpoint:
         raise RunError(f"{self.url}: eval.judge.attempts={attempts} failed, the last: {reason}; {RESUMES}")
 
     def _post(self, body: dict[str, Any]) -> Reply:
-        """Send a request once; raise `AttemptError` if another attempt may succeed, else `UserError`."""
+        """Send a request once. Raise `AttemptError` if another attempt may succeed, else `UserError`."""
         try:
             response = post_json(self.url, body, key=self._key, seconds=self._config.timeout_seconds)
         except RequestError as error:
@@ -142,7 +139,6 @@ class ChatEndpoint:
         return Reply(text, usage["prompt_tokens"], usage["completion_tokens"])
 
     def _reason(self, response: Response) -> str:
-        """Return the HTTP status and the endpoint's error message."""
         try:
             text = str(json.loads(response.content)["error"]["message"])
         except (ValueError, RecursionError, TypeError, KeyError):
@@ -171,12 +167,12 @@ class _Pace:
                 return
 
     def hold(self, seconds: float) -> None:
-        """Allow no request for the next `seconds`."""
+        """Delay all requests by at least `seconds` from now."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic() + seconds)
 
     def sleep(self, seconds: float) -> None:
-        """Block the calling thread; raise `StoppedError` as soon as `stopped` is set."""
+        """Block the calling thread, but raise `StoppedError` as soon as `stopped` is set."""
         if self.stopped.wait(seconds):
             raise StoppedError
 
@@ -201,7 +197,7 @@ def _key(variable: str | None) -> str | None:
 
 
 def _without_parts(text: str, key: str) -> str:
-    """Return a text with every part of the key masked that has at least `SHORTEST_PART` characters."""
+    """Return a text in which every part of the key with at least `SHORTEST_PART` characters is masked."""
     kept, at = [], 0
     while at < len(text):
         end = at
@@ -214,10 +210,9 @@ def _without_parts(text: str, key: str) -> str:
 
 
 def _retry_after(value: str) -> float:
-    """Return the seconds of a Retry-After header, a number or a date; 0 if the header is empty or invalid."""
+    """Return the seconds to wait for a Retry-After header, or 0 if it is neither a number nor a date."""
     try:
         seconds = urllib3.util.Retry().parse_retry_after(value)
-    # ValueError and OverflowError: a number or a year is too large.
-    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # The last two mean huge numbers.
         return 0.0
     return float(min(seconds, LONGEST_RETRY_SECONDS))

@@ -1,7 +1,7 @@
 """Judges, which decide whether answers are accurate: one that compares words, and one that asks a language model.
 
-The judge model follows the protocol of arXiv 2407.07071, as §3.6 of the paper does: it gets the document, the
-references and the answer. Its prompts were written for difftx.
+The judge model follows the protocol of arXiv 2407.07071, as the Differential Transformer paper does in §3.6. It gets
+the document, the references and the answer. Its prompts were written for difftx.
 """
 
 import collections
@@ -20,7 +20,7 @@ from difftx.files import JsonLines, json_sha256
 from difftx.parallel.multihost import say
 from difftx.progress import Work
 
-LONGEST_WHY = 300  # Characters of a judge's reason in a result; the file of replies has the whole reply.
+LONGEST_WHY = 300  # Most characters of a judge's reason in a result. The file of replies has the full reply.
 QUESTIONS = {
     "summarisation": """\
 Judge whether a proposed summary of a document is accurate. It is accurate if all that it says follows from the
@@ -60,7 +60,7 @@ object: {"why": "your reason, in a sentence or two", "accurate": true or false}"
 
 
 class Case(NamedTuple):
-    """An answer to judge."""
+    """An answer to judge, with its document, question and references."""
 
     kind: str  # An entry of `difftx.config.eval.KINDS`.
     document: str  # The part of the document that the prompt contained.
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A judge's decision."""
+    """A judge's decision about an answer, with the reason."""
 
     accurate: bool
     why: str
@@ -84,7 +84,7 @@ class OfflineJudge:
     occur in the document or in a reference.
     """
 
-    label, name = "offline_judge", "offline judge: words in common"  # As those of `JudgeModel`.
+    label, name = "offline_judge", "offline judge: words in common"  # `JudgeModel.__init__` explains both.
 
     def __init__(self, settings: HallucinationConfig):
         self._words, self._threshold = settings.support_words, settings.support_threshold
@@ -104,15 +104,12 @@ class OfflineJudge:
 
 
 class JudgeModel:
-    """A judge model at a chat endpoint; a file keeps its replies by the hash of the request, so none is paid for twice.
-
-    In the file, `accurate` and `why` are null for a reply that is not a verdict.
-    """
+    """A judge model at a chat endpoint. A file keeps each reply under its request's hash, so none is paid for twice."""
 
     def __init__(self, settings: HallucinationConfig, config: JudgeConfig, path: Path):
         assert settings.judge_model is not None
         self._model, self._temperature, self._config = settings.judge_model, settings.judge_temperature, config
-        # The suffix of the names of all numbers that the judge decides, and its name in tables and charts.
+        # `label` ends the names of the numbers that depend on the judge. Tables and charts show `name`.
         self.label = "judge_" + re.sub(r"[^a-z0-9]+", "_", self._model.lower()).strip("_")
         self.name = f"judge: {self._model}"
         self._endpoint, self._file = ChatEndpoint(config), JsonLines(path)
@@ -120,10 +117,7 @@ class JudgeModel:
         self._spent = collections.Counter(replies=0, tokens_in=0, tokens_out=0, replies_without_usage=0)
 
     def verdicts(self, cases: Sequence[Case], what: str, work: Work) -> list[Verdict]:
-        """Return the verdicts; cases that are not in the file are sent to the endpoint concurrently.
-
-        Raises the errors of `ChatEndpoint.ask`; the file keeps all verdicts received until then.
-        """
+        """Return the verdicts. Cases without a verdict in the file are sent to the endpoint concurrently."""
         bodies = [self._body(case) for case in cases]
         keys = [json_sha256(body) for body in bodies]
         stored = self._file.read({"key": str, "accurate": bool, "why": str})
@@ -161,11 +155,11 @@ class JudgeModel:
             futures = {pool.submit(self._ask, key, body): key for key, body in left.items()}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    # A StoppedError follows from another request's error; the loop raises that error instead.
+                    # A StoppedError follows from another request's error, which the loop raises instead.
                     if not isinstance(future.exception(), StoppedError):
                         found[futures[future]] = future.result()
                         advance(1)
-            except BaseException:  # Also Ctrl-C. Leaving `pool` waits for requests in flight: their replies are billed.
+            except BaseException:  # Also Ctrl-C. Leaving `pool` awaits requests in flight, as their replies are billed.
                 self._endpoint.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -202,7 +196,7 @@ class JudgeModel:
 
 
 def read_verdict(text: str) -> Verdict | None:
-    """Return the last verdict in a reply, ignoring any text around it; None if there is none."""
+    """Return the last verdict in a reply, which may contain other text, or None if there is none."""
     decoder, verdict = json.JSONDecoder(), None
     for start in (match.start() for match in re.finditer("{", text)):
         try:

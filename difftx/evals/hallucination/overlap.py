@@ -1,4 +1,4 @@
-"""Comparison of answers and references by their words."""
+"""Measures that compare the words of an answer with those of a reference or document."""
 
 import collections
 import itertools
@@ -7,14 +7,20 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 ARTICLES = {"a", "an", "the"}
-LONGEST_ABSTENTION = 20  # Words; a longer answer is not an abstention.
-ABSTAINING = re.compile(  # Matches texts after `words`, which removes articles and splits "don't" into two words.
+LONGEST_ABSTENTION = 20  # Most words of an abstention.
+ABSTAINING = re.compile(  # Applied after `words`, which removes articles and splits "don't" into two words.
     r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
     r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "
     r"(know|say|answer|tell|determine|find|be (known|answered|determined|inferred|found)))\b"
 )
-ABSTENTIONS = {"unknown", "unclear", "none", "n", "not applicable"}  # Whole answers; `words` reduces "N/A" to "n".
+ABSTENTIONS = {
+    "unknown",
+    "unclear",
+    "none",
+    "n",
+    "not applicable",
+}  # These must be the whole answer. `words` reduces "N/A" to "n".
 
 
 def words(text: str) -> list[str]:
@@ -28,14 +34,14 @@ def words(text: str) -> list[str]:
 
 
 def is_abstention(answer: str) -> bool:
-    """Return whether an answer declines to answer; an empty answer is not an abstention."""
+    """Return whether a text declines to answer. An empty answer is not an abstention."""
     found = words(answer)
     plain = " ".join(found)
     return len(found) <= LONGEST_ABSTENTION and (plain in ABSTENTIONS or bool(ABSTAINING.search(plain)))
 
 
 def contains(answer: str, reference: str) -> bool:
-    """Return whether an answer contains a reference's words consecutively; "yes" and "no" must be the first word."""
+    """Return whether an answer contains a reference's words consecutively. "yes" and "no" must be its first word."""
     has, wanted = words(answer), words(reference)
     if is_yes_or_no(reference):
         return has[:1] == wanted
@@ -48,10 +54,7 @@ def is_yes_or_no(reference: str) -> bool:
 
 
 def support(answer: str, sources: Sequence[str], length: int) -> float:
-    """Return the share of an answer's runs of `length` consecutive words that occur in one of the sources.
-
-    An answer with fewer words is a single run; an empty answer has support 0.
-    """
+    """Return the share of an answer's runs of `length` consecutive words that occur in one of the sources."""
     has = words(answer)
     length = min(length, len(has))
     if not length:
@@ -62,17 +65,17 @@ def support(answer: str, sources: Sequence[str], length: int) -> float:
 
 
 def recall(answer: str, reference: str) -> float:
-    """Return the share of a reference's words that the answer contains; repeated words must be repeated there too."""
+    """Return the share of a reference's words that the answer contains. Repeated words must be repeated there too."""
     return _common(words(answer), words(reference)) / max(len(words(reference)), 1)
 
 
 def f1(answer: str, reference: str) -> float:
-    """Return SQuAD's F1 of the words, regardless of their order."""
+    """Return SQuAD's F1 score, which ignores the order of words."""
     return _f1(_common(words(answer), words(reference)), answer, reference)
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """Return ROUGE-L's F1, of the longest common subsequence of words."""
+    """Return the F1 score of ROUGE-L, which counts the longest common subsequence of words."""
     return _f1(_longest_common_subsequence(words(answer), words(reference)), answer, reference)
 
 
@@ -85,7 +88,7 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    row = [0] * (len(second) + 1)  # row[i] is the length for the words of `first` so far and for `second[:i]`.
+    row = [0] * (len(second) + 1)  # row[i] is the length for the words visited so far and `second[:i]`.
     for word in first:
         diagonal = 0
         for i, other in enumerate(second, start=1):

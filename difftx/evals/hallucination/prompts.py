@@ -2,13 +2,13 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TypeGuard
 
 import numpy as np
 
 from difftx.config.eval import HallucinationSetConfig
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError
+from difftx.files import schema_error
 from difftx.training.run import Run
 
 BEFORE = {
@@ -21,27 +21,27 @@ AFTER = {
     "question_answering": "\n\nQuestion: {question}\nAnswer:",
 }
 STOP = {"summarisation": ("\n\n",), "question_answering": ("\n",)}
-FEWEST_TOKENS = 16  # Smallest number of document tokens that a prompt must have room for.
+FEWEST_TOKENS = 16  # A prompt must have room for at least this many tokens of the document.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HallucinationItem:
-    """A sample of a set, and its prompt."""
+    """A document, its question and reference answers, and the prompt made from them."""
 
-    id: str  # Name in a journal: set and index of the record.
-    name: str  # File and line, for messages.
+    id: str  # Name of the set and index of the record.
+    name: str  # File and line number, for error messages.
     document: str  # The part of the document that the prompt contains.
     question: str | None  # None for summarisation.
     references: tuple[str, ...]  # Reference answers.
-    tokens: tuple[int, ...] = ()  # The prompt.
+    tokens: tuple[int, ...] = ()  # Token ids of the prompt.
     cut: bool = False  # Whether the document was shortened.
 
 
 class HallucinationSet:
-    """The samples of a file; the same file, settings and tokenizer always give the same samples."""
+    """Samples of a file. The same file, settings and tokenizer always give the same samples."""
 
     def __init__(self, run: Run, config: HallucinationSetConfig):
-        """Read the file; raise `UserError` if it is invalid, or the context does not hold a prompt."""
+        """Read the file. Raise `UserError` if it is invalid, or if a prompt does not fit the model's context."""
         self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
         self._config = config
         self._encode, self._decode = run.tokenizer.encode_ordinary, run.tokenizer.decode
@@ -56,7 +56,6 @@ class HallucinationSet:
         self.items = sorted(items, key=lambda item: len(item.tokens))
 
     def _sample(self, name: str, record: Record) -> HallucinationItem:
-        """Return a record's sample without its prompt."""
         question = None if self._config.question is None else record.text(self._config.question).strip()
         document = _document(record, self._config.document).strip()
         if not document:
@@ -87,15 +86,14 @@ class HallucinationSet:
 
 
 def _document(record: Record, field: str) -> str:
-    """Return the document in a field, which holds a text, a list of texts, or HotpotQA's titles and sentences."""
     value = record.field(field)
-    if _are_texts(value):
+    if schema_error(value, [str]) is None:
         return "\n\n".join(value)
     if not isinstance(value, dict):
         return record.text(field)
-    titles, sentences = value.get("title"), value.get("sentences")
-    if not _are_texts(titles) or not isinstance(sentences, list) or not all(map(_are_texts, sentences)):
+    if schema_error(value, {"title": [str], "sentences": [[str]]}) is not None:
         raise UserError(f"{record.name}: {field} must be text, a list of texts, or have lists title and sentences")
+    titles, sentences = value["title"], value["sentences"]
     if len(titles) != len(sentences):
         raise UserError(f"{record.name}: {field} has {len(titles)} titles and {len(sentences)} lists of sentences")
     return "\n\n".join(f"{title}\n{''.join(text)}" for title, text in zip(titles, sentences, strict=True))
@@ -103,11 +101,7 @@ def _document(record: Record, field: str) -> str:
 
 def _references(record: Record, field: str) -> tuple[str, ...]:
     value = record.field(field)
-    references = tuple(value) if _are_texts(value) else (record.text(field),)
+    references = tuple(value) if schema_error(value, [str]) is None else (record.text(field),)
     if not references or not all(reference.strip() for reference in references):
         raise UserError(f"{record.name}: {field}={value!r} must be a text or a list of texts, and none empty")
     return references
-
-
-def _are_texts(value: object) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)

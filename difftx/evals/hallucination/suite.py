@@ -1,4 +1,4 @@
-"""Suite `hallucination`: summaries and answers faithful to a given document (§3.6, Table 4; docs/suites.md)."""
+"""Suite `hallucination`: faithfulness to a given document (§3.6 of the Differential Transformer paper)."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ type Judge = OfflineJudge | JudgeModel
 type Measures = dict[str, float]
 type Entry = dict[str, Any]  # An item's answer and verdict, as JSON.
 
-# LongBench's measure of agreement with a reference, by kind: name in the numbers, name in the tables, function.
+# For each kind, LongBench's measure of agreement with a reference: name in the numbers, name in the tables, function.
 AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
     "summarisation": ("rouge_l", "ROUGE-L", overlap.rouge_l),
     "question_answering": ("f1", "F1", overlap.f1),
@@ -32,10 +32,10 @@ AGREEMENT: dict[str, tuple[str, str, Callable[[str, str], float]]] = {
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Generate answers greedily; a judge decides whether each is accurate and free of hallucinations.
+    """Generate answers greedily. A judge decides whether each is accurate and free of hallucinations.
 
     `accuracy_when_answered_by_<judge>` counts only answers that are neither empty nor abstentions. `answer_rate`,
-    `abstention_rate` and `empty_rate` sum to 1. Numbers named after a kind are means over its sets.
+    `abstention_rate` and `empty_rate` sum to 1. Numbers named after a kind are means over the sets of that kind.
     """
     sets, judge = sets_and_judge(evaluation.run)
     entries = {data_set.name: _answered(evaluation, data_set) for data_set in sets}
@@ -58,7 +58,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def sets_and_judge(run: Run) -> tuple[list[HallucinationSet], Judge]:
-    """Return the sets and the judge of the config; raise `UserError` if there is no set, or one cannot be used."""
+    """Return the sets and the judge of the config, or raise `UserError` if there is no set or one cannot be used."""
     settings = run.config.eval.hallucination
     if not settings.sets:
         raise UserError("suite 'hallucination': eval.hallucination.sets is empty; name files, see docs/config.md")
@@ -74,8 +74,6 @@ def _files(config: Config) -> list[Path]:
 
 
 def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, Entry]:
-    """Return the model's answers by item id."""
-
     def answer(items: Sequence[HallucinationItem]) -> list[Entry]:
         requests = [Request(prompt=item.tokens, new_tokens=data_set.new_tokens, seed=0) for item in items]
         completions = generate(evaluation.lm, requests, GREEDY, stop=STOP[data_set.kind])
@@ -91,7 +89,7 @@ def _answered(evaluation: Evaluation, data_set: HallucinationSet) -> dict[str, E
 
 
 def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, entries: dict[str, Entry]) -> None:
-    """Add the verdicts to the entries; empty answers are inaccurate without asking the judge."""
+    """Add the verdicts to the entries. Empty answers count as inaccurate and are not sent to the judge."""
     given = [item for item in data_set.items if entries[item.id]["answer"]]
     cases = [
         Case(data_set.kind, item.document, item.question, item.references, entries[item.id]["answer"]) for item in given
@@ -104,7 +102,6 @@ def _judge(evaluation: Evaluation, judge: Judge, data_set: HallucinationSet, ent
 
 
 def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) -> Measures:
-    """Return the measures of an item; the numbers of a set are their means over the items that have them."""
     answer, (agreement, _, agreement_of) = entry["answer"], AGREEMENT[kind]
     abstains = overlap.is_abstention(answer)
     is_answered = bool(answer) and not abstains
@@ -122,20 +119,19 @@ def _measures(kind: str, item: HallucinationItem, entry: Entry, judge: Judge) ->
         "recall": max(overlap.recall(answer, reference) for reference in item.references),
         "documents_cut": item.cut,
     }
-    # §3.6 is about documents that contain the answer. A yes or no is not in a document, so such questions are excluded.
+    # The paper requires documents that contain the answer, which cannot be checked if the answer is yes or no.
     if kind == "question_answering" and not any(map(overlap.is_yes_or_no, item.references)):
         measures["reference_in_document"] = any(overlap.contains(item.document, text) for text in item.references)
     return measures
 
 
 def _mean(found: Sequence[Measures]) -> Measures:
-    """Return the mean of each measure over the elements of `found` that have it."""
     names = dict.fromkeys(name for measures in found for name in measures)
     return {name: statistics.fmean(measures[name] for measures in found if name in measures) for name in names}
 
 
 def _table(kind: str, names: Sequence[str], measures: dict[str, Measures], judge: Judge) -> Heatmap:
-    """Return Table 4 for a kind, with rates of answers and agreement with the references."""
+    """Return Table 4 of the paper for the sets of one kind, with rates of answers and agreement with references."""
     agreement, agreement_label, _ = AGREEMENT[kind]
     rows = {
         f"accuracy_by_{judge.label}": "accuracy",

@@ -1,15 +1,14 @@
-"""Data of lm-eval's tasks from local JSON lines; the task files in tasks/ name `splits` as `custom_dataset`.
+"""Data of lm-eval's tasks from local files of JSON lines. The YAML files in tasks/ load it with the function `splits`.
 
 The fields of a row are:
 
     query, choices, gold                     the prompt, the answers, the index of the right answer
     context_options, continuation, gold      winogrande: the contexts, the continuation, the index of the right context
 
-The file of the questions is named after the task's split: <task>_val for boolq, hellaswag, piqa and winogrande,
-<task>_test for the other tasks. Examples for few-shot prompts come from <task>_train. A query is the prompt that
-lm-eval's task of the same name makes from the fields of the Hugging Face hub. Rows that do not match `FORMS` are
-refused, since their scores would not be comparable. In a boolq query, "Passage: " at the start and "Answer:" at the end
-are optional.
+Questions come from the file <task>_val for boolq, hellaswag, piqa and winogrande, and from <task>_test for the other
+tasks. Examples for few-shot prompts come from <task>_train. A query is the prompt that lm-eval's task of the same name
+makes from the data on the Hugging Face hub. In a boolq query, "Passage: " at the start and "Answer:" at the end are
+optional. Rows that do not match `FORMS` are refused, since their scores would not be comparable.
 """
 
 import dataclasses
@@ -29,17 +28,17 @@ MARKS = re.compile(r"\[(title|header|step|substeps)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The form of a task's rows."""
+    """Requirements for the rows of a task's data."""
 
-    texts: tuple[int, ...]  # Allowed numbers of choices, or of contexts for winogrande.
+    texts: tuple[int, ...]  # Allowed numbers of choices, or for winogrande of contexts.
     query: str  # Regular expression that matches a whole query.
-    shown: str  # Description of the query for messages.
-    choices: tuple[str, ...] | None = None  # The choices of every row; None: they differ.
-    has_marks: bool = False  # Whether the hub's texts have WikiHow's marks, which lm-eval removes.
+    shown: str  # Description of the query for error messages.
+    choices: tuple[str, ...] | None = None  # Choices that every row must have; None: any.
+    has_marks: bool = False  # Whether to refuse texts with marks of WikiHow, which lm-eval removes.
 
 
 _QUESTION = Form((2, 3, 4, 5), r"Question: .*\nAnswer:", "Question: …\nAnswer:")
-# These follow the task files of the same names in lm-eval 0.4.13.
+# The forms follow the task files of the same names in lm-eval 0.4.13.
 FORMS = {
     "arc_challenge": _QUESTION,
     "arc_easy": _QUESTION,
@@ -52,14 +51,10 @@ FORMS = {
 
 
 def splits(*, task: str, data_path: str, num_fewshot: int, list_field: str, test: str, **_: Any) -> dict[str, Any]:
-    """Return a task's data for lm-eval, a `datasets.Dataset` per split; "train" is empty if `num_fewshot` is 0.
+    """Return a task's data for lm-eval, one `datasets.Dataset` per split. "train" is empty if `num_fewshot` is 0.
 
-    Args:
-        task: name of the task.
-        data_path: folder of the files.
-        num_fewshot: examples in a prompt; the file needs one more, since lm-eval may draw the question itself.
-        list_field: name of the field that holds one text per answer.
-        test: name of the questions' split, which is also part of the file name.
+    Otherwise "train" needs more than `num_fewshot` examples, since lm-eval may draw the question itself. `list_field`
+    is the field that holds one text per answer, and `test` is the name of the questions' split.
     """
     text_field = "continuation" if list_field == "context_options" else "query"
     examine = functools.partial(_question, form=FORMS[task], text_field=text_field, list_field=list_field)

@@ -1,4 +1,4 @@
-"""The model behind lm-eval's interface. Only suite `harness` imports this module, since lm-eval is optional."""
+"""The model with lm-eval's interface. Only suite `harness` imports this module, since lm-eval is optional."""
 
 import collections
 from collections.abc import Sequence
@@ -19,38 +19,38 @@ GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top
 
 
 class HarnessModel(TemplateLM):
-    """An lm-eval model. lm-eval sees a single process, since all processes get the same requests and answers."""
+    """An lm-eval model. Each process runs lm-eval on its own, with the same requests and answers as the others."""
 
     def __init__(self, evaluation: Evaluation):
         super().__init__()
-        self.truncated = 0  # Number of requests that lost their left end.
+        self.truncated = 0  # Number of requests that were truncated on the left.
         self._evaluation = evaluation
         self._settings = evaluation.run.config.eval.harness
         self._window = evaluation.lm.window
 
     @property
     def eot_token_id(self) -> int:
-        """The token that replaces an empty context, and that precedes each text of `loglikelihood_rolling`."""
+        """The end-of-text token, which lm-eval uses as the context of a text that has none."""
         return self._evaluation.lm.tokenizer.eot_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text; names of special tokens are encoded as ordinary text."""
+        """Return the tokens of a text. Names of special tokens are encoded as ordinary text."""
         return self._evaluation.lm.tokenizer.encode_ordinary(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Call the base class, without its progress bar by default."""
+        """Call the base class's method, by default without a progress bar."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Score]:
-        pairs = []
-        for _, context, continuation in requests:
-            # The last token of the continuation is only a target, so it needs no position in the context.
-            room = self._window + 1 - len(continuation)
-            pairs.append((self._truncated(tuple(context), room), tuple(continuation)))
+        # The last token of a continuation is only a target, so it needs no position in the context.
+        pairs = [
+            (self._truncated(tuple(context), self._window + 1 - len(continuation)), tuple(continuation))
+            for _, context, continuation in requests
+        ]
         return score_all(self._evaluation, pairs, what="answers to choose from")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return log p of whole texts, conditioned on <|endoftext|>, from windows that score each token once."""
+        """Return log p of each text after <|endoftext|>. In the windows of a long text, each token is scored once."""
         windows = []
         for request in requests:
             text = self.tok_encode(request.args[0])
@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):
         return complete_all(self._evaluation, found, what="texts to write")
 
     def _generation_request(self, context: str, options: dict[str, Any], repeat: int) -> GenerationRequest:
-        """Return a request; `repeat`, the number of earlier requests that equal it, is added to the seed."""
+        """Return a request. `repeat` counts earlier equal requests and is added to the seed, so that samples differ."""
         options = normalize_gen_kwargs(options)
         if unknown := options.keys() - GENERATION:
             raise UserError(
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
         )
 
     def _truncated(self, tokens: Tokens, room: int) -> Tokens:
-        """Return the last `room` tokens; raise `UserError` if tokens are lost and `eval.harness.truncate` is False."""
+        """Return the last `room` tokens. Raise `UserError` if tokens are lost and `eval.harness.truncate` is False."""
         if len(tokens) <= room:
             return tokens
         if room < 1 or not self._settings.truncate:

@@ -1,4 +1,4 @@
-"""Likelihoods and completions for lm-eval's tasks; equal requests are answered once, also after a kill."""
+"""Log-likelihoods and completions for lm-eval's tasks. Equal requests are answered once, even after a kill."""
 
 import dataclasses
 import functools
@@ -11,10 +11,9 @@ from difftx.inference.generate import Request, generate
 from difftx.inference.sampling import Sampling
 from difftx.inference.score import Item, Score, loglikelihoods
 
-# Largest number of continuations per item. Some contexts have many: all first windows of texts follow <|endoftext|>.
-CONTINUATIONS = 64
-# Items of a batch per row of a microbatch. In larger batches, rows of a microbatch are more similar in length, but a
-# kill loses a whole batch.
+CONTINUATIONS = 64  # Most continuations per item. A context such as <|endoftext|> can have thousands.
+# Number of items in a batch per row of a microbatch. In a larger batch, rows of similar length share a microbatch, but
+# a kill loses the whole batch.
 ITEMS_PER_ROW = 8
 
 type Tokens = tuple[int, ...]
@@ -34,7 +33,7 @@ class _Choices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest(Request):
-    """A request with the settings that `generate` takes for a whole batch."""
+    """A request with its own stop strings and sampling, which `generate` takes once per batch."""
 
     stop: tuple[str, ...]
     sampling: Sampling
@@ -45,7 +44,7 @@ class GenerationRequest(Request):
 
 
 def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *, what: str) -> list[Score]:
-    """Return the log-likelihood of the continuation in each (context, continuation) pair, at least a token each."""
+    """Score the continuation of each (context, continuation) pair. Both have at least one token."""
     by_context: dict[Tokens, dict[Tokens, None]] = {}
     for context, continuation in pairs:
         by_context.setdefault(context, {})[continuation] = None
@@ -54,7 +53,7 @@ def score_all(evaluation: Evaluation, pairs: Sequence[tuple[Tokens, Tokens]], *,
         for context, continuations in by_context.items()
         for part in itertools.batched(continuations, CONTINUATIONS)
     ]
-    # Longest first, so that a lack of memory shows immediately.
+    # The longest come first, so that a lack of memory shows immediately.
     items.sort(key=lambda item: -len(item.context) - max(map(len, item.continuations)))
     rows = evaluation.run.microbatch_rows
 
@@ -81,6 +80,6 @@ def complete_all(evaluation: Evaluation, requests: Sequence[GenerationRequest], 
         def answer(batch: Sequence[GenerationRequest], sampling=sampling, stop=stop) -> list[str]:
             return [completion.text for completion in generate(evaluation.lm, batch, sampling, stop=stop)]
 
-        items.sort(key=lambda item: -len(item.prompt))  # Longest first, so that a lack of memory shows immediately.
+        items.sort(key=lambda item: -len(item.prompt))  # Longest first, as in `score_all`.
         texts |= evaluation.answers(items, answer, what=what)
     return [texts[item] for item in requests]

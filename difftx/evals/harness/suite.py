@@ -1,4 +1,4 @@
-"""Suite `harness`: tasks of EleutherAI's lm-eval, built in or from YAML files (Tables 1 and 8; docs/suites.md)."""
+"""Suite `harness`: tasks of EleutherAI's lm-eval (Tables 1 and 8 of the Differential Transformer paper)."""
 
 import difflib
 import functools
@@ -19,12 +19,11 @@ from difftx.evals.harness.data import FORMS, data_files
 from difftx.evals.result import Heatmap, Result
 from difftx.evals.suite import Suite
 
-# The paper does not name its metrics. With these, the row of OpenLLaMA-3B-v2 in Table 1 equals the rounded column of
-# that model in the README of github.com/openlm-research/open_llama; the alternatives differ by up to 0.18.
+# The paper does not name its metrics. With these, Table 1's row of OpenLLaMA-3B-v2 equals the scores in the README of
+# github.com/openlm-research/open_llama after rounding. Other metrics differ by up to 0.18.
 PAPER_METRICS = dict.fromkeys(FORMS, "acc") | {"hellaswag": "acc_norm"}
 LOCAL_TASKS = Path(__file__).parent / "tasks"
-# Resamples for standard errors of metrics that are not means, such as F1. lm-eval's default, 100,000, takes minutes.
-BOOTSTRAPS = 1000
+BOOTSTRAPS = 1000  # Resamples for standard errors of metrics such as F1. lm-eval's default, 100,000, takes minutes.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -61,14 +60,11 @@ def files(config: Config) -> list[Path]:
 
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
-    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data.
-
-    Raises `UserError` if lm-eval is not installed, a task does not exist, or its data is not available.
-    """
+    """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data."""
     for module in ("lm_eval", "datasets"):
         import_extra(module, "eval")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # By default lm-eval logs every default and override.
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's bootstrap would fork: JAX's threads do not survive it.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
     for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):
         if path is not None and not Path(path).is_dir():
             raise UserError(f"eval.harness.{field}={path}: no such folder")
@@ -88,7 +84,7 @@ def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
 
 @functools.cache
 def _manager(data_path: str | None, include_path: str | None, num_fewshot: int | None, *, built_in: bool) -> Any:
-    """Return a task manager. The index of lm-eval's built-in tasks takes half a minute to load."""
+    """Return lm-eval's task manager. With `built_in`, the index of its own tasks takes half a minute to load."""
     from lm_eval.tasks import TaskManager
 
     folders = [] if data_path is None else [LOCAL_TASKS]
@@ -98,7 +94,7 @@ def _manager(data_path: str | None, include_path: str | None, num_fewshot: int |
 
 
 def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Return the task or the group of this name, or all tasks of the tag of this name."""
+    """Return, by name, the task or group called `name`, or all tasks with the tag `name`."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -144,9 +140,9 @@ def _result(tasks: Sequence[str], found: Mapping[str, Any], truncated: int) -> R
 
 
 def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return the means over tasks, where `acc` replaces a missing `acc_norm`.
+    """Return the mean scores over tasks, where `acc` replaces a missing `acc_norm`.
 
-    `average_paper`, the "Avg" of Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
+    `average_paper`, the "Avg" of the paper's Tables 1 and 8, exists only if all of `PAPER_METRICS` were evaluated.
     """
     numbers = {}
     if rows:
@@ -158,7 +154,7 @@ def averages(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", other filters append "_<filter>"."""
+    """Return a task's numbers by metric: lm-eval's "acc,none" becomes "acc", and other filters append "_<filter>"."""
     numbers = {}
     for name, value in values.items():
         metric, comma, filter_ = name.partition(",")

@@ -28,18 +28,18 @@ from difftx.training.run import Run
 class Example:
     """A text with its label, as tokens."""
 
-    question: tuple[int, ...]  # Tokens of "Question: …\nType:".
+    question: tuple[int, ...]  # Tokens of the text as a question, "Question: …\nType:".
     label: int  # Index into `IclTask.labels`.
-    demonstration: tuple[int, ...]  # Tokens of question, label and empty line.
+    demonstration: tuple[int, ...]  # Tokens of the question, the label and an empty line.
 
 
 @dataclasses.dataclass(frozen=True)
 class IclItem:
-    """A permutation of demonstrations; each question of the task is asked after it."""
+    """A permutation of demonstrations, after which each question of the task is asked."""
 
     task: str
     number: int  # Index among the items with the same number of demonstrations.
-    permutation: tuple[int, ...]  # Indices of demonstrations.
+    permutation: tuple[int, ...]  # Indices of the demonstrations, in their order.
     orders: tuple[str, ...]  # Entries of `eval.icl.orders` that produce this permutation.
 
     @property
@@ -52,10 +52,10 @@ class IclItem:
 
 
 class IclTask:
-    """The demonstrations, questions and labels of a task; the same files, settings and tokenizer give the same task."""
+    """The demonstrations, questions and labels of a task. Equal files, settings and tokenizers give equal tasks."""
 
     def __init__(self, run: Run, config: IclTaskConfig):
-        """Read the files; raise `UserError` if one is invalid, or the context is too short for a demonstration."""
+        """Read the files. Raise `UserError` if one is invalid, or the context is too short for a demonstration."""
         self.name, self._config, self._tokenizer = config.name, config, run.tokenizer
         self._settings: IclConfig = run.config.eval.icl
         train, test = (
@@ -63,14 +63,14 @@ class IclTask:
             for name, path in (("train", config.train), ("test", config.test))
         )
         self._label_names = sorted({_one_line(record, config.label) for record in train})
-        # The line break ensures that a label is never a prefix of another, as `most_likely` requires.
+        # The line break ensures that no label is a prefix of another, as `most_likely` requires.
         self.labels = tuple(self._encode(f" {name}\n") for name in self._label_names)
         rng = np.random.default_rng([self._settings.seed, 0])
         demonstrations = [self._example(train[i]) for i in rng.permutation(len(train))]
-        examples = [self._example(record) for record in test]  # Checks all records, including those that are not drawn.
+        examples = [self._example(record) for record in test]  # All records are checked, even if not drawn.
         self.questions = [examples[i] for i in rng.permutation(len(test))[: self._settings.questions]]
         window = run.config.data.sequence_length
-        # The last token is only a target and needs no position.
+        # The last token of a label is only a target, so it needs no position in the context.
         room = window + 1 - max(len(example.question) for example in self.questions) - max(map(len, self.labels))
         ends = np.cumsum([len(example.demonstration) for example in demonstrations])
         self.most_shots = most = int(np.searchsorted(ends, room, side="right"))
@@ -80,8 +80,8 @@ class IclTask:
                 f"the longest question, which take {ends[0] - room} tokens more; leave the task out"
             )
         self._demonstrations = demonstrations[:most]
-        self.context_tokens = int(ends[most - 1])  # Tokens of the largest number of demonstrations.
-        # Numbers of demonstrations, ascending; numbers that exceed the context are replaced by the most that fit.
+        self.context_tokens = int(ends[most - 1])  # Number of tokens in the demonstrations that fit.
+        # Numbers of demonstrations, ascending. A number that exceeds the context becomes the largest that fits.
         shots = self._settings.shots or [*(2**i for i in range(most.bit_length())), most]
         self.shots = sorted({min(count, most) for count in shots})
 
@@ -106,14 +106,14 @@ class IclTask:
         return [Prompt(context, example.question) for example in self.questions]
 
     def accuracy(self, answers: list[int]) -> float:
-        """Return the share of questions whose chosen label is right; `answers` are indices into `labels`."""
+        """Return the share of questions whose answer, an index into `labels`, is right."""
         return float(np.mean(np.equal([example.label for example in self.questions], answers)))
 
     def _permutations(self, order: str, shots: int) -> list[tuple[int, ...]]:
         """Return `eval.icl.permutations` distinct permutations of `shots` demonstrations, or all if there are fewer."""
         counts = Counter(example.label for example in self._demonstrations[:shots])
         factors = [shots] if order == "random" else [len(counts), *counts.values()]
-        # 21! exceeds any possible number of permutations; factorials of thousands would take long to compute.
+        # 21! exceeds any number of permutations to draw, and factorials of thousands would take long to compute.
         limit = min(self._settings.permutations, math.prod(math.factorial(min(n, 21)) for n in factors))
         found: dict[tuple[int, ...], None] = {}
         draws = itertools.count()
@@ -150,7 +150,7 @@ class IclTask:
 
 
 def _one_line(record: Record, field: str) -> str:
-    """Return a field's text on one line, since a line break ends a label; raise `UserError` if there is no text."""
+    """Return a field's text on one line, since a line break ends a label. Raise `UserError` if there is no text."""
     text = " ".join(record.text(field).split())
     if not text:
         raise UserError(f"{record.name}: {field} is only white space")

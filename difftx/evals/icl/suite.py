@@ -1,4 +1,4 @@
-"""Suite `icl`: classification from demonstrations in the prompt (§3.5, Figures 6, 7 and 9; docs/suites.md)."""
+"""Suite `icl`: classification from demonstrations in the prompt (Figures 6, 7 and 9 of the paper; docs/suites.md)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ from difftx.training.run import Run
 
 type Accuracies = dict[tuple[str, int], list[float]]  # (order, number of demonstrations) → accuracy per permutation.
 
-STABLE_WITHIN = 0.05  # Largest difference between stable accuracies, which are shares.
+STABLE_WITHIN = 0.05  # Accuracies are stable if no two of them differ by more than this.
 ROUNDING = 1e-9  # Tolerance for rounding errors in accuracies.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Choose the most likely label for each question; accuracy is the share of right labels."""
+    """Choose the most likely label for each question. Accuracy is the share of right labels."""
     numbers, details, charts = {}, {}, []
     for task in tasks_of(evaluation.run):
         accuracies = _accuracies(evaluation, task)
@@ -45,7 +45,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         numbers[f"{task.name}_shots"] = x[-1]
         details[task.name] = _details(task, accuracies)
         charts += [
-            LineChart(  # Figure 6.
+            LineChart(  # Figure 6 of the paper.
                 name=f"icl_{task.name}",
                 title=f"{task.name}: accuracy, mean and range over permutations",
                 x_label="demonstrations",
@@ -53,7 +53,7 @@ def evaluate(evaluation: Evaluation) -> Result:
                 series=by_shots + averages,
                 log_x=True,
             ),
-            LineChart(  # Figure 7.
+            LineChart(  # Figure 7 of the paper.
                 name=f"icl_{task.name}_permutations",
                 title=f"{task.name}: permutations of {task.shots[-1]} demonstrations",
                 x_label="permutation",
@@ -65,10 +65,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def first_stable(means: Sequence[float]) -> int:
-    """Return the first index from which no two means differ by more than `STABLE_WITHIN`.
-
-    `means` are the mean accuracies of all numbers of demonstrations, in ascending order of these numbers.
-    """
+    """Return the first index from which on no two mean accuracies differ by more than `STABLE_WITHIN`."""
     start = len(means) - 1
     while start > 0 and max(means[start - 1 :]) - min(means[start - 1 :]) <= STABLE_WITHIN + ROUNDING:
         start -= 1
@@ -76,7 +73,7 @@ def first_stable(means: Sequence[float]) -> int:
 
 
 def tasks_of(run: Run) -> list[IclTask]:
-    """Read the tasks of the config; raise `UserError` if there is none, or one is invalid."""
+    """Read the tasks of the config, or raise `UserError` if there is none or one is invalid."""
     if not run.config.eval.icl.tasks:
         raise UserError("suite 'icl': eval.icl.tasks is empty; name files of examples, see docs/config.md")
     return [IclTask(run, config) for config in run.config.eval.icl.tasks]
@@ -87,16 +84,13 @@ def _files(config: Config) -> list[Path]:
 
 
 def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:
-    rows = evaluation.run.microbatch_rows
-
     def answer(items: Sequence[IclItem]) -> list[list[int]]:
         asked = [prompt for item in items for prompt in task.prompts(item)]
-        chosen = most_likely(evaluation.lm, asked, task.labels, batch_rows=rows)
+        chosen = most_likely(evaluation.lm, asked, task.labels, batch_rows=evaluation.run.microbatch_rows)
         return np.reshape(chosen, (len(items), -1)).tolist()
 
     accuracies: Accuracies = {}
-    what = f"orders of demonstrations of {task.name}"
-    for item, answers in evaluation.answers(task.items, answer, what=what):
+    for item, answers in evaluation.answers(task.items, answer, what=f"orders of demonstrations of {task.name}"):
         for order in item.orders:
             accuracies.setdefault((order, item.shots), []).append(task.accuracy(answers))
     return accuracies
@@ -107,11 +101,10 @@ def _details(task: IclTask, accuracies: Accuracies) -> dict[str, object]:
     return {
         "labels": len(task.labels),
         "questions": len(task.questions),
-        "most_frequent_label": max(map(labels.count, labels)) / len(labels),  # Accuracy of always choosing this label.
+        "most_frequent_label": max(map(labels.count, labels)) / len(labels),  # Accuracy of always choosing it.
         "shots_that_fit": task.most_shots,
         "tokens_of_these": task.context_tokens,
-        # Scored prompts; a permutation that both orders share is scored once.
-        "prompts": len(task.items) * len(task.questions),
+        "prompts": len(task.items) * len(task.questions),  # A permutation that both orders share counts once.
         "accuracy_of_each_permutation": [
             {"order": order, "shots": shots, "permutations": len(values), "accuracy": values}
             for (order, shots), values in accuracies.items()

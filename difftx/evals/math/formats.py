@@ -15,7 +15,7 @@ BOXED = r"\boxed{"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """The fields of a set's records, and the rules for making a problem of them."""
+    """How to make a `Problem` of a record of a published data set."""
 
     question: tuple[str, ...]  # Fields whose texts form the question, in this order.
     solution: str | None  # Field of the reasoning; None: the set has none.
@@ -27,14 +27,14 @@ class Format:
     latex: bool = False  # Whether answers are LaTeX.
 
 
-# Fields follow the data sets' own repositories; those of ASDiv, SVAMP and MAWPS follow the Hugging Face hub. MAWPS and
-# CARP have the fields that most evaluations of mathematical models read.
+# The names of fields follow the data sets' own repositories, or the Hugging Face hub for ASDiv, SVAMP and MAWPS. Most
+# evaluations of mathematical models read MAWPS and CARP with these names.
 FORMATS: Mapping[MathFormat, Format] = {
     "gsm8k": Format(
         question=("question",),
         solution="answer",
         answer="answer",
-        removed_from_solution=r"<<.*?>>|####[\s\S]*",  # Annotations for a calculator, and the answer.
+        removed_from_solution=r"<<.*?>>|####[\s\S]*",  # Annotations for a calculator, and the final answer.
         answer_pattern=r"(?s).*####\s*(.+)",
     ),
     "math": Format(question=("problem",), solution="solution", answer="answer", latex=True),
@@ -57,24 +57,21 @@ FORMATS: Mapping[MathFormat, Format] = {
 class Problem:
     """A question with its solution and its right answer."""
 
-    name: str  # File and line, for messages.
+    name: str  # File and line number, for error messages.
     question: str
     solution: str | None  # The reasoning; None: the set has none.
     answer: str
     latex: bool  # Whether the answer is LaTeX.
-    choices: tuple[str, ...]  # Texts of which the answer is one; (): the answer is free.
+    choices: tuple[str, ...]  # Texts, one of which is the answer; empty if any answer may be given.
 
 
 def read_problems(path: str, name: MathFormat, *, field: str) -> list[Problem]:
-    """Return the problems of a file of JSON lines, plain or compressed, or raise `UserError` for an invalid file.
-
-    `name` is the name of the file's format. `field` is the config field that holds the path, for messages.
-    """
+    """Return the problems of a file in the format `name`. Errors name the config field `field`, which has the path."""
     return [_problem(record, name, FORMATS[name]) for record in read_records(Path(path), field=field, what="problems")]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{…} in a text, with nested braces; None if it is missing or unclosed."""
+    r"""Return the content of the last \boxed{…} in a text, with nested braces, or None if it is missing or unclosed."""
     start = text.rfind(BOXED)
     depth = 0
     for end in range(start + len(BOXED) - 1, len(text) if start >= 0 else 0):
@@ -107,7 +104,6 @@ def _problem(record: Record, name: MathFormat, form: Format) -> Problem:
 
 
 def _part(record: Record, field: str) -> str:
-    """Return the text of a field of the question; a list becomes "Options: …"."""
     value = record.field(field)
     return f"Options: {', '.join(map(str, value))}" if isinstance(value, list) else record.text(field).strip()
 

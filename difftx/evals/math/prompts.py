@@ -18,8 +18,8 @@ from difftx.evals.math.formats import Problem, read_problems
 from difftx.inference.generate import Request
 from difftx.training.run import Run
 
-STOP = ("\nQuestion:",)  # The beginning of the next problem, as in the demonstrations.
-NUDGE = " Let's think step by step."  # For prompts without demonstrations (arXiv 2205.11916).
+STOP = ("\nQuestion:",)  # After its answer, the model may continue with a new problem.
+NUDGE = " Let's think step by step."  # Ends prompts without demonstrations (arXiv 2205.11916).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,10 @@ class MathItem(Request):
 
 
 class MathTask:
-    """The problems of a task; the same files, settings and tokenizer always give the same problems."""
+    """A task's problems with their prompts. The same files, settings and tokenizer always give the same prompts."""
 
     def __init__(self, run: Run, config: MathTaskConfig):
-        """Read the files and draw the demonstrations, which are the same for all questions.
-
-        Raises `UserError` for a file that is invalid or has too few demonstrations, and for a prompt that is too long.
-        """
+        """Make the prompts, which share demonstrations, or raise `UserError` for an invalid file or a long prompt."""
         settings = run.config.eval.math
         self.name, self._settings = config.name, settings
         rng = np.random.default_rng(settings.seed)
@@ -90,6 +87,6 @@ class MathTask:
 
 
 def files(config: Config) -> list[Path]:
-    """Return the files of the problems, and of the demonstrations if prompts have any."""
+    """Return the files with the problems, and those with the demonstrations unless `eval.math.shots` is 0."""
     read = config.eval.math.shots > 0
     return [Path(path) for task in config.eval.math.tasks for path in (task.test, task.train if read else None) if path]

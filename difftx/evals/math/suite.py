@@ -1,4 +1,4 @@
-"""Suite `math`: accuracy and length of answers to word problems (ICLR camera-ready, App. C; docs/suites.md)."""
+"""Suite `math`: accuracy and length of answers to word problems (Appendix C of the paper at ICLR; docs/suites.md)."""
 
 import math
 import re
@@ -18,16 +18,16 @@ from difftx.inference.sampling import Sampling
 from difftx.training.run import Run
 
 ANSWER = re.compile(r"(?:answer is:?|####)\s*", re.IGNORECASE)  # "####" precedes the answers of GSM8K.
-# Time limit of math-verify to parse an expression, and to compare two; an answer that takes longer counts as wrong.
-# math-verify uses SIGALRM, which works only in the main thread.
+# Time limit of math-verify to parse or compare expressions. An answer that takes longer counts as wrong. math-verify
+# uses SIGALRM, which works only in the main thread.
 SECONDS = 5
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-SHOWN = 3  # Answers of each task in the details, each truncated to `SHOWN_CHARACTERS`.
+SHOWN = 3  # Number of answers per task in the details, each truncated to `SHOWN_CHARACTERS`.
 SHOWN_CHARACTERS = 4000
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Generate an answer to each problem, and return numbers for each task and their means over tasks."""
+    """Generate an answer to each problem, and return each task's numbers and their means over tasks."""
     by_task, details, lines = {}, {}, []
     for task in open_tasks(evaluation.run):
         answers = _answers(evaluation, task)
@@ -36,7 +36,7 @@ def evaluate(evaluation: Evaluation) -> Result:
         percentiles = np.percentile(lengths, PERCENTILES).tolist()
         by_task[task.name] = {
             "accuracy": float(np.mean(right)),
-            "tokens": float(np.mean(lengths)),  # Of an answer.
+            "tokens": float(np.mean(lengths)),  # Mean length of an answer.
             "truncated": float(np.mean([answer["ended_by"] == "limit" for _, answer in answers])),
         }
         details[task.name] = {
@@ -60,7 +60,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def open_tasks(run: Run) -> list[MathTask]:
-    """Read the tasks of the config; raise `UserError` if there is none, one is invalid, or math-verify is missing."""
+    """Read the tasks of the config. Raise `UserError` if there is none, one is invalid, or math-verify is missing."""
     import_extra("math_verify", "eval")
     if not run.config.eval.math.tasks:
         raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")
@@ -70,8 +70,8 @@ def open_tasks(run: Run) -> list[MathTask]:
 def is_right(text: str, problem: Problem) -> bool:
     """Return whether a text's final answer and the problem's answer are the same text or the same mathematical object.
 
-    In a text without a final answer, the number or expression that math-verify finds counts. Problems with choices
-    accept only the same text.
+    If a text has no final answer, math-verify looks for a number or expression in the whole text. For problems with
+    choices, only the same text is right.
     """
     math_verify = import_extra("math_verify", "eval")
     final = final_answer(text)

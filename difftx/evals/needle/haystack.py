@@ -1,5 +1,5 @@
 """Haystacks: excerpts of a long text with an exact number of tokens, which begin and end at sentence ends."""
-#   N = tokens of a text
+# Axes of arrays: N = tokens of a text
 
 import dataclasses
 import re
@@ -17,25 +17,25 @@ from difftx.errors import UserError
 from difftx.training.run import Run
 
 FIELD = "eval.needle.haystack"
-TEXT_TOKENS = 2**20  # Tokens to read from a corpus; four times the longest excerpt if that is more.
-TOLERANCE = 0.05  # Largest distance from a depth to the boundary that is used for it, as a share of the haystack.
+TEXT_TOKENS = 2**20  # Tokens to read from a corpus, or four times the longest excerpt if that is more.
+TOLERANCE = 0.05  # Share of the haystack by which a needle may move to reach a sentence or character boundary.
 SENTENCE_END = re.compile(rb"[.!?][\"')\]]*$")
 LINE_END = re.compile(rb"\n[ \t]*$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A tokenised text; entry i of a boundary array describes the position before token i."""
+    """A tokenised text and its boundaries."""
 
-    tokens_N: np.ndarray  # int32
-    is_sentence_end: np.ndarray  # bool [N + 1]
-    is_character_end: np.ndarray  # bool [N + 1]
+    tokens_N: np.ndarray  # Token ids, int32.
+    is_sentence_end: np.ndarray  # Entry i: whether a sentence ends before token i, bool `[N + 1]`.
+    is_character_end: np.ndarray  # Entry i: whether a character ends before token i, bool `[N + 1]`.
 
     def excerpt(self, length: int, rng: np.random.Generator) -> "Text":
         """Draw an excerpt of `length` tokens that begins and ends at sentence ends.
 
-        If there is none, the end, and if necessary also the start, may be any boundary between characters. If there is
-        no such excerpt either, return the beginning of the text.
+        If there is none, the excerpt may end, or else also begin, at any character boundary. If there is still none,
+        return the beginning of the text.
         """
         sentence, character = self.is_sentence_end, self.is_character_end
         start = 0
@@ -48,9 +48,10 @@ class Text:
         return Text(self.tokens_N[start : start + length], sentence[boundaries], character[boundaries])
 
     def position_at(self, depth: float) -> int:
-        """Return the position nearest to a depth, a share from 0 to 1 of the text, as the number of tokens before it.
+        """Return the number of tokens before a depth, for example about half of the tokens for depth 0.5.
 
-        Positions are sentence ends within `TOLERANCE`, else character boundaries within `TOLERANCE`, else all tokens.
+        Except for depths 0 and 1, the position moves to the nearest sentence end, or to the nearest character boundary
+        if no sentence end is within `TOLERANCE`.
         """
         exact, farthest = depth * len(self.tokens_N), TOLERANCE * len(self.tokens_N)
         if depth not in (0, 1):
@@ -63,7 +64,7 @@ class Text:
 
 
 def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest: int) -> Text:
-    """Return a text with its boundaries, after repeating it until it has at least `longest` tokens."""
+    """Repeat a text until it has at least `longest` tokens, and find its boundaries."""
     tokens_N = np.resize(tokens, max(len(tokens), longest)).astype(np.int32)
     before_N, after_N = tokens_N[:-1], tokens_N[1:]
     values = [value or b"" for value in token_bytes(tokenizer)]
@@ -80,10 +81,7 @@ def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest
 
 
 def read_haystack(run: Run, *, longest: int) -> np.ndarray:
-    """Return the token ids of the text at `eval.needle.haystack`, or of the run's first validation set of text.
-
-    Raises `UserError` if there is no text. `longest` is the number of tokens of the longest excerpt.
-    """
+    """Return the token ids of the text at `eval.needle.haystack`, or by default of the first validation set of text."""
     path, limit = run.config.eval.needle.haystack, max(TEXT_TOKENS, 4 * longest)
     if path is not None and not Path(path).is_dir():
         tokens = _encode_files(run, path, limit)
@@ -101,7 +99,7 @@ def read_haystack(run: Run, *, longest: int) -> np.ndarray:
 
 
 def haystack_files(config: Config) -> list[Path]:
-    """Return the files that identify the text; for a token store, its metadata file, which contains hashes."""
+    """Return the haystack's files. For a token store, that is only its metadata file, which has the others' hashes."""
     path = config.eval.needle.haystack
     if path is None:
         return []
@@ -109,7 +107,6 @@ def haystack_files(config: Config) -> list[Path]:
 
 
 def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:
-    """Return the tokens of text files, up to the text that reaches `limit` tokens."""
     parts, count = [np.empty(0, np.uint32)], 0
     for text in read_texts(path, FIELD):
         parts.append(run.tokenizer.encode_to_numpy(text, disallowed_special=()))

@@ -1,7 +1,4 @@
-"""Prompts of suite `needle`: magic numbers of cities hidden in a long text, then a question about some of them.
-
-The protocol is that of LWM (arXiv 2402.08268).
-"""
+"""Prompts of suite `needle`, as in LWM (arXiv 2402.08268): magic numbers of cities in a long text, then a question."""
 
 import dataclasses
 import itertools
@@ -28,16 +25,16 @@ NEEDLE = "\nThe magic number for {city} is {number}.\n"
 ONE_QUESTION = "\n\nQuestion: What is the magic number for {cities}?\nAnswer: The magic number for {cities} is"
 SEVERAL_QUESTIONS = "\n\nQuestion: What are the magic numbers for {cities}?\nAnswer: The magic numbers for {cities} are"
 DIGITS = 7
-SMALLEST_HAYSTACK = 16  # Tokens; a shorter haystack has no meaningful depths.
+SMALLEST_HAYSTACK = 16  # Fewest tokens of a haystack. Depths have no meaning in a shorter one.
 
 
 @dataclasses.dataclass(frozen=True)
 class NeedleItem:
-    """The parameters of a prompt. The prompts of a cell differ only in their sample."""
+    """The parameters of a prompt. Prompts that differ only in their sample form a cell."""
 
-    length: int  # Tokens of prompt and answer.
+    length: int  # Number of tokens in prompt and answer.
     case: NeedleCaseConfig
-    depth: float  # Position of the queried needles, a share of the haystack.
+    depth: float  # Relative position of the queried needles in the haystack, from 0 to 1.
     sample: int
 
     @property
@@ -51,7 +48,7 @@ class NeedleItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeedlePrompt:
-    """A prompt with the spans (start, stop) of its parts; the span of a needle includes its line breaks."""
+    """A prompt with the token spans (start, stop) of its parts. The span of a needle includes its line breaks."""
 
     item: NeedleItem
     tokens: list[int]  # `item.length - eval.needle.new_tokens` token ids.
@@ -62,9 +59,9 @@ class NeedlePrompt:
 
 
 class NeedlePrompts:
-    """The prompts of suite `needle`; the same settings, haystack and tokenizer always give the same prompts.
+    """The prompts of suite `needle`. The same settings, haystack and tokenizer always give the same prompts.
 
-    A sample of a case and length has the same haystack, cities, numbers and remaining needles at every depth.
+    Prompts that differ only in depth have the same haystack, cities, numbers and needles that are not queried.
     """
 
     def __init__(
@@ -75,14 +72,7 @@ class NeedlePrompts:
         length_field: str = "eval.needle.lengths",
         case_field: str = "eval.needle.cases",
     ):
-        """Read the haystack; raise `UserError` if there is none, or the context or a length is too short.
-
-        Args:
-            run: run with the tokenizer, the context length and the haystack.
-            settings: settings of the prompts, except the haystack; None: the run's `eval.needle`.
-            length_field: config field of the lengths, for messages.
-            case_field: config field of the cases, for messages.
-        """
+        """Read the haystack. `settings` replace `eval.needle`. Errors mention `length_field` and `case_field`."""
         self._settings = settings = settings or run.config.eval.needle
         self._tokenizer, self.text_of = run.tokenizer, run.tokenizer.decode
         window = run.config.data.sequence_length
@@ -110,9 +100,9 @@ class NeedlePrompts:
         question = self._question(cities[:queries])
         length = item.length - self._settings.new_tokens - sum(map(len, sentences)) - len(question)
         haystack = self._text.excerpt(length, rng)
-        # The first `queries` needles are the queried ones. They are adjacent, in random order. If other needles get the
-        # same position, the queried ones come before them in the first half of the haystack, and after them in the
-        # second half.
+        # The first `queries` needles are queried. They go to the item's depth, in random order. `side` keeps them
+        # adjacent if another needle gets the same position: they come before it in the first half, and after it in the
+        # second half of the haystack.
         position, side = haystack.position_at(item.depth), 1 if item.depth > 0.5 else -1
         placed = [(position, side, needle) for needle in rng.permutation(queries).tolist()]
         placed += [(haystack.position_at(rng.random()), 0, needle) for needle in range(queries, needles)]
@@ -146,7 +136,7 @@ class NeedlePrompts:
         if case.needles > len(CITIES):
             raise UserError(f"{case_field}: needles={case.needles}, and there are {len(CITIES)} cities; use fewer")
         longest = sorted(CITIES, key=lambda city: len(self._needle(city, "")), reverse=True)[: case.needles]
-        # An upper bound: a number has at most as many tokens as digits.
+        # `needed` is an upper bound, since a number has at most as many tokens as digits.
         parts = [*(self._needle(city, "") for city in longest), self._question(longest[: case.queries])]
         needed = sum(map(len, parts)) + case.needles * DIGITS + self._settings.new_tokens + SMALLEST_HAYSTACK
         if self.lengths[0] < needed:

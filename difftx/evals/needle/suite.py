@@ -1,5 +1,5 @@
-"""Suite `needle`: retrieval of magic numbers hidden in a long text (§3.4, Table 2, Figure 5; docs/suites.md)."""
-#   L = prompt lengths, C = cases, D = depths
+"""Suite `needle`: retrieval of magic numbers hidden in a long text (§3.4 of the Differential Transformer paper)."""
+# Axes of arrays: L = prompt lengths, C = cases, D = depths
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from difftx.inference.sampling import GREEDY
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Ask for the magic numbers and generate greedily; accuracy is the share of numbers that the answer contains."""
+    """Ask for magic numbers and generate answers greedily. Accuracy is the share of numbers that an answer contains."""
     settings, prompts = evaluation.run.config.eval.needle, NeedlePrompts(evaluation.run)
 
     def answer(items: Sequence[NeedleItem]) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def share_found(text: str, numbers: Sequence[str]) -> float:
 def lwm_share_found(text: str, numbers: Sequence[str]) -> float:
     """Return the share of `numbers` that a text contains, also as parts of longer numbers.
 
-    This is LWM's rule (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py: `number in answer`).
+    This is the rule of LWM (github.com/LargeWorldModel/LWM, scripts/eval_needle_multi.py).
     """
     return sum(number in text for number in numbers) / len(numbers)
 
@@ -74,8 +74,6 @@ def _numbers(prompts: NeedlePrompts, accuracy_LCD: np.ndarray, suffix: str) -> d
 
 
 def _charts(prompts: NeedlePrompts, accuracy_LCD: np.ndarray) -> list[Heatmap]:
-    """Return Table 2, and Figure 5 for each case."""
-
     def chart(name: str, title: str, y_label: str, y: list[str], values: np.ndarray) -> Heatmap:
         return Heatmap(
             name=name,

@@ -1,11 +1,11 @@
 """Exact order statistics of magnitudes that do not fit in memory, by radix selection on the devices.
 
-The bits of non-negative float32 values, read as integers, have the same order as the values. A first pass counts the
-high 16 bits (the high digit) of all magnitudes. These counts show which high digits the requested values have. A second
-pass counts the low 16 bits of the magnitudes with one of those high digits. Both passes run the same program, so that a
-magnitude has the same bits in both; a mismatch of their counts is an error.
+Read as integers, the bits of non-negative float32 values have the same order as the values. A first pass counts the
+high 16 bits (the high digit) of all magnitudes. The counts show which high digits the requested values have. A second
+pass counts the low 16 bits of the magnitudes with one of these high digits. Both passes run the same program, so a
+magnitude should have the same bits in both. If the counts do not match, that is an error.
 """
-#   N = devices, P = slots: high digits whose low digits are counted, V = 2**16 values of a digit
+# Axes of arrays: N = devices, P = slots, one for each high digit whose low digits are counted, V = values of a digit
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -20,14 +20,14 @@ from difftx.errors import RunError, UserError
 DIGIT_BITS = 16
 V = 2**DIGIT_BITS
 
-# uint32 [N, P, 2, V], N sharded over all devices. Each count has a low and a high word, since one word could overflow.
+# uint32 `[N, P, 2, V]`, sharded over all devices. Each count has a low and a high word, since one word could overflow.
 type Counts = jax.Array
 
 
 class Digit(NamedTuple):
-    """The 16 bits that a pass counts, for magnitudes whose high digit has a slot."""
+    """The 16 bits that a pass counts in the magnitudes whose high digit has a slot."""
 
-    slot_V: np.ndarray  # uint32, slot of each high digit; P (the number of slots) for a high digit without a slot.
+    slot_V: np.ndarray  # Slot of each high digit, uint32; P, the number of slots, if it has none.
     shift: np.uint32  # Position of the lowest of the 16 bits.
 
 
@@ -46,15 +46,10 @@ def order_statistics(
     *,
     field: str,
 ) -> dict[str, Statistics]:
-    """Return the statistics of several sets of values, from two passes over the values.
+    """Return the statistics of sets of magnitudes at the given ranks, from two passes over the values.
 
-    Raises `UserError` if a set has fewer values than a rank, and `RunError` if the passes counted different values.
-
-    Args:
-        count: function that makes a pass for the digit of each set, and returns each set's counts, int64 `[P, V]`.
-        names: names of the sets.
-        ranks: ranks of the values to return.
-        field: config field that holds the ranks, for messages.
+    In each pass, `count` gets the digit to count in each set, and returns the counts of each set, int64 `[P, V]`. An
+    error about a rank names the config field `field`.
     """
     everything = Digit(np.zeros(V, np.uint32), np.uint32(DIGIT_BITS))
     high = {name: counts_PV[0] for name, counts_PV in count(dict.fromkeys(names, everything)).items()}
@@ -73,7 +68,7 @@ def order_statistics(
 
 
 def slots_for(ranks: Sequence[int]) -> int:
-    """Return the largest number of high digits of the requested values: one per rank, and two for the median."""
+    """Return the largest possible number of high digits of the requested values: one per rank, two for the median."""
     return len(ranks) + 2
 
 
@@ -83,7 +78,7 @@ def no_counts(mesh: jax.sharding.Mesh, slots: int) -> Counts:
 
 
 def add_counts(counts_P2V: jax.Array, values: jax.Array, counted: jax.Array, digit: Digit) -> jax.Array:
-    """Return one device's counts plus those of the magnitudes of fewer than 2**32 `values` where `counted` is True."""
+    """Add the magnitudes of `values`, fewer than 2**32, where `counted` is True to one device's counts."""
     slots = counts_P2V.shape[0]
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) & 0x7FFF_FFFF  # Clears the sign bit.
     slot = jnp.asarray(digit.slot_V)[bits >> DIGIT_BITS]
@@ -101,7 +96,7 @@ def summed(counts: Counts) -> np.ndarray:
 
 @jax.jit
 def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
-    # Sum halves of words: a sum of 16-bit numbers over up to 65,536 devices fits in 32 bits.
+    # Halves of words are summed, since a sum of 16-bit numbers over up to 65,536 devices fits in 32 bits.
     halves = [counts_NP2V[:, :, word] >> shift & (V - 1) for word in range(2) for shift in (0, DIGIT_BITS)]
     return jax.sharding.reshard(jnp.sum(jnp.stack(halves, axis=2), axis=0), P())
 
@@ -109,7 +104,7 @@ def _sum_of_halves(counts_NP2V: Counts) -> jax.Array:
 def _statistics(
     high_V: np.ndarray, low_PV: np.ndarray, digit: Digit, indices: Sequence[int], ranks: Sequence[int]
 ) -> Statistics:
-    """Return the statistics of a set from its counts; `indices` are positions of the values in ascending order."""
+    """Return a set's statistics from its counts. `indices` are positions of values in ascending order of magnitude."""
     until_V = np.cumsum(high_V)
 
     def value_at(index: int) -> float:

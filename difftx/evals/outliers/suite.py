@@ -1,6 +1,6 @@
-"""Suite `outliers`: largest and median magnitudes of logits and hidden states (Table 5; docs/suites.md)."""
-#   B = batch, T = query tokens, S = key tokens (= T), D = model width, H = heads, K = key/value heads,
-#   R = H / K query heads per key/value head, G = groups (A1 and A2), C = queries of a chunk, N = devices
+"""Suite `outliers`: largest and median logits and hidden states (Table 5 of the Differential Transformer paper)."""
+# Axes of arrays: B = rows of a batch, T = query tokens, S = key tokens (= T), D = model width, H = heads,
+# K = key/value heads, R = H / K, G = groups (A1 and A2), C = queries of a chunk, N = devices
 
 import functools
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from difftx.parallel.layout import Layout
 from difftx.training.state import graph
 
 KINDS = ("logits", "hidden")
-CHUNK_VALUES = 2**20  # Hidden-state values that a device counts per chunk; for logits, `xla.CHUNK_MAP_ELEMENTS`.
+CHUNK_VALUES = 2**20  # Number of hidden-state values in a chunk. `xla.CHUNK_MAP_ELEMENTS` bounds a chunk of logits.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -53,7 +53,6 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def _count(evaluation: Evaluation, digits: Mapping[str, Digit], what: str) -> dict[str, np.ndarray]:
-    """Make a pass over the validation data, and return the counts of `digits` for logits and hidden states."""
     run, settings = evaluation.run, evaluation.run.config.eval.outliers
     graphdef = graph(run.config, Layout.of(run.config.mesh.context_method).with_whole_rows())
     counts = {kind: no_counts(run.mesh, slots_for(settings.ranks)) for kind in KINDS}
@@ -74,7 +73,7 @@ def _add_batch(
     digits: Mapping[str, Digit],
     counts: Mapping[str, Counts],
 ) -> dict[str, Counts]:
-    """Return `counts` plus those of the logits and hidden states of a batch's first `rows` rows."""
+    """Add the logits and hidden states of a batch's first `rows` rows to `counts`."""
     model, ids_BT = nnx.merge(graphdef, params), batch.segment_ids_BT
     layout = model.layout
     row_BT = jax.lax.broadcasted_iota(jnp.int32, batch.tokens_BT.shape, 0, out_sharding=layout.act_BT)
@@ -101,7 +100,7 @@ def _add_batch(
 
 
 def _is_own(config: ModelConfig) -> np.ndarray:
-    """Return which heads and groups to count, bool `[H, G]`: of the copies of a noise head, only the first."""
+    """Return which heads and groups to count, bool `[H, G]`. Of the copies of a noise head, only the first counts."""
     if config.signal_heads is None:
         return np.ones((config.query_heads // config.groups, config.groups), bool)
     is_first_H = np.arange(config.num_heads) % config.signal_heads == 0
@@ -109,16 +108,13 @@ def _is_own(config: ModelConfig) -> np.ndarray:
 
 
 def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
-    """Return one device's counts plus those of its logits, computed in chunks of queries.
-
-    With `shared`, the devices along the axis `context` have the same logits, and only the first of them counts.
-    """
+    """Add one device's logits to its counts, in chunks of queries."""
     real_BT, ids_BT = by_row
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, _, H, G, _ = q_BTHGd.shape
     K = k_BTKGd.shape[2]
     counted_BTHG = real_BT[:, :, None, None] & own_HG[None, None]
-    if shared:
+    if shared:  # All devices along the mesh axis `context` have the same logits, and only the first one counts them.
         counted_BTHG &= jax.lax.axis_index("context") == 0
 
     def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
@@ -132,11 +128,9 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
 
 
 def _add_hidden(counts_1P2V, out_BTD, real_BT, digit):
-    """Return one device's counts plus those of its hidden states, in chunks of tokens.
-
-    The devices along the axis `tensor` have the same hidden states, and only the first of them counts.
-    """
+    """Add one device's hidden states to its counts, in chunks of tokens."""
     D = out_BTD.shape[2]
+    # All devices along the mesh axis `tensor` have the same hidden states, and only the first one counts them.
     counted = (real_BT & (jax.lax.axis_index("tensor") == 0)).reshape(-1)
     size = min(len(counted), max(1, CHUNK_VALUES // D))
     count = -(-len(counted) // size)

@@ -1,7 +1,7 @@
 """Variants of differential attention."""
-#   B = batch, T = tokens, D = model width, H = heads (in GDA: signal heads), K = key/value heads, N = noise heads,
-#   R = H / N = signal heads per noise head, Q = R + 1, G = 2 groups (A1 and A2), d = width of a query/key (sub-)head,
-#   E = width of a value head
+# Axes: B = batch, T = tokens, D = model width, H = heads (if there are noise heads: signal heads), K = key/value heads,
+#   N = noise heads, R = H / N = signal heads per noise head, Q = R + 1 = queries per noise head,
+#   G = 2 groups (A1 and A2), d = width of a query/key (sub-)head, E = width of a value head
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,9 @@ from difftx.model.attention import Attention, DiffAttention, merge_heads, requir
 from difftx.model.layers import projection
 from difftx.parallel.layout import Layout
 
-SIGNAL_HEADS = 3  # Signal heads per noise head. Motif-2-12.7B has 4, which divides fewer numbers of heads.
+SIGNAL_HEADS = (
+    3  # Signal heads per noise head. Motif-2-12.7B has 4, but 4 + 1 divides fewer numbers of heads than 3 + 1.
+)
 
 
 class DiffAttentionV2(Attention):
@@ -23,8 +25,8 @@ class DiffAttentionV2(Attention):
     head_i = A_{2i} V - λ_i A_{2i+1} V with λ_i = σ(x W_λ)_i per token and head. The output is Concat_i(head_i) W_O.
 
     Query heads 2i and 2i + 1 of the 2H query heads form head i. They share keys and values, because 2H / K is even. The
-    architecture has no λ_init, head norm or post-norm scale. Attention has 5 D² + D H weights, so the MLP of a matched
-    model is (D + H) / 3 narrower than the Transformer's.
+    architecture has no λ_init, head norm or post-norm scale. Attention has 5 D² + D H weights, so the MLP is
+    (D + H) / 3 narrower than that of a Transformer with as many parameters.
     """
 
     @classmethod
@@ -43,7 +45,7 @@ class DiffAttentionV2(Attention):
 
     @classmethod
     def matrices_by_group(cls, name, weight):
-        """Return a stacked weight by groups: the even query heads are the first group, the odd ones the second."""
+        """Return the parts of a weight by group. Even query heads are in the first group, odd ones in the second."""
         if name == "query":
             L, D, heads, d = weight.shape
             sharding = jax.P(None, *Layout().query_DHGd)
@@ -82,7 +84,7 @@ class GroupedDiffAttention(DiffAttention):
 
     The R signal queries and the noise query of a noise head share keys and values, so K must divide N = H / R. Fused
     kernels require as many noise queries as signal queries, so they compute A2 once per signal head. For R = 3,
-    attention has 3.5 D² weights, and the MLP of a matched model is D / 6 wider than the Transformer's.
+    attention has 3.5 D² weights, so the MLP is D / 6 wider than that of a Transformer with as many parameters.
     """
 
     fields = ("signal_heads", *DiffAttention.fields)
@@ -107,19 +109,19 @@ class GroupedDiffAttention(DiffAttention):
 
     @classmethod
     def configure(cls, c, heads):
-        """Divide the Transformer's `heads` heads into groups of three signal heads and one noise head."""
+        """Divide the `heads` heads of the Transformer into groups of three signal heads and one noise head."""
         super().configure(c, heads)
         c.model.num_heads = SIGNAL_HEADS * (heads // (SIGNAL_HEADS + 1))
         c.model.signal_heads = SIGNAL_HEADS
 
     @classmethod
     def query_shape(cls, config):
-        """Return the sizes N and Q of the query weights: noise heads, and queries per noise head."""
+        """Return the number of noise heads and of queries per noise head."""
         noise_heads = cls.kv_heads(config)
         return noise_heads, cls.query_heads(config) // noise_heads
 
     def project(self, x_BTD, angles):
-        """Return queries `[B, T, H, 2, d]`, with noise queries repeated for each signal head, keys and values."""
+        """Return queries, keys and values. Queries `[B, T, H, 2, d]` pair each signal query with its noise query."""
         q_BTNQd, k_BTKGd, v_BTKE = super().project(x_BTD, angles)
         signal_BTNRd, noise_BTN1d = q_BTNQd[..., :-1, :], q_BTNQd[..., -1:, :]
         q_BTNRGd = jnp.stack([signal_BTNRd, jnp.broadcast_to(noise_BTN1d, signal_BTNRd.shape)], axis=-2)
@@ -131,9 +133,9 @@ class GroupedDiffAttention(DiffAttention):
 class SignedMaskAttention(DiffAttention):
     """Softmax attention with a learned sign and scale for each weight, (softmax(Q1 K1ᵀ/√d) ∘ tanh(Q2 K2ᵀ/√d)) V.
 
-    A reviewer of arXiv 2410.05258 asked whether negative weights alone explain the gains of differential attention,
-    without cancelled noise. To test this, everything else is as in `DiffAttention`: projections, head norm and the
-    factor 1 - λ_init (or `post_scale`). There is no λ.
+    A reviewer of arXiv 2410.05258 asked whether negative weights explain the gains of differential attention, rather
+    than the cancellation of noise. This variant has negative weights but no λ. Its projections, head norm and factor
+    1 - λ_init (or `post_scale`) are those of `DiffAttention`.
     """
 
     kernel = "mapped_attention"

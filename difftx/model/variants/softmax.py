@@ -1,5 +1,5 @@
 """Variants of softmax attention."""
-#   B = batch, T = tokens, D = model width, H = heads, d = width of a head, E = d
+# Axes: B = batch, T = tokens, D = model width, H = heads, d = width of a head, E = d
 
 import functools
 
@@ -12,9 +12,9 @@ from difftx.model.layers import projection, vector
 
 
 class GatedAttention(Attention):
-    """Softmax attention with a gate on its output: head_i = σ(x W_i) ∘ A_i V, elementwise (arXiv 2505.06708, "G1").
+    """Softmax attention with an elementwise gate on its output, head_i = σ(x W_i) ∘ A_i V (arXiv 2505.06708, "G1").
 
-    The gate has D² weights, so the MLP of a matched model is D / 3 narrower than the Transformer's.
+    The gate has D² weights, so the MLP is D / 3 narrower than that of a Transformer with as many parameters.
     """
 
     def __init__(self, config, layout, *, rngs):
@@ -29,7 +29,7 @@ class GatedAttention(Attention):
 
 
 class OffByOneAttention(Attention):
-    """Softmax-off-by-one, exp(z_ij) / (1 + Σ_j exp(z_ij)) (E. Miller, "Attention is off by one", 2023)."""
+    """Softmax-off-by-one weights, exp(z_ij) / (1 + Σ_j exp(z_ij)) (E. Miller, "Attention is off by one", 2023)."""
 
     kernel = "mapped_attention"
 
@@ -43,7 +43,7 @@ class OffByOneAttention(Attention):
 class SinkAttention(OffByOneAttention):
     """Softmax with a learned sink per head, exp(z_ij) / (exp(s_h) + Σ_j exp(z_ij)) (gpt-oss, OpenAI 2025).
 
-    s_h starts at 0, which equals softmax-off-by-one.
+    s_h is initialised to 0, where the weights equal those of softmax-off-by-one.
     """
 
     def __init__(self, config, layout, *, rngs):
@@ -67,7 +67,7 @@ class TopKAttention(Attention):
 
     @classmethod
     def configure(cls, c, heads):
-        """Set `top_k` to an eighth of a row. The value is a starting point for tuning, as no source gives one."""
+        """Set `top_k` to an eighth of a row's length, a starting point for tuning, because no source gives a value."""
         super().configure(c, heads)
         c.model.top_k = c.data.sequence_length // 8
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: train state, loader state and config.
+"""Checkpoints of a run: train state, state of the data loader, and config.
 
 Orbax saves a checkpoint in the background, into a folder with a temporary name. When every process has written its
 arrays, the primary process writes the manifest into the folder, and orbax renames the folder to the step number. All
@@ -38,25 +38,22 @@ from difftx.training.checkpoint.manifest import (
 )
 from difftx.training.state import TrainState
 
-# Timeout for the primary process to read a checkpoint. If it dies, the other processes' heartbeat notices earlier.
+# Timeout of the other processes while the primary process reads a checkpoint. If it dies, they notice much earlier.
 DECISION_SECONDS = 24 * 3600.0
-CONFIG_FILE = "config/metadata"  # Path that orbax's JsonCheckpointHandler uses.
+CONFIG_FILE = "config/metadata"  # Path of the config in a checkpoint, as orbax's JsonCheckpointHandler names it.
 
 
 class Checkpointer:
     """The checkpoints in `<workdir>/checkpoints`, one folder per step."""
 
     def __init__(self, workdir: Path, config: CheckpointConfig | None = None, *, save_seconds: int = 1200):
-        """Open the folder of checkpoints.
+        """Open the folder of checkpoints. Without a config, open it for reading, which changes nothing.
 
-        Args:
-            workdir: Directory of the run.
-            config: Checkpoint settings for training. None opens the folder for reading, which changes nothing.
-            save_seconds: Timeout of a save in seconds, for example if another process fails meanwhile.
+        `save_seconds` is the timeout of a save, for example if another process fails meanwhile.
         """
         self.folder = workdir.resolve() / "checkpoints"
         self._workdir, self._config = workdir, config
-        # Orbax's CheckpointManager is not used, because it would treat any folder with a numeric name as a checkpoint.
+        # Orbax's CheckpointManager would treat any folder with a numeric name as a checkpoint, so it is not used.
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.StandardCheckpointHandler(),
             loader=ocp.JsonCheckpointHandler(),
@@ -67,29 +64,27 @@ class Checkpointer:
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._unfinished = self.folder  # Temporary folder of the save in progress.
-        self._write_manifest: Callable[[], None] = lambda: None  # Writes the manifest of that save.
-        self._verified: set[int] = set()  # Steps that this process has restored or saved.
-        self._failures = 0  # Failed saves in a row.
+        self._unfinished = self.folder  # Temporary folder of the newest save.
+        self._write_manifest: Callable[[], None] = lambda: None  # Writes the manifest of the newest save.
+        self._verified: set[int] = set()  # Steps whose checkpoints this process has verified or saved.
+        self._failures = 0  # Number of consecutive failed saves.
         self._attempt = ""
         if config is not None:
             _hide_late_writes()
-            # Each attempt creates its own checkpointer, so this id and a step together identify parameters.
+            # Each attempt has its own checkpointer, so this id and a step together identify parameters.
             self._attempt = decide_on_primary(lambda: uuid.uuid4().hex, DECISION_SECONDS)
             decide_on_primary(self._make_folder, DECISION_SECONDS)
 
-    # ── Reading ──
-
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, ascending, including steps that do not verify."""
+        """Return the steps that have a folder, in ascending order. Their checkpoints may be corrupt."""
         return steps_in(self.folder)
 
     def newest(self) -> int | None:
-        """Return the newest step that verifies, or None if there has never been a checkpoint.
+        """Return the step of the newest valid checkpoint, or None if there has never been a checkpoint.
 
-        Training quarantines each checkpoint that does not verify. If no checkpoint verifies, training checks the
-        quarantined checkpoints again and renames the newest one that verifies back to its step. If none verifies
-        either, raise `UserError`. A checkpoint that cannot be read is not renamed, but raises `UnreadableError`.
+        Training quarantines corrupt checkpoints. If no valid one is left, training takes back the newest quarantined
+        checkpoint that is valid after all. Raise `UserError` if there is none, and `UnreadableError` if a checkpoint
+        cannot be read.
         """
         self._settle()
         step = decide_on_primary(self.find_newest, DECISION_SECONDS)
@@ -98,10 +93,10 @@ class Checkpointer:
         return step
 
     def read_newest[T](self, read: Callable[[int], T]) -> T | None:
-        """Return `read(step)` of the step that `newest` returns, or None if there has never been a checkpoint.
+        """Return `read(step)` for the newest valid checkpoint, or None if there has never been a checkpoint.
 
-        If training deletes the checkpoint meanwhile, call `read` again with the step that is then the newest. With
-        several processes, raise `RunError` instead, because the other processes may have read it.
+        If training deletes the checkpoint meanwhile, call `read` again with the new newest step. With several
+        processes, raise `RunError` instead, because other processes may have read the deleted checkpoint.
         """
         while (step := self.newest()) is not None:
             folder = self.folder / str(step)
@@ -116,7 +111,7 @@ class Checkpointer:
         return None
 
     def verified(self, step: int) -> int:
-        """Return `step`, or raise `UserError` if its checkpoint does not exist or does not verify."""
+        """Return `step`, or raise `UserError` if its checkpoint does not exist or is corrupt."""
 
         def check() -> None:
             existing = f"{self.folder} has {', '.join(map(str, self.steps())) or 'none'}"
@@ -129,7 +124,7 @@ class Checkpointer:
         return step
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
-        """Return the train state, sharded over `mesh` like `abstract`, and the loader's state."""
+        """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""
         folder, wanted = self.folder / str(step), _on_mesh(vars(abstract), mesh)
         _check_arrays(folder, wanted)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
@@ -138,7 +133,7 @@ class Checkpointer:
         return TrainState(**restored["state"]), restored["loader"]
 
     def weights_id(self, step: int) -> str:
-        """Return the identifier of this attempt's parameters after `step`."""
+        """Return an identifier of the parameters after `step` that no other run or attempt uses."""
         return f"{self._attempt}/{step}"
 
     def find_newest(self) -> int | None:
@@ -166,17 +161,16 @@ class Checkpointer:
         return None
 
     def _make_folder(self) -> None:
-        if not list_folder(self.folder):  # Raises if it is a file, or a link to an unmounted disk.
+        if not list_folder(self.folder):  # Raises an error if it is a file, or a link to an unmounted disk.
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RunError(f"{self.folder} cannot be made: {error.strerror}") from error
 
     def _take_back(self, quarantined: Sequence[Path]) -> int | None:
-        """Rename the newest quarantined checkpoint that verifies back to its step, and return the step.
+        """Rename the newest valid quarantined checkpoint back to its step, and return the step.
 
-        Call this method only if no other checkpoint verifies, because a user may have quarantined checkpoints to
-        resume from an earlier step.
+        Call this only if no other checkpoint is valid, because a user may have quarantined checkpoints on purpose.
         """
         unreadable = []
         for path in sorted(quarantined, key=retention.quarantine_order, reverse=True):
@@ -207,12 +201,10 @@ class Checkpointer:
                 f"aside: python -m difftx checkpoint quarantine --workdir={self._workdir} --step={step}"
             ) from error
 
-    # ── Writing ──
-
     def save(self, state: TrainState, loader: dict[str, Any], config: Config) -> None:
-        """Start to save under the state's step, and return when the arrays may be donated.
+        """Start to save, and return as soon as the arrays may be donated to the next step.
 
-        This method and the next two raise `RunError` after `checkpoint.max_failed_saves` failed saves in a row.
+        This method, `check` and `save_and_wait` raise `RunError` after `checkpoint.max_failed_saves` failures in a row.
         """
         self._settle()
         step = int(jax.device_get(state.step))
@@ -228,13 +220,13 @@ class Checkpointer:
         )
         try:
             self._orbax.save(self.folder / str(step), args=args, force=True)
-        except Exception as error:  # Orbax raises many exception types. The run can continue without this checkpoint.
+        except Exception as error:  # Orbax raises many types. The run can continue without this checkpoint.
             self._note_failure(step, error)
             return
         self._saving = step, self._background.submit(self._finish, step)
 
     def check(self) -> None:
-        """Record the result of a background save if it has ended."""
+        """Record the result of the save in the background, if it has ended."""
         if self._saving is not None and self._saving[1].done():
             self._settle()
 
@@ -247,7 +239,7 @@ class Checkpointer:
             self._settle()
 
     def close(self) -> None:
-        """Wait until a pending save is on disk, and close orbax. Raise `RunError` if the last save failed."""
+        """Wait for a save in progress, and close orbax. Raise `RunError` if the last save failed."""
         self._settle()
         self._background.shutdown()
         self._orbax.close()
@@ -263,8 +255,7 @@ class Checkpointer:
             steps = [other for other in self.steps() if other <= step]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
             retention.remove(self.folder / str(other) for other in steps if other not in kept)
-        # The save has succeeded even if an old checkpoint cannot be deleted.
-        except (OSError, UserError, UnreadableError) as error:
+        except (OSError, UserError, UnreadableError) as error:  # The save has succeeded nevertheless.
             say(f"old checkpoints stay: {error}")
 
     def _settle(self) -> None:
@@ -303,7 +294,7 @@ def config_of(folder: Path) -> Config:
 
 
 def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the parameters of the verified checkpoint in `folder`, sharded over `mesh` like the abstract `params`."""
+    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` like the abstract `params`."""
     wanted = _on_mesh({"params": params}, mesh)
     _check_arrays(folder, wanted, "params/")
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -314,13 +305,13 @@ def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Convert a read error of orbax or tensorstore, for a checkpoint that has verified, into an `UnreadableError`."""
+    """Convert errors of orbax and tensorstore to `UnreadableError`, because the checkpoint has been verified."""
     try:
         yield
     except Exception as error:
         # Orbax wraps some of tensorstore's errors in a plain `Exception`.
         cause = error.__cause__ if type(error) is Exception else error
-        code = re.search(r"os_error_code='(\d+)'", str(cause))  # Tensorstore gives no other access to the code.
+        code = re.search(r"os_error_code='(\d+)'", str(cause))  # Tensorstore has the code only in its message.
         number = cause.errno if isinstance(cause, OSError) else code and int(code[1])
         if number is None or isinstance(cause, FileNotFoundError):
             raise
@@ -329,11 +320,8 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _hide_late_writes() -> None:
-    """Do not print the tracebacks of the writes that end after their save has failed.
-
-    Orbax closes the event loop of a failed save while tensorstore still writes other arrays. Each of these writes then
-    raises an error in a thread of tensorstore.
-    """
+    """Hide the tracebacks of writes that continue after their save has failed."""
+    # Orbax closes the event loop of a failed save while tensorstore still writes other arrays, which then raise errors.
     if getattr(sys.unraisablehook, "__name__", "") == "hide_late_writes":
         return
     report = sys.unraisablehook
@@ -347,12 +335,10 @@ def _hide_late_writes() -> None:
 
 
 def _check_arrays(folder: Path, wanted: Any, prefix: str = "") -> None:
-    """Raise `UserError` unless the checkpoint's arrays whose names have a prefix are those that are `wanted`.
-
-    Orbax would cast other dtypes silently, and its error for another shape would not name the array.
-    """
+    """Raise `UserError` unless the checkpoint's arrays whose names begin with `prefix` are the `wanted` ones."""
+    # Orbax would silently cast other dtypes, and its error for another shape would not name the array.
     saved = {name: array for name, array in read_manifest(folder).arrays.items() if name.startswith(prefix)}
-    # Compare parameters first: the user knows their names, and the optimizer's moments have the same mismatches.
+    # Parameters come first, because users know their names. The optimizer's moments have the same mismatches.
     arrays = sorted(describe_arrays(wanted).items(), key=lambda item: not item[0].startswith("params/"))
     for name, (shape, dtype) in arrays:
         if saved.pop(name, None) != (shape, dtype):
@@ -365,7 +351,7 @@ def _check_arrays(folder: Path, wanted: Any, prefix: str = "") -> None:
 
 
 def _on_mesh(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the abstract arrays, sharded over `mesh`. Scalars have no sharding and are replicated."""
+    """Return the abstract arrays with shardings over `mesh`. Arrays without a sharding are replicated."""
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding is not None else jax.P()

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: `manifest.json`, written last, lists what a usable checkpoint must contain."""
+"""The manifest of a checkpoint, `manifest.json`, which lists all files and arrays of the checkpoint."""
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -29,14 +30,13 @@ from difftx.files import (
 )
 from difftx.registry import loaded_extensions
 
-FORMAT = 4  # Format of a checkpoint. Increase it when this version cannot read older checkpoints.
+FORMAT = 4  # Version of the format. Increase it if difftx can no longer read older checkpoints.
 MANIFEST = "manifest.json"
-QUARANTINED = ".quarantined"  # Part of the name of a quarantined checkpoint.
-# Orbax writes these files after the manifest, which therefore has no checksums of them. They must exist.
+QUARANTINED = ".quarantined"  # Part of the folder name of a quarantined checkpoint.
+# Files that must exist. Orbax writes them after the manifest, so the manifest has no checksums of them.
 COMMIT_MARKERS = ("commit_success.txt", "_CHECKPOINT_METADATA")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tiktoken", "numpy")
-BLOCK_BYTES = 2**22
-THREADS = min(8, os.cpu_count() or 1)  # xxhash releases the GIL.
+THREADS = min(8, os.cpu_count() or 1)  # Threads compute checksums in parallel, because xxhash releases the GIL.
 EXTENSIONS_SHAPE = [{"path": str, "sha256": str}]
 SHAPE = {
     "format": int,
@@ -52,44 +52,44 @@ SHAPE = {
 
 
 class OtherFormatError(UserError):
-    """A checkpoint that another version of difftx wrote. It is not corrupt, so nothing may rename it."""
+    """An error for a checkpoint of another version of difftx, which must not be quarantined as corrupt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint's `manifest.json`."""
 
-    sha256: str  # Hash of the manifest itself. Different checkpoints have different hashes.
+    sha256: str  # SHA-256 of the manifest's other fields. It differs between any two checkpoints.
     step: int
-    weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal only for equal parameters.
+    weights: str  # Identifier of the parameters, "<attempt>/<step>". Equal identifiers mean equal parameters.
     config_sha256: str
-    data: dict[str, Any]  # The loader's signature: sources, tokenizer, rows, order.
+    data: dict[str, Any]  # Signature of the training data: sources, tokenizer, rows and order.
     packages: dict[str, str]
-    extensions: list[dict[str, str]]  # Path and SHA-256 of each file that the training loaded with --extension.
-    arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape, dtype.
-    files: dict[str, tuple[int, str]]  # Path in the folder → size in bytes, XXH3-128 in hexadecimal.
+    extensions: list[dict[str, str]]  # Path and SHA-256 of each loaded extension.
+    arrays: dict[str, tuple[tuple[int, ...], str]]  # Path in the train state → shape and dtype.
+    files: dict[str, tuple[int, str]]  # Path in the folder → size in bytes, and XXH3-128 in hexadecimal.
 
 
 def array_name(path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf, such as "params/embedding", from its path in a tree."""
+    """Return the name of an array, such as "params/embedding", from its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def describe_arrays(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and dtype of each array of a tree by name, as in `Manifest.arrays`."""
+    """Return the shape and dtype of each array of a tree, by name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {array_name(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on."""
+    """Return the versions of the packages that can change the numbers of a run."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def write_manifest(
     folder: Path, step: int, weights: str, arrays: dict[str, Any], config: Config, data: dict[str, Any]
 ) -> None:
-    """Write the manifest of `folder`, with the checksums of all files in it and its subfolders."""
+    """Write the manifest of the checkpoint in `folder`, with the checksums of all its files."""
     markers = {folder / name for name in COMMIT_MARKERS}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in markers)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -112,7 +112,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest. Raise `UserError` if it is missing or corrupt, or names a file elsewhere."""
+    """Return a checkpoint's manifest. Raise `UserError` if it is absent or corrupt, or names a file elsewhere."""
     try:
         return _read_manifest(folder)
     except UserError as error:
@@ -143,18 +143,10 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str | None:
-    """Return why the checkpoint in `folder` does not verify, or None if it does.
+    """Return why the checkpoint in `folder` is invalid, for example because it is not of step `step`, or None.
 
-    A checkpoint does not verify if a file of its manifest is absent or has other contents.
-
-    Args:
-        folder: Folder of one checkpoint.
-        step: Step that the manifest must have. None accepts any step.
-        content: Compare the checksums of the files in addition to their presence and sizes.
-
-    Raises:
-        UnreadableError: a file or folder of the checkpoint cannot be read, so its contents may be intact.
-        OtherFormatError: another version of difftx wrote the checkpoint.
+    Compare the sizes of the files with the manifest, and if `content` is True also their checksums. Raise
+    `UnreadableError` if a file cannot be read, and `OtherFormatError` for a checkpoint of another version of difftx.
     """
     try:
         manifest = _read_manifest(folder)
@@ -165,7 +157,7 @@ def why_invalid(folder: Path, *, step: int | None = None, content: bool) -> str 
         raise OtherFormatError(f"{folder}: {error}") from error
     except UserError as error:
         return str(error)
-    except (FileNotFoundError, NotADirectoryError) as error:  # The file was deleted after its size was read.
+    except (FileNotFoundError, NotADirectoryError) as error:  # The file has just been deleted.
         return f"{error.filename} is missing"
 
 
@@ -187,23 +179,18 @@ def _damaged_file(folder: Path, manifest: Manifest, *, content: bool) -> str | N
 
 
 def xxh3_of(file: Path) -> str:
-    """Return the XXH3-128 of a file, in hexadecimal. XXH3 detects corruption, but not forgery."""
+    """Return the XXH3-128 of a file in hexadecimal. It detects corruption, but not deliberate changes."""
 
     def read() -> str:
-        digest, block = xxhash.xxh3_128(), bytearray(BLOCK_BYTES)
         with file.open("rb", buffering=0) as stream:
-            while count := stream.readinto(block):
-                digest.update(memoryview(block)[:count])
-        return digest.hexdigest()
+            return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
     return retry_read(file, read)
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps with a folder in a run's `checkpoints`, ascending, including steps that do not verify.
-
-    A symbolic link counts even if its target does not exist. Otherwise a run would silently resume from an older step.
-    """
+    """Return the steps with a folder in a run's `checkpoints`, in ascending order. Their checkpoints may be corrupt."""
+    # A symbolic link counts even if its target is absent. Otherwise a run would silently resume from an older step.
     found = list_folder(folder).items()
     return sorted(int(name) for name, is_folder in found if is_folder and re.fullmatch(r"0|[1-9][0-9]{0,17}", name))
 
@@ -214,13 +201,13 @@ def quarantined_in(folder: Path) -> list[Path]:
 
 
 def _check_inside(folder: Path, names: Iterable[str]) -> None:
-    """Raise `UserError` if a file name leads outside of the folder, which may itself be a symbolic link."""
+    """Raise `UserError` if a file name leads out of the folder. The folder itself may be a symbolic link."""
     real = os.path.realpath(folder)
     for name in names:
         path = PurePosixPath(name)
         try:
             inside = os.path.realpath(folder / name).startswith(f"{real}{os.sep}")
-        except ValueError:  # No file can have this name.
+        except ValueError:  # The name is invalid, for example because of a null character.
             inside = False
         if not inside or path.is_absolute() or ".." in path.parts:
             raise UserError(f"{MANIFEST} names {name!r}, which is not a file of this folder")

@@ -1,4 +1,4 @@
-"""Reading of checkpoints for eval.py, `generate` and `convert`, each with the config that it was trained with."""
+"""Opening of checkpoints in eval.py, `generate` and `convert`, with the config that they were trained with."""
 
 import contextlib
 import dataclasses
@@ -22,23 +22,23 @@ from difftx.training.checkpoint.manifest import read_manifest
 from difftx.training.resume import changed_fields
 from difftx.training.run import Run
 
-# Fields of `data` that only say where the data is. The signature in the manifest identifies the contents.
+# Fields of `data` that only locate the data. The signature in the manifest identifies the contents.
 LOCATIONS = ("path", "sources", "tokenizer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it was when a reader opened it."""
+    """The description of a checkpoint, as read when the checkpoint was opened."""
 
     folder: Path
-    weights: str  # Identifier of the parameters.
+    weights: str  # Identifier of the parameters, from the manifest.
     sha256: str  # SHA-256 of the manifest.
-    data: dict[str, Any]  # Signature of the training data, or of the tokenizer alone.
-    config: Config  # Result of `config_for_reader`.
-    now: Config  # Config of the run directory, with the reader's overrides.
+    data: dict[str, Any]  # Signature of the training data, or of only the tokenizer if the checkpoint was imported.
+    config: Config  # Config of the training, with the present values of fields that do not change results.
+    now: Config  # Config of the run directory, with overrides from the command line.
 
     def require_unchanged(self) -> None:
-        """Raise `RunError` unless the folder still holds the checkpoint. All processes must call this method."""
+        """Raise `RunError` if the checkpoint was replaced or deleted. All processes must call this method."""
 
         def check() -> None:
             try:
@@ -55,10 +55,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
-    """Return the checkpoint in `folder`, read by the primary process, without verifying its arrays.
-
-    `now` is the config of the run directory, with the reader's overrides.
-    """
+    """Return the description of the checkpoint in `folder`, without verifying it. `now` is as in `Checkpoint`."""
 
     def describe() -> dict[str, Any]:
         manifest = read_manifest(folder)
@@ -71,10 +68,10 @@ def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
 
 
 def config_for_reader(trained: Config, now: Config) -> Config:
-    """Return the config to read a checkpoint with: that of its training, with the neutral fields of `now`."""
+    """Return the config `trained`, with the values of `now` for fields that change results only by rounding."""
     raw = values_of(trained)
     for change in changed_fields(trained, now):
-        # The accumulation stays, because it must divide the rows of the training batch.
+        # The accumulation is not changed, because it must divide the rows of the training batch.
         if change.is_neutral and change.field != "train.accumulation":
             group, name = change.field.split(".")
             raw[group][name] = change.new
@@ -82,11 +79,11 @@ def config_for_reader(trained: Config, now: Config) -> Config:
 
 
 def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
-    """Open the run of a checkpoint, with the checkpoint's model and the present location of its training data."""
+    """Open the run of a checkpoint, with the checkpoint's config, except that its training data may have been moved."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
             run = Run.open(config, workdir)
-            # The training data of an imported checkpoint is not known, so its signature has only the tokenizer.
+            # The signature of an imported checkpoint has only the tokenizer, because the training data is not known.
             signature = {name: run.data.signature.get(name) for name in checkpoint.data}
             if not signature_changes(checkpoint.data, signature):
                 return run
@@ -94,7 +91,7 @@ def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
-    """Return a config with the tokenizer's present location, and the tokenizer that the checkpoint was trained with."""
+    """Return the tokenizer that the checkpoint was trained with, and a config with the tokenizer's present location."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
             tokenizer = load_tokenizer(config.data.tokenizer)
@@ -110,12 +107,12 @@ def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
 
 
 def _moved(checkpoint: Checkpoint) -> Iterator[Config]:
-    """Yield the checkpoint's config with the data locations of the run directory's config, if the locations differ.
+    """Yield the checkpoint's config with the data locations of the run directory's config, if these differ.
 
-    The data may differ too, so the caller must compare them with the checkpoint's signature.
+    The contents may differ too, so the caller must compare the checkpoint's signature.
     """
     data = checkpoint.config.data
-    with contextlib.suppress(UserError):  # The locations may contradict other fields of the checkpoint's config.
+    with contextlib.suppress(UserError):  # The locations may be invalid with other fields of the checkpoint's config.
         moved = dataclasses.replace(data, **{name: getattr(checkpoint.now.data, name) for name in LOCATIONS})
         if moved != data:
             yield dataclasses.replace(checkpoint.config, data=moved)

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: which ones a run keeps, and how it deletes or quarantines the rest."""
+"""Selection of the checkpoints that a run keeps, and deletion and quarantine of checkpoints."""
 
 import itertools
 import math
@@ -15,30 +15,30 @@ from difftx.errors import RunError, UserError
 from difftx.files import list_folder, read_json, schema_error
 from difftx.training.checkpoint.manifest import QUARANTINED
 
-REMOVED = ".removed"
+REMOVED = ".removed"  # Ending of the name of a folder that is being deleted.
 # Names of folders that an interrupted save or removal leaves behind.
 LEFTOVER = re.compile(rf"\d+({re.escape(ocp.step.TMP_DIR_SUFFIX)}.*|{re.escape(REMOVED)})")
 
 
 def steps_to_keep(config: CheckpointConfig, steps: Sequence[int], workdir: Path) -> set[int]:
-    """Return the subset of the verified `steps` that the config keeps, empty only if `steps` is empty."""
+    """Return those of the `steps` whose checkpoints the config keeps."""
     newest_first = sorted(steps, reverse=True)
     kept = set(newest_first[: config.keep])
-    # Also keep the newest `config.keep` regular checkpoints, because a rewind uses only these (guards.py).
+    # A rewind uses only regular checkpoints, those at multiples of `every_steps`, so some of them are kept too.
     kept.update([step for step in newest_first if step % config.every_steps == 0][: config.keep])
     if config.keep_every_steps is not None:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
     if config.keep_best is not None:
         numbers = {step: number_of(workdir, step, config.keep_best) for step in newest_first}
         finite = {step: number for step, number in numbers.items() if number is not None}
-        if finite:  # Of equally good steps, the newest one is kept.
+        if finite:  # Among equally good steps, keep the newest one.
             best = min if config.keep_best_mode == "min" else max
             kept.add(best(finite, key=finite.__getitem__))
     return kept
 
 
 def number_of(workdir: Path, step: int, name: str) -> float | None:
-    """Return a number such as "loss/perplexity" after a step, or None if it was not evaluated or is not finite."""
+    """Return an evaluated number such as "loss/perplexity" after a step, or None if it is absent or not finite."""
     suite, number = name.split("/")
     path = workdir / "evals" / suite / f"{step}.json"
     if not path.exists():
@@ -53,7 +53,7 @@ def number_of(workdir: Path, step: int, name: str) -> float | None:
 
 
 def quarantine(folder: Path) -> Path:
-    """Quarantine a checkpoint: rename its folder, and return the new path."""
+    """Rename a checkpoint's folder so that no command uses the checkpoint, and return the new path."""
     first = f"{folder.name}{QUARANTINED}"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
     path = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
@@ -61,7 +61,7 @@ def quarantine(folder: Path) -> Path:
 
 
 def rename(folder: Path, to: Path) -> Path:
-    """Rename a checkpoint, and return the new path; raise `RunError` if this fails."""
+    """Rename a checkpoint, and return the new path. Raise `RunError` if this fails."""
     try:
         return folder.rename(to)
     except OSError as error:
@@ -69,19 +69,19 @@ def rename(folder: Path, to: Path) -> Path:
 
 
 def quarantine_order(path: Path) -> tuple[int, int]:
-    """Return a quarantined checkpoint's step, or -1 if its name has none, and its number among those of this step."""
+    """Return the step and the number in the name of a quarantined checkpoint. The step is -1 if the name has none."""
     found = re.fullmatch(rf"(\d+){re.escape(QUARANTINED)}(?:\.(\d+))?", path.name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete checkpoints. Rename each one first, so that a kill leaves no partial checkpoint under a valid name."""
+    """Delete checkpoints. Rename each one first, so that an interruption leaves no incomplete checkpoint."""
     for folder in folders:
         _delete(folder.rename(folder.with_name(f"{folder.name}{REMOVED}")))
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete the folders of interrupted saves and removals, and return their names; print those that remain."""
+    """Delete the folders of interrupted saves and removals, and return the names of the deleted folders."""
     removed = []
     for name in sorted(filter(LEFTOVER.fullmatch, list_folder(folder))):
         try:

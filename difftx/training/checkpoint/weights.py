@@ -1,7 +1,4 @@
-"""Checkpoints of parameters alone, written and read one layer at a time, so that a conversion never holds all layers.
-
-`restore_params` can read such a checkpoint, which has neither the optimizer's state nor the loader's state.
-"""
+"""Checkpoints that have only parameters. They are written and read one layer at a time, to limit the use of memory."""
 
 import contextlib
 import dataclasses
@@ -21,10 +18,8 @@ from etils import epath
 from difftx.config import Config
 from difftx.training.checkpoint.manifest import write_manifest
 
-type_handlers = ocp.type_handlers
-
-DATA_FILE_BYTES = 2**28  # Target size of orbax's data files, which orbax collects in memory.
-CACHE_BYTES = 2**31  # Cache of decoded chunks, for chunks of several layers, such as those that training saves.
+DATA_FILE_BYTES = 2**28  # Size at which orbax writes a data file, which it collects in memory.
+CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
 SAVE_SECONDS = 24 * 3600
 STEP = 0  # Step of a checkpoint that difftx did not train.
 
@@ -34,12 +29,10 @@ class Streamed:
     """A float32 array whose blocks are produced while it is written."""
 
     shape: tuple[int, ...]
-    rows: int  # Rows of a block along the first axis.
-    blocks: Callable[[], Iterable[np.ndarray]]  # Yields the blocks in order. The last block may have fewer rows.
+    rows: int  # Number of rows of a block, along the first axis.
+    blocks: Callable[[], Iterable[np.ndarray]]  # Yields the blocks in order. The last one may be smaller.
 
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32)
+    dtype = np.dtype(np.float32)
 
     @property
     def size(self) -> int:
@@ -47,7 +40,7 @@ class Streamed:
 
 
 def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, data: dict[str, Any]) -> None:
-    """Write parameters, keyed by names such as "blocks/mlp/up_DF", as a run's checkpoint of step 0.
+    """Write parameters, keyed by names such as "blocks/mlp/up_DF", as the checkpoint of step 0 of a new run.
 
     `data` is the data signature for the manifest: {"tokenizer": fingerprint}.
     """
@@ -60,7 +53,7 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
         timeout_secs=SAVE_SECONDS,
         post_finalization_callback=lambda: write_manifest(unfinished, STEP, weights, described, config, data),
     )
-    registry = type_handlers.create_type_handler_registry((Streamed, _StreamedHandler()))
+    registry = ocp.type_handlers.create_type_handler_registry((Streamed, _StreamedHandler()))
     handler = ocp.CompositeCheckpointHandler(
         state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry), config=ocp.JsonCheckpointHandler()
     )
@@ -75,47 +68,47 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
 
 
 class ParamsReader:
-    """A reader of a checkpoint's parameters, one layer at a time."""
+    """A reader of a checkpoint's parameters that loads one layer at a time."""
 
     def __init__(self, folder: Path):
         self._state = epath.Path(folder.resolve() / "state")
         self._opened: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
-        """Return one layer of a stacked array, or rows of another array, such as "embedding_VD"."""
+        """Return one layer of an array with all layers, or rows of another array, such as "embedding_VD"."""
         if name not in self._opened:
             store = self._open(name, cache_bytes=0)
             chunk = store.chunk_layout.read_chunk.shape
             if chunk is not None and chunk[0] != 1:
                 store = self._open(name, cache_bytes=CACHE_BYTES)
-            self._opened = {name: store}  # The cache of the previous array is freed.
+            self._opened = {name: store}  # Frees the cache of the previous array.
         return self._opened[name][index].read().result()
 
     def _open(self, name: str, *, cache_bytes: int) -> ts.TensorStore:
         limits = {"cache_pool": cache_bytes, "cache_pool#ocdbt": 10**8}
         context = ts.Context({pool: {"total_bytes_limit": size} for pool, size in limits.items()})
-        info = type_handlers.ParamInfo(
+        info = ocp.type_handlers.ParamInfo(
             name=f"params.{name.replace('/', '.')}",
             parent_dir=self._state,
             is_ocdbt_checkpoint=True,
             ts_context=context,
         )
-        spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
         return ts.open(ts.Spec(spec), open=True, context=context).result()
 
 
-class _StreamedHandler(type_handlers.NumpyHandler):
-    """An orbax handler that writes `Streamed` arrays one after the other, with each block as one chunk of the file."""
+class _StreamedHandler(ocp.type_handlers.NumpyHandler):
+    """An orbax handler that writes `Streamed` arrays one after the other. Each block becomes one chunk on disk."""
 
     async def serialize(
-        self, values: Sequence[Any], infos: Sequence[type_handlers.ParamInfo], args: Any = None
+        self, values: Sequence[Any], infos: Sequence[ocp.type_handlers.ParamInfo], args: Any = None
     ) -> Sequence[ocp.future.Future]:
         return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos), name="params")]
 
-    async def _write(self, values: Sequence[Streamed], infos: Sequence[type_handlers.ParamInfo]) -> None:
+    async def _write(self, values: Sequence[Streamed], infos: Sequence[ocp.type_handlers.ParamInfo]) -> None:
         for array, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            spec = type_handlers.get_json_tspec_write(
+            spec = ocp.type_handlers.get_json_tspec_write(
                 info,
                 use_ocdbt=True,
                 global_shape=array.shape,

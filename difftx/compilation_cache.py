@@ -1,0 +1,57 @@
+"""JAX's persistent compilation cache: the folder in which processes find the programs that earlier ones compiled."""
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+
+
+def enable(where: str = "auto") -> None:
+    """Let this process and the processes that it starts read and write a cache of compiled programs.
+
+    This function does not import JAX, and it must run before JAX compiles its first program. The variables of JAX, such
+    as JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE, take precedence over "auto".
+
+    Args:
+        where: Path of the cache folder, "off" for no cache, or "auto" for a subfolder of the user's cache folder. JAX's
+            keys ignore the features of the CPU, and a home folder may serve several machines. So machines with
+            different CPU features use different subfolders.
+    """
+    if where == "off":
+        settings = {"jax_enable_compilation_cache": "false"}
+    else:
+        folder = _user_folder() if where == "auto" else Path(where)
+        if not _is_writable(folder):
+            return
+        settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": "0"}
+    for name, value in settings.items():
+        variable = name.upper()
+        if where == "auto" and variable in os.environ:
+            continue
+        os.environ[variable] = value
+        if "jax" in sys.modules:  # JAX has read the variables already.
+            sys.modules["jax"].config.update(name, {"false": False, "0": 0.0}.get(value, value))
+
+
+def _user_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "difftx" / f"compiled-{_cpu_features(Path('/proc/cpuinfo'))}"
+
+
+def _cpu_features(cpuinfo: Path) -> str:
+    """Return a hash of the machine's type and of the features that its CPU lists."""
+    features = platform.machine() + platform.processor()
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(features.encode()).hexdigest()[:12]
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return whether the folder exists, possibly after this call, and files can be created in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)

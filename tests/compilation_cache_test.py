@@ -1,0 +1,87 @@
+"""The persistent compilation cache: training twice in real processes, and the choice of the folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment, write_text
+
+from difftx import compilation_cache
+
+
+def train(folder, name, *, cache_home, **fields):
+    """Train a run in `folder`, and return its losses and what it printed as errors."""
+    flags = TINY | {"data.path": write_text(folder / "text.txt"), "train.compilation_cache": "auto"} | fields
+    variables = {"XDG_CACHE_HOME": str(cache_home), "JAX_LOG_COMPILES": "1"}
+    environment = {k: v for k, v in child_environment(1).items() if "CACHE" not in k} | variables
+    command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={folder / name}"]
+    command += [f"--config.{field}={value}" for field, value in flags.items()]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["split"] == "train"]
+    lines = result.stderr.splitlines()
+    # The loop compiles the step in advance, for the shapes and shardings that it will have.
+    assert sum("Compiling jit(step)" in line for line in lines) == 1
+    return losses, "\n".join(line for line in lines if not line.startswith("WARNING:jax._src"))
+
+
+def entries(folder):
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
+
+
+def test_a_second_training_compiles_nothing_new(tmp_path):
+    home = tmp_path / "home"
+    losses, _ = train(tmp_path, "first", cache_home=home)
+    compiled = {path for path in entries(home) if path.name.endswith("-cache")}
+    assert any("step" in path.name for path in compiled)
+    assert all(path.parts[0] == "difftx" for path in compiled)
+    losses_again, errors = train(tmp_path, "second", cache_home=home)
+    assert {path for path in entries(home) if path.name.endswith("-cache")} == compiled
+    assert "cache" not in errors
+    assert losses_again == losses
+    assert len(losses) == 6
+
+
+def test_the_field_moves_the_cache_or_switches_it_off(tmp_path):
+    home, moved = tmp_path / "home", tmp_path / "moved"
+    train(tmp_path, "off", cache_home=home, **{"train.compilation_cache": "off"})
+    assert entries(home) == set()
+    train(tmp_path, "moved_run", cache_home=home, **{"train.compilation_cache": moved})
+    assert entries(home) == set()
+    assert any("step" in path.name for path in entries(moved))
+
+
+def test_a_training_without_a_place_for_the_cache_runs(tmp_path):
+    home = tmp_path / "home"
+    home.write_text("a file, in which no folder can be made")
+    _, errors = train(tmp_path, "run", cache_home=home)
+    assert "cache" not in errors
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """An environment without settings of the cache, and a process that has not imported JAX."""
+    for name in [name for name in os.environ if "CACHE" in name]:
+        monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "jax")
+    return monkeypatch
+
+
+def test_the_variables_of_jax_take_precedence_over_auto_alone(tmp_path, variables):
+    variables.setenv("JAX_COMPILATION_CACHE_DIR", "chosen")
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.enable()
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "chosen"
+    compilation_cache.enable(str(tmp_path / "named"))
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "named")
+
+
+def test_machines_with_other_cpu_features_use_another_folder(tmp_path):
+    names = []
+    for flags in ("fpu sse avx2", "fpu sse avx2 avx512f", "fpu sse avx2"):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+        names.append(compilation_cache._cpu_features(tmp_path / "cpuinfo"))
+    assert names[0] == names[2] != names[1]
