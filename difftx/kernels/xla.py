@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from difftx.kernels.backend import Saved, pad_to
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import MASKED
+from difftx.kernels.maps import MASKED, softmax
 
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
+
+MAP_TOKENS = 1024  # Longest row for `jax.nn` on XLA, which stores all T × T attention weights.
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -106,6 +108,26 @@ def mapped_attention(
     arrays = {"q": q_BTHGD} if per_query_BTH is None else {"q": q_BTHGD, "per_query": per_query_BTH}
     out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
     return joined(out, T).reshape(B, T, H, -1)
+
+
+def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+    """Compute softmax attention by XLA operations, in chunks of queries if rows are long or sharded."""
+    if sharding is None and q_BTHD.shape[1] <= MAP_TOKENS:
+        return library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, implementation="xla")
+    q_BTHGD, k_BSKGD = q_BTHD[:, :, :, None], k_BSKD[:, :, :, None]
+    options = {"window": window, "sharding": sharding}
+    return mapped_attention(softmax, q_BTHGD, k_BSKGD, v_BSKD, None, segment_ids_BT, **options)
+
+
+def library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, implementation) -> jax.Array:
+    """Compute softmax attention by `jax.nn`, whose `implementation` is "xla" or "cudnn"."""
+    mask_B1TS = None
+    if segment_ids_BT is not None:
+        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation=implementation
+    )
 
 
 def masked_logits(
