@@ -133,7 +133,8 @@ class Attempt:
         """Compile the train step in all processes, before one of them runs it and waits for the others."""
         with self._goodput.section("compile"), display.wait("compiling the train step (first time only)"):
             self._session.step.lower(self._state, self._loader.abstract_batch()).compile()
-            barrier("compiled train step", self._patience)
+            # Compilation may take much longer in one process. The heartbeat detects a process that died or froze.
+            barrier("compiled train step", max(self._patience, self._config.multihost.watchdog_seconds))
 
     def _take_step(self, reporter: "Reporter") -> None:
         waited = time.perf_counter()
