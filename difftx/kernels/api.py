@@ -58,7 +58,7 @@ BACKENDS = {
         Backend("reference", reference.attention, auto=False),
         _for_tpu("splash", baseline.splash_attention, unsupported=baseline.splash_unsupported),
         _for_gpu("cudnn", baseline.cudnn_attention, unsupported=baseline.cudnn_unsupported),
-        Backend("xla", baseline.xla_attention),
+        Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
     "mapped_attention": _by_name(
         Backend("reference", reference.mapped_attention, auto=False), Backend("xla", xla.mapped_attention)

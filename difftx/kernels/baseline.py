@@ -1,4 +1,4 @@
-"""Softmax attention of the baseline Transformer by library functions: `jax.nn` (XLA, cuDNN), and splash on TPUs.
+"""Softmax attention of the baseline Transformer by library functions: cuDNN through `jax.nn`, and splash on TPUs.
 
 Splash attention is JAX's flash attention for TPUs with sparse masks. It skips tiles that the mask hides.
 """
@@ -14,36 +14,24 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from difftx.kernels import maps, target, xla
+from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, pad_to
 from difftx.kernels.pallas_tpu_kernels import block_tokens
 
 SPLASH_TILE = 512  # Largest side of a tile in tokens.
 SPLASH_FUSED_TOKENS = 4096  # Longest row for splash's fused backward pass, which stores one copy of dQ per key tile.
-XLA_MAP_TOKENS = 1024  # Longest row for `jax.nn` on XLA, which stores all T × T attention weights.
 DENSE_MASK_TOKENS = 16_384  # Longest row with segments for cuDNN: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
 
 
-def xla_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
-    """Compute softmax attention by XLA operations, in chunks of queries if rows are long or sharded."""
-    if sharding is None and q_BTHD.shape[1] <= XLA_MAP_TOKENS:
-        return _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, implementation="xla")
-    q_BTHGD, k_BSKGD = q_BTHD[:, :, :, None], k_BSKD[:, :, :, None]
-    options = {"window": window, "sharding": sharding}
-    return xla.mapped_attention(maps.softmax, q_BTHGD, k_BSKGD, v_BSKD, None, segment_ids_BT, **options)
-
-
-def _library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, implementation) -> jax.Array:
+def cudnn_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window) -> jax.Array:
+    """Compute softmax attention by cuDNN."""
     mask_B1TS = None
     if segment_ids_BT is not None:
         mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation=implementation
+        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation="cudnn"
     )
-
-
-cudnn_attention = functools.partial(_library_attention, implementation="cudnn")
 
 
 def cudnn_unsupported(call: AttentionCall) -> str | None:
