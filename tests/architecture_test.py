@@ -12,6 +12,7 @@ PACKAGE = ROOT / "difftx"
 ORDER = [
     "errors",
     "files",
+    "compilation_cache",
     "progress",
     "registry",
     "config",

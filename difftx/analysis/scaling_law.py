@@ -86,7 +86,7 @@ class Fit:
 class Match:
     """The sizes (numbers of parameters or tokens) at which a model and a reference have equal loss."""
 
-    x: float  # Size of the model.
+    x: float  # Size of the model that is compared.
     reference_x: float  # Size of the reference.
     loss: float
     ratio: float  # x / reference_x.

@@ -50,10 +50,11 @@ class Config(Group):
                 f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep "
                 "every key; use a smaller number"
             )
-        keep_best, suites = self.checkpoint.keep_best, self.eval.suites
-        if keep_best is not None and (suite := keep_best.split("/")[0]) not in suites:
+        keep_best = self.checkpoint.keep_best
+        if keep_best is not None and (suite := keep_best.split("/")[0]) not in self.eval.suites:
             raise UserError(
-                f"checkpoint.keep_best={keep_best!r}: {suite} is not one of eval.suites={suites}; add it there"
+                f"checkpoint.keep_best={keep_best!r}: {suite} is not one of eval.suites={self.eval.suites}; add "
+                "it there"
             )
         if keep_best is not None and self.checkpoint.every_steps % self.eval.every_steps:
             raise UserError(

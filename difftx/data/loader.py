@@ -138,7 +138,7 @@ def check_ids(rows: Row, vocab_size: int, where: Callable[[int], str]) -> None:
 
 
 def make_batch(rows_of_process: Row, rows: int, sharding: jax.sharding.NamedSharding) -> Batch:
-    """Make a global batch of `rows` rows. `rows_of_process` has those whose indices `rows_here` returns."""
+    """Make a global batch of `rows` rows. `rows_of_process` holds this process's rows (`rows_here`)."""
     here = rows_here(sharding, rows)
 
     def global_array(x_here: np.ndarray) -> jax.Array:

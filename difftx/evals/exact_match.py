@@ -28,7 +28,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def synthetic_sets(run: Run) -> dict[str, SyntheticRows]:
-    """Return the validation sets that are synthetic tasks by name, or raise `UserError` if there are none."""
+    """Return name → rows for the validation sets of synthetic tasks. Raise `UserError` if the run has no such set."""
     tasks = {name: rows for name, rows in run.data.valid.items() if isinstance(rows, SyntheticRows)}
     if not tasks:
         raise UserError("suite 'exact_match': no data path is a synthetic task, such as data.path='synthetic:mqar'")

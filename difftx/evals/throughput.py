@@ -58,7 +58,10 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 
 def pair(config: Config) -> dict[str, Config]:
-    """Return a config and its counterpart by architecture, in the order of `COMPARED`, or raise `UserError`."""
+    """Return architecture → config for a diff model and its matched Transformer, one of which is `config`.
+
+    Raise `UserError` if `config` has another architecture.
+    """
     if config.model.architecture not in COMPARED:
         raise UserError(
             f"model.architecture={config.model.architecture!r}: Table 7 compares {' and '.join(COMPARED)}; "

@@ -33,7 +33,7 @@ class Tensor:
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # Position of the first byte in the file.
+    offset: int  # Position in the file of the tensor's first byte.
 
     @property
     def end(self) -> int:

@@ -33,7 +33,7 @@ class AttentionCall(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Arrays that a forward pass saves for the backward pass, in one tuple for each order of axes."""
+    """Arrays that a forward pass saves for the backward pass. Arrays in one field have the same order of axes."""
 
     by_token: Any = ()  # Arrays [B, T, H, …].
     by_head: Any = ()  # Arrays [B, H, T, …].

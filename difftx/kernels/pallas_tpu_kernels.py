@@ -158,9 +158,9 @@ class TileCall:
 
 
 def block_tokens(t, sharding, side):
-    """Return the side of the tiles of rows of `t` tokens: a multiple of 128, at most `side`.
+    """Return the side of the tiles for rows of `t` tokens, a multiple of 128 that is at most `side`.
 
-    If rows are sharded along their tokens, tiles must divide their contiguous chunks. If no tile does, return 0.
+    If each device holds contiguous chunks of a row, the side divides the length of a chunk. Return 0 if none does.
     """
     if sharding is None:
         # Tiles of equal size need less padding: 640 tokens become 2 tiles of 384, not 2 of 512.

@@ -70,7 +70,7 @@ class RunStatus:
             self.tokens_per_second = statistics.median(row["tokens_per_second"] for row in attempt)
 
     def is_finished(self) -> bool:
-        """Return whether metrics.jsonl has the last step and its checkpoint's files have the recorded sizes."""
+        """Return whether metrics.jsonl has the last step, and the last checkpoint's files have the manifest's sizes."""
         return self.step == self.steps and why_invalid(self.last_checkpoint, step=self.steps, content=False) is None
 
     def cells(self) -> list[str]:

@@ -208,7 +208,7 @@ def _loss_panels(
 
 
 def _number_panels(suite: str, results: Mapping[str, Results]) -> list[Panel]:
-    """Return a panel for each number of a suite that a run has at several steps, except for constant numbers."""
+    """Return a panel for each metric of a suite that changes between the evaluated steps of a run."""
     panels = []
     of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
     for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):

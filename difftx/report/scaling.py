@@ -86,9 +86,10 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
 
 
 def _points_of_one_size(points: Sequence[LossPoint]) -> list[LossPoint]:
-    """Return the points of the largest size at which loss against tokens can be fitted for all architectures.
+    """Return the points of one model size, for fits of loss against tokens.
 
-    If there is no such size, return the points of the size with the most different numbers of tokens.
+    This is the largest size that has enough numbers of tokens for a fit of every architecture. If no size has enough,
+    it is the size with the most numbers of tokens.
     """
     groups: list[list[LossPoint]] = []
     for point in sorted(points, key=lambda point: point.size):

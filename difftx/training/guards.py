@@ -162,7 +162,7 @@ def act_on_bad_steps(
         return EXIT_FAILED
     rewind = Rewind(bad, examples + config.guards.skip_steps * config.batch_rows, guard.rewinds + 1)
     if is_primary():
-        # Delete the newest one first. After an interruption, the run then repeats the rewind from the older ones.
+        # Delete the newest checkpoint first. If this is interrupted, the run rewinds again from an older checkpoint.
         newest_first = sorted((step for step in steps if step > target), reverse=True)
         remove(checkpointer.folder / str(step) for step in newest_first)
     barrier(f"rewind {rewind.number}", config.multihost.barrier_timeout_seconds)

@@ -59,6 +59,19 @@ def verifies(folder: Path, step: int | None = None) -> bool:
     return bool(manifest["files"])
 
 
+def complete_checkpoints(folder: Path) -> list[int]:
+    """Return the steps whose manifest can be read, and whose files all exist and have the recorded sizes."""
+    complete = []
+    for step in steps_in(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            manifest = json.loads((folder / str(step) / MANIFEST).read_bytes())
+            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+            markers = all((folder / str(step) / marker).is_file() for marker in MARKERS)
+            if markers and all((folder / str(step) / name).stat().st_size == size for name, size in sizes.items()):
+                complete.append(step)
+    return complete
+
+
 def whole_checkpoints(folder: Path) -> dict[int, Digests]:
     """Return step → content of every checkpoint that verifies."""
     before = {step: digests(folder / str(step)) for step in steps_in(folder) if verifies(folder / str(step))}

@@ -547,10 +547,9 @@ class Run:
         for step, content in self._known.items():
             if now.get(step) == content or (back_to is not None and step > back_to):
                 continue
-            if len([other for other in now if other > step]) >= KEEP:
-                continue
-            # A run that goes on may have saved one more, and removed this one, while we looked.
-            if self._processes is not None and len([s for s in disk.steps_in(self._checkpoints) if s > step]) >= KEEP:
+            # Retention counts the checkpoints with all files, of the recorded sizes. A running training may have saved
+            # one more, and removed this one, while we looked.
+            if len([other for other in disk.complete_checkpoints(self._checkpoints) if other > step]) >= KEEP:
                 continue
             names = sorted(path.name for path in self._checkpoints.iterdir())
             raise AssertionError(f"the checkpoint of step {step} verified, and is lost; there are {names}")

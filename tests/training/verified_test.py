@@ -183,6 +183,13 @@ def test_what_is_kept(saved, tmp_path, rule, kept):
     assert names(saved(10, 20, 30, 40, 50, **rule)) == kept
 
 
+def test_a_checkpoint_with_a_missing_file_counts_for_nothing_and_stays(saved):
+    folder = saved(10, 20, 30, keep=3)
+    largest_file(folder / "20").unlink()
+    assert names(saved(40, keep=3)) == ["10", "20", "30", "40"]
+    assert names(saved(50, keep=3)) == ["20", "30", "40", "50"]
+
+
 def test_a_number_that_no_suite_has_deletes_nothing_and_is_told(saved, tmp_path, capsys):
     (tmp_path / "evals" / "loss").mkdir(parents=True)
     (tmp_path / "evals" / "loss" / "10.json").write_text('{"numbers": {"loss": 1.0}}')

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 ARTICLES = {"a", "an", "the"}
 LONGEST_ABSTENTION = 20  # Most words of an abstention.
-ABSTAINING = re.compile(  # Applied after `words`, which removes articles and splits "don't" into two words.
+ABSTAINING = re.compile(  # Matches the output of `words`, which has no articles, and "don t" for "don't".
     r"\b(unanswerable|no (answer|information)|(insufficient|not enough) information|"
     r"not (mentioned|stated|given|specified|provided|known|sure|clear|answerable|in document)|"
     r"(do not|don t|does not|doesn t|did not|didn t|could not|couldn t|can not|cannot|can t) "

@@ -1,1 +1,1 @@
-"""The suite harness: tasks of lm-eval."""
+"""The suite `harness`: tasks of lm-eval."""

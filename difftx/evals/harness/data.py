@@ -34,7 +34,7 @@ class Form:
     query: str  # Regular expression that matches a whole query.
     shown: str  # Description of the query for error messages.
     choices: tuple[str, ...] | None = None  # Choices that every row must have; None: any.
-    has_marks: bool = False  # Whether to refuse texts with marks of WikiHow, which lm-eval removes.
+    has_marks: bool = False  # Whether to refuse marks in brackets, such as "[title]", which lm-eval removes.
 
 
 _QUESTION = Form((2, 3, 4, 5), r"Question: .*\nAnswer:", "Question: …\nAnswer:")

@@ -1,1 +1,1 @@
-"""The suite icl: in-context learning from demonstrations."""
+"""The suite `icl`: in-context learning from demonstrations."""

@@ -1,1 +1,1 @@
-"""The suite math: problems with numeric answers."""
+"""The suite `math`: problems with numeric answers."""

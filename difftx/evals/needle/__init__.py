@@ -1,1 +1,1 @@
-"""The suite needle: retrieval of facts from a long text."""
+"""The suite `needle`: retrieval of facts from a long text."""

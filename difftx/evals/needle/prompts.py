@@ -54,7 +54,7 @@ class NeedlePrompt:
     tokens: list[int]  # `item.length - eval.needle.new_tokens` token ids.
     asked: tuple[tuple[int, int], ...]  # Spans of the queried needles, in the order of the question.
     others: tuple[tuple[int, int], ...]  # Spans of the remaining needles.
-    question: tuple[int, int]  # Span of the question and of the beginning of the answer.
+    question: tuple[int, int]  # One span that covers the question and the beginning of the answer.
     numbers: tuple[str, ...]  # The expected numbers, in the order of `asked`.
 
 

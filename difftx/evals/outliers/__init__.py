@@ -1,1 +1,1 @@
-"""The suite outliers: large activations."""
+"""The suite `outliers`: the largest attention logits and hidden states of a model."""

@@ -35,7 +35,7 @@ CHUNK_VALUES = 2**20  # Number of hidden-state values in a chunk. `xla.CHUNK_MAP
 
 
 def evaluate(evaluation: Evaluation) -> Result:
-    """Return the exact largest and median magnitudes over at most `eval.outliers.tokens` of each validation set."""
+    """Return the largest and median magnitudes of logits and hidden states in each validation set, exactly."""
     run, settings = evaluation.run, evaluation.run.config.eval.outliers
     passes = iter(range(1, 3))
 

@@ -252,11 +252,15 @@ class Checkpointer:
         if self._config is None or not is_primary():
             return
         try:
-            steps = [other for other in self.steps() if other <= step]
+            # A checkpoint with missing files must not count: a good one would be deleted in its place. It stays.
+            steps = [other for other in self.steps() if other <= step and self._is_complete(other)]
             kept = retention.steps_to_keep(self._config, steps, self._workdir)
             retention.remove(self.folder / str(other) for other in steps if other not in kept)
         except (OSError, UserError, UnreadableError) as error:  # The save has succeeded nevertheless.
             say(f"old checkpoints stay: {error}")
+
+    def _is_complete(self, step: int) -> bool:
+        return why_invalid(self.folder / str(step), step=step, content=False) is None
 
     def _settle(self) -> None:
         """Wait for the save in progress and record its result."""
