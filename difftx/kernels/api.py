@@ -14,23 +14,18 @@ take minutes, so `why_unavailable` rejects such a backend.
 #   D = width of a query/key sub-head, E = 2 D = width of a value head
 
 import functools
+import importlib
 import logging
-import types
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels import baseline, cudnn, pallas_tpu, reference, target, xla
+from difftx.kernels import reference, target, xla
 from difftx.kernels.backend import AttentionCall, Backend, Struct, lam_per_token, per_shard
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
-
-try:
-    from difftx.kernels import pallas_gpu
-except ImportError:  # This jaxlib lacks the Mosaic GPU bindings, as on some laptops.
-    _NO_GPU = "this jaxlib has no Mosaic GPU"
-    pallas_gpu = types.SimpleNamespace(forward=None, backward=None, unsupported=lambda call: _NO_GPU)
 
 # Names of all backends. A test compares them with `BACKENDS`.
 Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
@@ -38,6 +33,27 @@ Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu",
 
 def _by_name(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """Return a function "module:function" of this package, whose module is imported at the first call.
+
+    Pallas takes more than half a second to import, and commands on CPUs do not use it.
+    """
+    module, function = name.split(":")
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(f"difftx.kernels.{module}"), function)(*args, **options)
+
+    return call
+
+
+def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
+    try:
+        from difftx.kernels import pallas_gpu
+    except ImportError:  # As on some laptops.
+        return "this jaxlib has no Mosaic GPU"
+    return pallas_gpu.unsupported(call)
 
 
 _for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
@@ -48,16 +64,32 @@ _for_tpu = functools.partial(Backend, platform="tpu")
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
-        _for_tpu("pallas_tpu", pallas_tpu.forward, pallas_tpu.backward, pallas_tpu.unsupported),
-        _for_gpu("pallas_gpu", pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.unsupported),
-        _for_gpu("cudnn_wide", cudnn.diff_attention_wide_values, unsupported=cudnn.wide_values_unsupported),
-        _for_gpu("cudnn", cudnn.diff_attention, unsupported=cudnn.unsupported),
+        _for_tpu(
+            "pallas_tpu",
+            _imported("pallas_tpu:forward"),
+            _imported("pallas_tpu:backward"),
+            _imported("pallas_tpu:unsupported"),
+        ),
+        _for_gpu(
+            "pallas_gpu",
+            _imported("pallas_gpu:forward"),
+            _imported("pallas_gpu:backward"),
+            _pallas_gpu_unsupported,
+        ),
+        _for_gpu(
+            "cudnn_wide",
+            _imported("cudnn:diff_attention_wide_values"),
+            unsupported=_imported("cudnn:wide_values_unsupported"),
+        ),
+        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.forward, xla.backward),
     ),
     "attention": _by_name(
         Backend("reference", reference.attention, auto=False),
-        _for_tpu("splash", baseline.splash_attention, unsupported=baseline.splash_unsupported),
-        _for_gpu("cudnn", baseline.cudnn_attention, unsupported=baseline.cudnn_unsupported),
+        _for_tpu(
+            "splash", _imported("baseline:splash_attention"), unsupported=_imported("baseline:splash_unsupported")
+        ),
+        _for_gpu("cudnn", _imported("baseline:cudnn_attention"), unsupported=_imported("baseline:cudnn_unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
     "mapped_attention": _by_name(
