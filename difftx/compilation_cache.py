@@ -6,6 +6,8 @@ import platform
 import sys
 from pathlib import Path
 
+from difftx.errors import UserError
+
 
 def enable(where: str = "auto") -> None:
     """Let this process and the processes that it starts read and write a cache of compiled programs.
@@ -17,21 +19,25 @@ def enable(where: str = "auto") -> None:
         where: Path of the cache folder, "off" for no cache, or "auto" for a subfolder of the user's cache folder. JAX's
             keys ignore the features of the CPU, and a home folder may serve several machines. So machines with
             different CPU features use different subfolders.
+
+    Raises:
+        UserError: `where` is a path, and no file can be created in that folder.
     """
-    if where == "off":
-        settings = {"jax_enable_compilation_cache": "false"}
-    else:
+    settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": False}
+    if where != "off":
         folder = _user_folder() if where == "auto" else Path(where)
         if not _is_writable(folder):
-            return
-        settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": "0"}
+            if where == "auto":
+                return  # As in a container whose user has no home. Programs are then compiled at each start.
+            raise UserError(f"train.compilation_cache={where}: no folder to write to; name another one, or use off")
+        settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
     for name, value in settings.items():
         variable = name.upper()
         if where == "auto" and variable in os.environ:
             continue
-        os.environ[variable] = value
+        os.environ[variable] = str(value)
         if "jax" in sys.modules:  # JAX has read the variables already.
-            sys.modules["jax"].config.update(name, {"false": False, "0": 0.0}.get(value, value))
+            sys.modules["jax"].config.update(name, value)
 
 
 def _user_folder() -> Path:
@@ -50,6 +56,8 @@ def _cpu_features(cpuinfo: Path) -> str:
 
 def _is_writable(folder: Path) -> bool:
     """Return whether the folder exists, possibly after this call, and files can be created in it."""
+    if str(folder).startswith("~"):  # The user has no home folder.
+        return False
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, TINY, child_environment, write_text
 
 from difftx import compilation_cache
+from difftx.errors import UserError
 
 
 def train(folder, name, *, cache_home, **fields):
@@ -77,6 +78,12 @@ def test_the_variables_of_jax_take_precedence_over_auto_alone(tmp_path, variable
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "chosen"
     compilation_cache.enable(str(tmp_path / "named"))
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "named")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_if_the_user_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"train\.compilation_cache=.*: no folder to write to"):
+        compilation_cache.enable(str(tmp_path / "file" / "cache"))
 
 
 def test_machines_with_other_cpu_features_use_another_folder(tmp_path):
