@@ -1,4 +1,4 @@
-"""train.py, eval.py and make, as a user calls them."""
+"""train.py, eval.py and make, as a user calls them: each command once in a new interpreter, and often in a fork."""
 
 import importlib
 import json
@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import ROOT, TINY
+from helpers.command_server import commands
 
 from difftx.errors import run_command
 from difftx.evals import SUITES
@@ -17,9 +18,13 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 
-def run(*arguments, environment=ENVIRONMENT):
+def run_new(*arguments):
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+def run(*arguments):
+    return commands().run(arguments, environment=ENVIRONMENT)
 
 
 def train(*flags):
@@ -33,15 +38,15 @@ def trained(tmp_path_factory):
     text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(8000)))
     flags = [*TINY_FLAGS, f"--config.data.path={text}", "--config.eval.loss_tokens=512"]
     for architecture in ("diff", "transformer"):
-        result = run(
+        command = [
             "train.py",
             f"--config=configs/quickstart.py:{architecture}",
             f"--workdir={folder / 'runs' / architecture}",
             "--config.checkpoint.every_steps=3",
             *flags,
-            # Of two trainings one compiles as a user's does.
-            environment=ENVIRONMENT if architecture == "diff" else child_environment(1),
-        )
+        ]
+        # One of the two trainings imports and compiles as a user's training does.
+        result = run_new(*command) if architecture == "diff" else commands().run(command)
         assert result.returncode == 0, result.stderr
     return folder
 
@@ -75,7 +80,7 @@ def test_print_config_is_the_config():
 
 
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
-    result = train("--dry_run", f"--workdir={tmp_path / 'run'}")
+    result = run_new("train.py", "--config=configs/quickstart.py", "--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     for part in ("820,096 parameters", "training tokens", "FLOPs per token", "of train state"):
         assert part in result.stdout
@@ -96,7 +101,7 @@ def test_dry_run_of_a_paper_config_prints_its_cost_before_it_asks_for_data():
 
 def test_eval_suites(trained):
     workdir = trained / "runs" / "diff"
-    result = run("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
+    result = run_new("eval.py", f"--workdir={workdir}", "--suite=loss,sample", "--eval.sample_tokens=8")
     assert result.returncode == 0, result.stderr
     assert "bits_per_byte" in result.stdout
     newest = json.loads((workdir / "evals" / "loss" / "6.json").read_text())
@@ -171,7 +176,7 @@ def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
     ]
     for flags, message in cases:
         if flags == cases[0][0]:
-            result = run("eval.py", *flags)
+            result = run_new("eval.py", *flags)
             code, error = result.returncode, result.stderr
         else:
             monkeypatch.setattr(sys, "argv", ["eval.py", *flags])
@@ -184,7 +189,7 @@ def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
 
 
 def test_eval_lists_its_suites():
-    result = run("eval.py", "--list")
+    result = run_new("eval.py", "--list")
     assert result.returncode == 0
     assert {line.split()[0] for line in result.stdout.splitlines()} == set(SUITES)
 

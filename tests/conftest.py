@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # Without a network, a name that the hub lacks would be looked up for 20 s.
 # Implicit broadcasting between ranks is an error. Processes that tests start inherit the variable.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # The suite mostly compiles tiny programs, which takes half the time without LLVM's expensive passes. Several threads

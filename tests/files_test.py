@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import ROOT, TINY
+from helpers.command_server import commands
 from unreadable import modes_count, needs_modes
 
 from difftx import files
@@ -100,8 +101,7 @@ def test_a_training_refuses_what_it_cannot_use_in_one_line(tmp_path, text_file, 
         (workdir / name).rmdir()
         (workdir / name).touch()
     flags = [f"--config.{field}={value}" for field, value in (TINY | {"data.path": str(text_file)}).items()]
-    command = [sys.executable, "train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *flags]
-    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=240)
+    result = commands().run(["train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *flags])
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith(f"error: {workdir / name} is "), result.stderr
     assert "Traceback" not in result.stderr

@@ -11,25 +11,7 @@ from conftest import ROOT, TINY, child_environment
 
 PATIENCE = 8  # Seconds, of barriers and of silence.
 
-# Stands for train.py in a command: a tiny model's steps are over before a busy machine lets a test signal between two.
-UNHURRIED = (
-    "-c",
-    """
-import runpy, sys, time
-from difftx.training.metrics import MetricsWriter
-
-write = MetricsWriter.write
-
-def write_and_wait(*row):
-    write(*row)
-    time.sleep(0.05)
-
-MetricsWriter.write = write_and_wait
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-""",
-    "train.py",
-)
+UNHURRIED = ("tests/unhurried.py",)  # train.py with slow steps.
 
 
 class Processes:

@@ -1,6 +1,5 @@
 """Paths that the operating system refuses, in every command: one line, and 2 where the user can correct it."""
 
-import json
 import os
 import re
 import shutil
@@ -9,42 +8,9 @@ import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
+from helpers.command_server import CommandServer
 from helpers.report_runs import write_run
 
-# Runs each command line on stdin in a fork of one process, which has imported what takes long, through the commands'
-# own `__main__` blocks. The result of a command: its exit code and its output.
-SERVER = """
-import json, os, runpy, sys, tempfile, traceback, warnings
-import difftx.inference.load, difftx.launch.runner, difftx.commands.evaluate, difftx.training.loop
-
-def run(command):
-    sys.argv = command
-    try:
-        if command[0] == "difftx":
-            runpy.run_module("difftx", run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(command[0], run_name="__main__")
-    except SystemExit as ended:
-        return ended.code
-    except BaseException:
-        traceback.print_exc()
-        return 1
-
-warnings.filterwarnings("ignore", message=".*os.fork")
-for line in sys.stdin:
-    command = json.loads(line)
-    with tempfile.TemporaryFile() as log:
-        child = os.fork()
-        if child == 0:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            code = run(command)
-            sys.stdout.flush()
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        log.seek(0)
-        print(json.dumps([code, log.read().decode()]), flush=True)
-"""
 BOUND_BY_MODES = [
     "setpriv",
     "--bounding-set=-dac_override,-dac_read_search",
@@ -60,22 +26,14 @@ def run():
         if shutil.which("setpriv") is None:
             pytest.skip("root ignores modes, and there is no setpriv to give that up")
         drop = BOUND_BY_MODES
-    server = subprocess.Popen(
-        [*drop, sys.executable, "-c", SERVER],
-        cwd=ROOT,
-        env=child_environment(1),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    server = CommandServer(drop)
 
     def ask(command):
-        print(json.dumps([str(part) for part in command]), file=server.stdin, flush=True)
-        return json.loads(server.stdout.readline())
+        result = server.run(command)
+        return result.returncode, result.stdout + result.stderr
 
     yield lambda commands: [ask(command) for command in commands]
-    server.stdin.close()
-    assert server.wait(60) == 0
+    server.stop()
 
 
 def check(run, cases):

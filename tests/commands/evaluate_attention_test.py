@@ -2,11 +2,10 @@
 
 import html
 import json
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment
+from helpers.command_server import commands
 from helpers.report_runs import save_run, write_run
 
 from difftx.config.recipes import load_config
@@ -22,10 +21,8 @@ FLAGS = [
 
 
 def evaluate(run, *flags, devices=8):
-    command = [sys.executable, "eval.py", f"--workdir={run.workdir}", *flags]
-    return subprocess.run(
-        command, cwd=ROOT, env=child_environment(devices), capture_output=True, text=True, timeout=300
-    )
+    command = ["eval.py", f"--workdir={run.workdir}", *flags]
+    return commands().run(command, environment=child_environment(devices))
 
 
 def test_three_suites_end_to_end(tmp_path):

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import TINY
+from helpers.command_server import commands
 
 pytestmark = pytest.mark.long
 CHANGED = ("--config.model.rope_theta=100.0", "--config.model.norm_eps=0.01", "--allow_config_change")
@@ -32,8 +31,7 @@ runpy.run_path("eval.py", run_name="__main__")
 
 
 def run(*arguments, code=0):
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
+    result = commands().run(arguments)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout if code == 0 else result.stderr
 
@@ -88,16 +86,16 @@ def test_an_old_step_is_read_by_its_own_config(trained, workdir, tmp_path):
     in_training = {10: result_of(workdir, 10)["numbers"]}
     prompt = [f"--workdir={workdir}", "--step=10", "--prompt=line", "--new_tokens=25", "--temperature=1", "--seed=1"]
     convert = ["convert", "--from=difftx", "--to=hf", f"--input={workdir}", "--step=10"]
-    continuation = run("-m", "difftx", "generate", *prompt)
-    run("-m", "difftx", *convert, f"--out={tmp_path / 'before'}")
+    continuation = run("difftx", "generate", *prompt)
+    run("difftx", *convert, f"--out={tmp_path / 'before'}")
 
     train(text, workdir, 40, *CHANGED)
     assert json.loads((workdir / "config.json").read_text())["model"]["rope_theta"] == 100.0
     in_training |= {step: result_of(workdir, step)["numbers"] for step in (20, 30, 40)}
     evaluate(workdir, 10, "--again")
     assert result_of(workdir, 10)["numbers"] == in_training[10]
-    assert run("-m", "difftx", "generate", *prompt) == continuation
-    run("-m", "difftx", *convert, f"--out={tmp_path / 'after'}")
+    assert run("difftx", "generate", *prompt) == continuation
+    run("difftx", *convert, f"--out={tmp_path / 'after'}")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
 

@@ -1,16 +1,14 @@
 """Stores and sources whose content cannot be right: refused with one line, at the latest before the model sees it."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import grain
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import TINY
+from helpers.command_server import commands
 
 from difftx.config.data import SourceConfig
 from difftx.data.loader import Loader, ordered_batches
@@ -21,12 +19,9 @@ from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 from difftx.parallel.layout import Layout
 
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-
 
 def run(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return commands().run(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def prepared(tmp_path_factory):
     lines = (json.dumps({"text": f"document {i} says {i * i} and ends", "prompt": "p"}) + "\n" for i in range(400))
     (folder / "in.jsonl").write_text("".join(lines))
     flags = ["--tokenizer=bytes", "--valid_fraction=0.3", "--workers=1", "--prompt_field=prompt"]
-    result = run("-m", "difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store", *flags)
+    result = run("difftx", "prepare", f"--input={folder}/in.jsonl", f"--out={folder}/store", *flags)
     assert result.returncode == 0, result.stderr
     return folder / "store"
 

@@ -1,12 +1,11 @@
 import json
 import re
-import subprocess
-import sys
 import types
 
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment, suite_config
+from helpers.command_server import commands
 from helpers.evals_examples import KINDS, long_bench, set_of, write_lines
 
 from difftx import evals
@@ -301,9 +300,6 @@ def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
     """Real processes, a real checkpoint, a real server: SIGKILL in the middle, then the same command again."""
     environment = child_environment(1) | {"OPENAI_API_KEY": KEY}
 
-    def command(*arguments):
-        return [sys.executable, *map(str, arguments)]
-
     flags = [f"--config.{name}={value}" for name, value in TINY.items()]
     flags += [
         "--config.data.sequence_length=256",
@@ -312,8 +308,8 @@ def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
         f"--config.data.path={folder}/text.txt",
     ]
     flags += ["--config.eval.loss_tokens=512", "--config.optimizer.warmup_steps=1"]
-    train = command("train.py", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path}/run", *flags)
-    done = subprocess.run(train, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    train = ["train.py", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path}/run", *flags]
+    done = commands().run(train, environment=environment)
     assert done.returncode == 0, done.stderr
 
     def behave(number, prompt):
@@ -321,7 +317,7 @@ def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
 
     with ChatServer(behave) as server:
         sets = json.dumps([set_of(folder, new_tokens=8)])
-        evaluate = command(
+        evaluate = [
             "eval.py",
             f"--workdir={tmp_path}/run",
             "--suite=hallucination",
@@ -330,17 +326,17 @@ def test_eval_killed_while_it_judges_pays_for_nothing_twice(folder, tmp_path):
             "--eval.hallucination.judge_model=gpt-4o",
             f"--eval.judge.base_url={server.url}",
             "--eval.judge.concurrency=1",
-        )
-        process = subprocess.Popen(
-            evaluate, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert server.reached.wait(300), process.communicate()
+        ]
+        log = tmp_path / "killed.log"
+        process = commands().start(evaluate, stdout=log, stderr=log, environment=environment)
+        assert server.reached.wait(300), log.read_text()
         process.kill()
-        printed = process.communicate()[0].decode()
+        process.wait()
+        printed = log.read_text()
         charged = dict(server.charged)
         assert len(charged) == 5
         server.behave = lambda number, prompt: None
-        done = subprocess.run(evaluate, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = commands().run(evaluate, environment=environment)
         assert done.returncode == 0, done.stderr
         result = json.loads((tmp_path / "run" / "evals" / "hallucination" / "2.json").read_text())
         entries = list(result["details"]["sets"]["qa"].values())

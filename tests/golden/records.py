@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from difftx import compilation_cache
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,23 +29,22 @@ type Record = dict[str, Any]  # Path of a value, parts joined by "/" → a scala
 def make_records(roots: Sequence[Path], parts: Sequence[str]) -> list[Record]:
     """Run parts of the driver on source trees of difftx, two processes at a time; return a record per tree.
 
+    All of them use the user's compilation cache.
+
     Raises:
         RuntimeError: the driver fails.
     """
-    with tempfile.TemporaryDirectory(prefix="difftx-compiled-") as cache, ThreadPoolExecutor(2) as pool:
-        futures = [[pool.submit(_run_driver, root, part, cache) for part in parts] for root in roots]
+    compilation_cache.enable()
+    with ThreadPoolExecutor(2) as pool:
+        futures = [[pool.submit(_run_driver, root, part) for part in parts] for root in roots]
         return [{path: value for part in of_root for path, value in part.result().items()} for of_root in futures]
 
 
-def _run_driver(root: Path, part: str, cache: str) -> Record:
+def _run_driver(root: Path, part: str) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record.json"
         command = [sys.executable, str(HERE / "driver.py"), f"--root={root}", f"--part={part}", f"--out={out}"]
-        environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        ended = subprocess.run(command, cwd=root, capture_output=True, text=True)
         if ended.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout}{ended.stderr}")
         return dict(_flat(part, json.loads(out.read_text())))

@@ -1,12 +1,12 @@
 """Training processes that a test stops at a step, and the losses in their metrics.jsonl."""
 
-import subprocess
 import time
 
-from conftest import ROOT, child_environment
+from conftest import child_environment
 from processes import UNHURRIED
 
 from difftx.training.metrics import read_metrics
+from helpers.command_server import commands
 
 
 def train_losses(workdir):
@@ -19,9 +19,8 @@ def train_losses(workdir):
 
 def stop_after(step, sent, command, workdir, devices=1):
     """Start the command, send a signal when `step` is in metrics.jsonl, and return the exit code."""
-    python, _, *flags = command
-    unhurried = [python, *UNHURRIED, *flags]
-    process = subprocess.Popen(unhurried, cwd=ROOT, env=child_environment(devices), stdout=subprocess.DEVNULL)
+    _, *flags = command
+    process = commands().start([*UNHURRIED, *flags], environment=child_environment(devices))
     wait_for_step(step, process, workdir)
     process.send_signal(sent)
     return process.wait(timeout=120)

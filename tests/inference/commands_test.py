@@ -1,12 +1,11 @@
 """The command `python -m difftx generate`, as a user calls it."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
-from conftest import ROOT, child_environment
+from conftest import child_environment
+from helpers.command_server import commands
 from helpers.inference_models import language_model
 
 from difftx.commands.generate import main
@@ -32,8 +31,7 @@ def workdir(config, mesh_of, tmp_path):
 
 
 def run(devices, *flags):
-    command = [sys.executable, "-m", "difftx", "generate", *map(str, flags)]
-    return subprocess.run(command, cwd=ROOT, env=child_environment(devices), capture_output=True, timeout=300)
+    return commands().run(["difftx", "generate", *flags], environment=child_environment(devices))
 
 
 @pytest.mark.long
@@ -48,7 +46,7 @@ def test_a_prompt_and_a_file_of_prompts_on_other_meshes(workdir):
     ]
     result = run(1, *flags, "--prompt=é 1")
     assert result.returncode == 0, result.stderr
-    text = result.stdout.decode()
+    text = result.stdout
     assert text.startswith("é 1")
     assert "\ufffd\ufffd" not in text
 

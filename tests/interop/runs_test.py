@@ -1,11 +1,10 @@
 """What is made of a model is a run: eval.py, generate and init_from take it as they take a trained one."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import TINY
+from helpers.command_server import commands
 
 from interop.folders import FIXTURES
 
@@ -20,14 +19,13 @@ SIZES = {
 
 
 def run(*arguments, code=0):
-    command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
+    result = commands().run(arguments)
     assert result.returncode == code, result.stderr
     return result.stdout if code == 0 else result.stderr
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
-    error = run("-m", "difftx", "convert", "--from=hf", "--to=difftx", f"--input={tmp_path}", "--out=x", code=2)
+    error = run("difftx", "convert", "--from=hf", "--to=difftx", f"--input={tmp_path}", "--out=x", code=2)
     assert error == "error: --to=difftx requires --config=FILE.py, the config of the new run (docs/config.md)\n"
 
 
@@ -38,14 +36,14 @@ def test_evaluated_generated_from_and_trained_on(text_file, tmp_path):
     base |= {"data.path": str(text_file), "eval.loss_tokens": "512", "logging.tensorboard": "false"}
     flags = ["--config=configs/quickstart.py:diff", *(f"--config.{name}={value}" for name, value in base.items())]
     where = ["--from=hf", "--to=difftx", f"--input={FIXTURES / 'diff'}", f"--out={workdir}"]
-    assert "a run of step 0, diff: 3 layers, 4 heads" in run("-m", "difftx", "convert", *where, *flags)
+    assert "a run of step 0, diff: 3 layers, 4 heads" in run("difftx", "convert", *where, *flags)
 
     run("eval.py", f"--workdir={workdir}", "--suite=loss")
     numbers = json.loads((workdir / "evals" / "loss" / "0.json").read_text())["numbers"]
     assert 5 < numbers["loss"] < 9  # Random weights.
-    text = run("-m", "difftx", "generate", f"--workdir={workdir}", "--prompt=line", "--new_tokens=5")
+    text = run("difftx", "generate", f"--workdir={workdir}", "--prompt=line", "--new_tokens=5")
     assert text.startswith("line")
-    assert "0: every checksum is right" in run("-m", "difftx", "checkpoint", "verify", f"--workdir={workdir}")
+    assert "0: every checksum is right" in run("difftx", "checkpoint", "verify", f"--workdir={workdir}")
 
     sizes = [f"--config.{name}={value}" for name, value in SIZES.items()]
     init = f"--config.checkpoint.init_from={workdir}"

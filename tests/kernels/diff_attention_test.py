@@ -42,9 +42,9 @@ def output_and_gradients(backend, q, k, v, lam, ids, window):
         out = kernels.diff_attention(q, k, v, lam, segment_ids_BT=ids, window=window, implementation=backend)
         return jnp.sum(out.astype(jnp.float32) * weights), out
 
-    lam_BTH = jnp.broadcast_to(lam, q.shape[:3])  # Each token's own gradient: their sum may cancel.
+    lam_BTH = np.broadcast_to(lam, q.shape[:3])  # Each token's own gradient: their sum may cancel.
     grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, lam_BTH)
-    return out, *grads
+    return jax.tree.map(np.asarray, (out, *grads))
 
 
 CASES = {
@@ -70,6 +70,16 @@ RUNS = [pytest.param(c, "float32", marks=[pytest.mark.exhaustive] * (c in WITHIN
 RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "lambda per token")]
 
 
+@functools.cache  # All backends are compared with the same reference.
+def of_case(backend, case, dtype, D, *, wide=False):
+    arguments = CASES[case] | {"dtype": dtype, "D": D}
+    window = arguments.pop("window", None)
+    q, k, v, lam, ids = inputs(**arguments)
+    if wide:
+        q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
+    return output_and_gradients(backend, q, k, v, lam, ids, window)
+
+
 # Of the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
 @pytest.mark.parametrize(("case", "dtype"), RUNS)
 @pytest.mark.parametrize(
@@ -77,16 +87,13 @@ RUNS += [(case, "bfloat16") for case in ("plain", "window, segments, groups", "l
 )
 def test_output_and_gradients(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]
+    actual = of_case(backend, case, dtype, WIDTH.get(backend, 8))
+    assert actual[0].dtype == dtype
     arguments = CASES[case] | {"dtype": dtype, "D": WIDTH.get(backend, 8)}
     window = arguments.pop("window", None)
-    q, k, v, lam, ids = inputs(**arguments)
-    actual = output_and_gradients(backend, q, k, v, lam, ids, window)
-    assert actual[0].dtype == v.dtype
-    expected_out = oracle.diff_attention(q, k, v, lam, ids, window)
-    assert relative_error(actual[0], expected_out) < tolerance
+    assert relative_error(actual[0], oracle.diff_attention(*inputs(**arguments), window)) < tolerance
     # Gradients of the same numbers in float32: rounding of the inputs is not the kernel's error.
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    expected = output_and_gradients("reference", *wide, lam, ids, window)
+    expected = of_case("reference", case, dtype, WIDTH.get(backend, 8), wide=True)
     for name, a, e in zip(NAMES, actual, expected, strict=True):
         if np.abs(e).max() > 1e-6:  # One token: its map is 1 whatever q and k are.
             assert relative_error(a, e) < tolerance, name
@@ -168,14 +175,8 @@ def test_softmax_attention_is_the_first_map(backend, case):
     q, k, v, _, ids = inputs(**arguments)
     D = q.shape[-1]
     for half in (v[..., :D], v[..., D:]):
-        out = kernels.attention(
-            q[:, :, :, 0],
-            k[:, :, :, 0],
-            half,
-            segment_ids_BT=ids,
-            window=window,
-            implementation=backend,
-        )
+        attend = functools.partial(kernels.attention, window=window, implementation=backend)
+        out = jax.jit(attend)(q[:, :, :, 0], k[:, :, :, 0], half, segment_ids_BT=ids)
         both_halves = jnp.concatenate([half, half], axis=-1)
         expected = oracle.diff_attention(q, k, both_halves, 0.0, ids, window)[..., :D]
         assert relative_error(out, expected) < TOLERANCE["float32"]

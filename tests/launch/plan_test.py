@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
-from conftest import ROOT, TINY
+from conftest import TINY
+from helpers.command_server import commands
 
 from difftx.commands.plan import with_slices
 from difftx.errors import UserError
@@ -22,9 +21,8 @@ CHIP = Chip(hbm_bytes=GIB, interconnect=None, network=None)
 
 
 def plan(*flags):
-    command = [sys.executable, "-m", "difftx", "plan", "--config=configs/quickstart.py:diff", *flags]
     environment = os.environ | {"XLA_FLAGS": "", "COLUMNS": "200"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return commands().run(["difftx", "plan", "--config=configs/quickstart.py:diff", *flags], environment=environment)
 
 
 @pytest.fixture(scope="module")

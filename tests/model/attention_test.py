@@ -1,6 +1,7 @@
 """DiffAttention, compared with the paper's equations in float64 numpy and with numbers of the official example."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -24,11 +25,14 @@ def _one_device(mesh_of):
         yield
 
 
+# Compiled as a whole, which takes less time than to compile each operation.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def build(model, seed=0):
     module = {"diff": DiffAttention, "transformer": Attention}[model.architecture]
     return module(model, Layout(), rngs=nnx.Rngs(seed))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def call(module, model, x_BTD, layer=0, segment_ids=None):
     angles = rotary_angles(jnp.arange(x_BTD.shape[1])[None], model.d_head, model.rope_theta)
     depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))

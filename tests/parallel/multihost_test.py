@@ -64,7 +64,7 @@ import argparse, sys, time, jax
 from difftx.config import MultihostConfig
 from difftx.parallel import multihost
 parser = argparse.ArgumentParser(); multihost.add_flags(parser); flags = parser.parse_args()
-multihost.start(flags, MultihostConfig(initialization_timeout_seconds=60, heartbeat_timeout_seconds=60,
+multihost.start(flags, MultihostConfig(initialization_timeout_seconds=60, heartbeat_timeout_seconds=20,
     barrier_timeout_seconds=60, watchdog_seconds=60))
 multihost.barrier("all come", 60)
 try:

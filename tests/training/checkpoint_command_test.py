@@ -1,12 +1,12 @@
 """python -m difftx checkpoint ls|verify|diff|prune on real checkpoints."""
 
-import os
 import subprocess
 import sys
 
 import jax.numpy as jnp
 import pytest
 from conftest import ROOT, child_environment, replace
+from helpers.command_server import commands
 from helpers.training_checkpoints import LOADER, flip_a_bit, largest_file, names, state_at
 
 from difftx.commands.checkpoint import main
@@ -107,14 +107,7 @@ def test_mistakes_are_one_line_and_exit_2(workdir, tmp_path):
         (["ls", "--workdir=nowhere"], "--workdir=nowhere: no checkpoints there"),
         (["prune", "--keep=0", f"--workdir={workdir}"], "--keep=0 must be at least 1"),
     ):
-        result = subprocess.run(
-            [sys.executable, "-m", "difftx", "checkpoint", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        result = commands().run(["difftx", "checkpoint", *arguments])
         assert result.returncode == 2
         assert message in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1

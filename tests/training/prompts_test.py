@@ -1,16 +1,15 @@
 """Prompts and responses: what a model learns from is the responses alone."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import TINY
 from flax import nnx
+from helpers.command_server import commands
 
 from difftx.data.loader import ordered_batches
 from difftx.data.packing import PackedRows
@@ -73,10 +72,7 @@ def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
     (tmp_path / "plain.txt").write_text("\n".join(f"{i} squared is {i * i}." for i in range(8000)))
 
     def run(*command):
-        command = [sys.executable, *map(str, command)]
-        result = subprocess.run(
-            command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300
-        )
+        result = commands().run(command)
         assert result.returncode == 0, result.stderr
 
     def train(name, *flags):
@@ -87,7 +83,7 @@ def test_fine_tuning_lowers_the_loss_of_responses(tmp_path):
 
     store = tmp_path / "store"
     flags = ["--tokenizer=bytes", "--prompt_field=prompt", "--valid_fraction=0.1"]
-    run("-m", "difftx", "prepare", f"--input={tmp_path / 'pairs.jsonl'}", f"--out={store}", *flags)
+    run("difftx", "prepare", f"--input={tmp_path / 'pairs.jsonl'}", f"--out={store}", *flags)
     train("base", f"--config.data.path={tmp_path / 'plain.txt'}")
     packing = ["--config.data.packing=best_fit", "--config.data.document_mask=true"]
     weights = f"--config.checkpoint.init_from={tmp_path / 'base'}"

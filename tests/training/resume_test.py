@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
+from helpers.command_server import commands
 from helpers.training_checkpoints import flip_a_bit, largest_file
 from helpers.training_runs import stop_after, train_losses, wait_for_step
 
@@ -35,7 +36,6 @@ def command(text_file, workdir, **changes):
     overrides |= {name.replace("__", "."): str(value) for name, value in changes.items()}
     flags = [f"--config.{name}={value}" for name, value in overrides.items()]
     return [
-        sys.executable,
         "train.py",
         "--config=configs/quickstart.py",
         f"--workdir={workdir}",
@@ -44,13 +44,8 @@ def command(text_file, workdir, **changes):
 
 
 def train(text_file, workdir, *flags, devices=1, **changes):
-    return subprocess.run(
-        [*command(text_file, workdir, **changes), *flags],
-        cwd=ROOT,
-        env=child_environment(devices) | KEYS,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return commands().run(
+        [*command(text_file, workdir, **changes), *flags], environment=child_environment(devices) | KEYS
     )
 
 
@@ -267,7 +262,7 @@ def test_a_second_signal_ends_a_save_and_harms_no_checkpoint(uninterrupted, tmp_
     text, whole = uninterrupted
     workdir = tmp_path / "stopped"
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, *command(text, workdir)[1:]],
+        [sys.executable, "-c", STUCK, *command(text, workdir)],
         cwd=ROOT,
         env=child_environment(1),
         stdout=subprocess.PIPE,

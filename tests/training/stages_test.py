@@ -6,13 +6,12 @@ The stages are those of configs/diff_3b.py, configs/long_context.py and configs/
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, child_environment
+from conftest import TINY, child_environment
+from helpers.command_server import commands
 from helpers.evals_params import one_device
 from helpers.training_runs import stop_after, train_losses
 
@@ -40,12 +39,12 @@ TOY = TINY | {
 def command(config, workdir, **changes):
     fields = TOY | {name.replace("__", "."): str(value) for name, value in changes.items()}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    return [sys.executable, "train.py", f"--config=configs/{config}", f"--workdir={workdir}", *flags]
+    return ["train.py", f"--config=configs/{config}", f"--workdir={workdir}", *flags]
 
 
 def run_process(command, *, compiled_as_users_do=False):
     environment = child_environment(1) | ({"XLA_FLAGS": ""} if compiled_as_users_do else {})
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    result = commands().run(command, environment=environment, timeout=600)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -140,8 +139,8 @@ def sources(tmp_path_factory):
     pairs = [{"problem": f"{i:03d} reversed is ", "solution": f"{i:03d}"[::-1] + ".\n"} for i in range(1000)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     flags = ["--prompt_field=problem", "--text_field=solution", "--tokenizer=bytes", "--valid_fraction=0.1"]
-    prepare = ["-m", "difftx", "prepare", f"--input={folder / 'pairs.jsonl'}", f"--out={folder / 'pairs'}", *flags]
-    run_process([sys.executable, *prepare])
+    prepare = ["difftx", "prepare", f"--input={folder / 'pairs.jsonl'}", f"--out={folder / 'pairs'}", *flags]
+    run_process(prepare)
     run_process(command("diff_3b.py:diff", folder / "base", data__path=folder / "texts" / "*.txt"))
     return folder
 

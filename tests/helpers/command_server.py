@@ -1,0 +1,159 @@
+"""Commands of difftx as processes that need not import JAX again.
+
+`SERVER` is a process that has imported what the commands import. It forks for each command, and the fork runs the
+command's own `__main__` block and ends as any process does. A command so takes two seconds less than a new interpreter.
+Tests of start-up, of imports and of several hosts start new interpreters instead.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT, child_environment
+
+SERVER = """
+import gc, json, os, runpy, sys, warnings
+import difftx.commands.evaluate, difftx.inference.load, difftx.launch.runner, difftx.training.loop
+
+def serve():
+    warnings.filterwarnings("ignore", message=".*os.fork")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return request
+        print(json.dumps(answer), flush=True)
+    sys.exit()
+
+gc.freeze()  # The forks' garbage collectors then pass over the imported modules.
+request = serve()
+warnings.resetwarnings()
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for number, path in ((1, request["stdout"]), (2, request["stderr"])):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+os.environ.clear()
+os.environ.update(request["environment"])
+sys.argv = request["command"]
+if sys.argv[0] == "difftx":
+    runpy.run_module("difftx", run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class CommandServer:
+    """Starts commands as forks of one process."""
+
+    def __init__(self, before: Sequence[str] = ()):
+        """Start the process, with `before` in front of its command line."""
+        self._process = subprocess.Popen(
+            [*before, sys.executable, "-c", SERVER],
+            cwd=ROOT,
+            env=child_environment(1),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(
+        self,
+        command: Sequence[object],
+        *,
+        stdout: str | Path = os.devnull,
+        stderr: str | Path = os.devnull,
+        environment: Mapping[str, str] | None = None,
+    ) -> "Command":
+        """Start a command, such as `["train.py", "--workdir=run"]` or `["difftx", "plan"]`.
+
+        Its output is appended to the files. The default environment has one CPU device. An environment cannot change
+        the variables of JAX, which the server has read already.
+        """
+        environment = dict(child_environment(1) if environment is None else environment)
+        changed = {k for k, _ in environment.items() ^ child_environment(1).items() if k.startswith("JAX_")}
+        assert not changed, f"a fork cannot change {changed}; start a new interpreter"
+        request = {"command": [str(word) for word in command], "environment": environment}
+        return Command(self, self.ask(request | {"stdout": str(stdout), "stderr": str(stderr)}))
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """Return the server's answer to a request."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def run(
+        self, command: Sequence[object], *, environment: Mapping[str, str] | None = None, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command, and return its exit code and output."""
+        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as errors:
+            started = self.start(command, stdout=out.name, stderr=errors.name, environment=environment)
+            code = started.wait(timeout)
+            output, error = (Path(file.name).read_text() for file in (out, errors))
+            return subprocess.CompletedProcess(shlex.join(map(str, command)), code, output, error)
+
+    def stop(self) -> None:
+        """End the server, and not the commands that it has started."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class Command:
+    """A command that a `CommandServer` has started, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, server: CommandServer, pid: int):
+        """Note a child of the server."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the command runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = 300) -> int:
+        """Return the exit code. A command that takes longer than `timeout` seconds is killed, and fails the test."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the command, unless it has ended."""
+        if self.poll() is None:
+            self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def commands() -> CommandServer:
+    """Return the server of this test process, which starts at the first call and stops with the tests."""
+    server = CommandServer()
+    atexit.register(server.stop)
+    return server

@@ -1,0 +1,26 @@
+"""Run train.py with steps of at least 50 ms: python tests/unhurried.py [FLAGS of train.py].
+
+Without the wait, a tiny model's steps are over before a test on a busy machine can send a signal between two of them.
+"""
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from difftx.training.metrics import MetricsWriter
+
+write = MetricsWriter.write
+
+
+def write_and_wait(*row):
+    """Write a row of metrics.jsonl, and wait."""
+    write(*row)
+    time.sleep(0.05)
+
+
+MetricsWriter.write = write_and_wait
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
