@@ -10,7 +10,8 @@ def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
     # Imported here, so that `run_command` can explain what to do if a package is missing.
     from difftx.commands.flags import parse_command
-    from difftx.files import require_writable, require_writable_file
+    from difftx.config.suites import SUITES, suite_list
+    from difftx.files import require_run, require_writable, require_writable_file
     from difftx.parallel import multihost
 
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -20,13 +21,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="evaluate again even if there is a result")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
     parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points to fit scaling laws to")
-    parser.add_argument(
-        "--metric", choices=("loss", "bits_per_byte"), default="loss", help="metric for --curves and --scaling"
-    )
+    parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
     parser.add_argument("--report", action="store_true", help="write an HTML page about --workdir")
-    parser.add_argument(
-        "--out", type=Path, help="directory of the figures, or file of the report (WORKDIR/report.html)"
-    )
+    parser.add_argument("--out", type=Path, help="folder of the figures, or file of the report (WORKDIR/report.html)")
     parser.add_argument("--list", action="store_true", help="list the suites")
     trust = "use the addresses, key variables and code that the run's config names, and print them"
     parser.add_argument("--trust_run_config", action="store_true", help=trust)
@@ -35,12 +32,17 @@ def main() -> int:
     args, overrides = parse_command(parser, None, "eval", "mesh", "model")
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
+    if args.list:
+        print(suite_list())
+        return 0
+    if args.suite is not None:
+        SUITES.check(args.suite.split(","))
+    if args.workdir is not None and not args.report:
+        require_run(args.workdir)
 
     from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
 
-    if args.list:
-        evaluate.list_suites()
-    elif args.curves or args.scaling:
+    if args.curves or args.scaling:
         if args.out is None:
             parser.error("--curves and --scaling need --out=DIR")
         draw = evaluate.draw_curves if args.curves else evaluate.fit_scaling

@@ -14,6 +14,7 @@ def main() -> int:
     from difftx import compilation_cache
     from difftx.commands.flags import parse_command
     from difftx.config.recipes import load_config
+    from difftx.config.suites import SUITES
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, None, "config")
     config = load_config(args.config, overrides)
+    SUITES.check(config.eval.suites)
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
@@ -42,7 +44,6 @@ def main() -> int:
     from difftx.training.loop import train
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
-    evals.check_suites(config.eval.suites)
     multihost.start(args, config.multihost)
     agree_on_command(config, args)
     config = fit_to_devices(config)

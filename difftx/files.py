@@ -70,6 +70,13 @@ def require_writable_file(path: Path) -> None:
     require_writable(path.parent)
 
 
+def require_run(workdir: Path) -> None:
+    """Raise `UserError` if a folder is not a run directory."""
+    path = workdir / "config.json"
+    if size_of(path) is None and not path.is_dir():
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
+
+
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file under a temporary name. At the end of the block, sync it to disk and rename it to `path`.

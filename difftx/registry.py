@@ -13,7 +13,7 @@ import shlex
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,20 @@ class Registry[T](Mapping[str, T]):
         """Return the user's file that registered an entry, or None for an entry of difftx."""
         return self._extensions.get(name)
 
+    def check(self, names: Iterable[str]) -> None:
+        """Raise `UserError` if one of the names has no entry. No entry is imported."""
+        for name in names:
+            if name not in self._entries:
+                hint = did_you_mean(name, self._entries) + EXTENSION_HINT
+                raise UserError(f"{name!r}: no such {self.kind}.{hint}")
+
+    def module_of(self, name: str) -> str | None:
+        """Return the name of the module that has an entry, or None if the entry was registered or is imported."""
+        entry = self._entries[name]
+        return entry.partition(":")[0] if isinstance(entry, str) else None
+
     def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
-            hint = did_you_mean(name, self._entries) + EXTENSION_HINT
-            raise UserError(f"{name!r}: no such {self.kind}.{hint}")
+        self.check([name])
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")

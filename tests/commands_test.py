@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT, TINY
 from helpers.command_server import commands
 
+from difftx.config.suites import SUITES
 from difftx.errors import run_command
-from difftx.evals import SUITES
 
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
@@ -191,7 +191,8 @@ def test_eval_mistakes(trained, tmp_path, monkeypatch, capsys):
 def test_eval_lists_its_suites():
     result = run_new("eval.py", "--list")
     assert result.returncode == 0
-    assert {line.split()[0] for line in result.stdout.splitlines()} == set(SUITES)
+    listed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert listed == {name: suite.evaluate.__doc__.partition("\n")[0] for name, suite in SUITES.items()}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

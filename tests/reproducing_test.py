@@ -10,7 +10,7 @@ from difftx.__main__ import COMMANDS
 from difftx.commands.flags import parse_overrides
 from difftx.config.build import override
 from difftx.config.recipes import load_config
-from difftx.evals import SUITES
+from difftx.config.suites import SUITES
 from difftx.launch.grid import make_points, parse_grid
 from difftx.model.flops import flops_per_token
 

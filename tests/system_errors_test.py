@@ -27,12 +27,7 @@ def run():
             pytest.skip("root ignores modes, and there is no setpriv to give that up")
         drop = BOUND_BY_MODES
     server = CommandServer(drop)
-
-    def ask(command):
-        result = server.run(command)
-        return result.returncode, result.stdout + result.stderr
-
-    yield lambda commands: [ask(command) for command in commands]
+    yield lambda commands: [(ended.returncode, ended.stdout + ended.stderr) for ended in server.run_together(commands)]
     server.stop()
 
 

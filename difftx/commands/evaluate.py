@@ -22,9 +22,7 @@ from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.progress import Work
-from difftx.report.curves import format_table, write_curves
 from difftx.report.runs import Metric, printable_json
-from difftx.report.scaling import format_study, write_scaling
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
 from difftx.training.run import Run, agree_on_command, read_config
@@ -38,7 +36,6 @@ PLAIN_TASKS = {path.stem for path in LOCAL_TASKS.glob("[!_]*.yaml")}
 def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Evaluate steps of a run and print the numbers. If steps cannot be read, raise `UserError` after all others."""
     workdir, suites = options.workdir, options.suite.split(",")
-    evals.check_suites(suites)
     for field in overrides:
         if field.startswith("model.") and field != "model.attention_implementation":
             raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
@@ -213,15 +210,10 @@ def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
             print(*draw_chart(chart, figures), sep="\n")
 
 
-def list_suites() -> None:
-    """Print every suite with its summary."""
-    width = max(map(len, evals.SUITES)) + 2
-    for name, suite in evals.SUITES.items():
-        print(f"{name:<{width}}{suite.summary}")
-
-
 def draw_curves(pattern: str, out: Path, metric: Metric) -> None:
     """Draw the curves of the runs that match a glob. Print their table and the paths of the figures."""
+    from difftx.report.curves import format_table, write_curves  # matplotlib is slow to import.
+
     rows, files = write_curves(pattern, out, metric)
     _console().print(format_table(rows))
     print(*files, sep="\n")
@@ -229,6 +221,8 @@ def draw_curves(pattern: str, out: Path, metric: Metric) -> None:
 
 def fit_scaling(pattern: str, out: Path, metric: Metric) -> None:
     """Fit scaling laws to the runs or tables that match a glob. Print the results and the paths of the files."""
+    from difftx.report.scaling import format_study, write_scaling  # scipy and matplotlib are slow to import.
+
     studies, files = write_scaling(pattern, out, metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")

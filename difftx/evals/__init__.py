@@ -10,21 +10,15 @@ import jax
 
 from difftx.config import Config
 from difftx.config.fields import values_of
+from difftx.config.suites import SUITES
 from difftx.data.store import sha256_of
 from difftx.evals.evaluation import Evaluation, ItemJournal
 from difftx.evals.result import Result
-from difftx.evals.suite import SUITES
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
-
-
-def check_suites(names: Sequence[str]) -> None:
-    """Raise `UserError` if one of the names is not a suite."""
-    for name in names:
-        SUITES[name]
 
 
 def check_run(run: Run, suites: Sequence[str]) -> None:
@@ -49,7 +43,6 @@ def evaluate(
     evaluates before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
     replaced during the evaluation.
     """
-    check_suites(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
     source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
     results = {}

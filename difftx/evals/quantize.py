@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
+from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Heatmap, LineChart, Result, Series
-from difftx.evals.suite import SUITES, Suite
+from difftx.evals.suite import Suite
 
 UNQUANTIZED = 16  # Number of bits that stands for no quantisation.
 

@@ -1,4 +1,4 @@
-"""The class of suites, and their registry. docs/extend.md shows how to add a suite."""
+"""The class of suites. docs/extend.md shows how to add a suite."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -8,10 +8,10 @@ from typing import Any
 from difftx.config import Config
 from difftx.config.eval import EvalConfig
 from difftx.config.fields import add_group, types_of
+from difftx.config.suites import SUITES
 from difftx.errors import UserError, did_you_mean
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
-from difftx.registry import Registry
 from difftx.training.run import Run
 
 
@@ -37,32 +37,6 @@ class Suite:
     check: Callable[[Run], Any] = lambda run: None
     measures_device: bool = False
     quantizable: bool = True
-
-    @property
-    def summary(self) -> str:
-        return (self.evaluate.__doc__ or "").partition("\n")[0]
-
-
-SUITES: Registry[Suite] = Registry(
-    "suite",
-    {
-        "loss": "difftx.evals.loss:SUITE",
-        "recall": "difftx.evals.recall:SUITE",
-        "position": "difftx.evals.position:SUITE",
-        "exact_match": "difftx.evals.exact_match:SUITE",
-        "needle": "difftx.evals.needle.suite:SUITE",
-        "icl": "difftx.evals.icl.suite:SUITE",
-        "attention": "difftx.evals.attention.suite:SUITE",
-        "hallucination": "difftx.evals.hallucination.suite:SUITE",
-        "harness": "difftx.evals.harness.suite:SUITE",
-        "math": "difftx.evals.math.suite:SUITE",
-        "sample": "difftx.evals.sample:SUITE",
-        "throughput": "difftx.evals.throughput:SUITE",
-        "outliers": "difftx.evals.outliers.suite:SUITE",
-        "quantize": "difftx.evals.quantize:SUITE",
-        "gradients": "difftx.evals.gradients:SUITE",
-    },
-)
 
 
 def register_suite(name: str, suite: Suite, config: type | None = None) -> None:

@@ -28,7 +28,15 @@ from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
 from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
-from difftx.files import read_file, read_json, remove_temporaries, schema_error, size_of, write_atomically
+from difftx.files import (
+    read_file,
+    read_json,
+    remove_temporaries,
+    require_run,
+    schema_error,
+    size_of,
+    write_atomically,
+)
 from difftx.model.abstract import count_parameters
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
@@ -215,11 +223,9 @@ def write_description(workdir: Path, config: Config, details: Mapping[str, Any] 
 
 def read_config(workdir: Path) -> Config:
     """Return the config of a run directory. Raise `UserError` if a required extension is not loaded."""
-    path = workdir / "config.json"
-    if size_of(path) is None and not path.is_dir():
-        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
+    require_run(workdir)
     require_extensions(read_description(workdir)["extensions"], f"--workdir={workdir}")
-    return config_from_dict(read_json(path))
+    return config_from_dict(read_json(workdir / "config.json"))
 
 
 def read_description(workdir: Path) -> dict[str, Any]:

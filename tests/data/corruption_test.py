@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import grain
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import ROOT, TINY
 from helpers.command_server import commands
 
 from difftx.config.data import SourceConfig
@@ -170,7 +172,8 @@ run_command(main)
 
 def test_a_store_that_is_truncated_while_it_is_read_is_named(store):
     assert len(open_store(store, "train")) > 5000
-    result = run("-c", TRUNCATED, store)
+    command = [sys.executable, "-c", TRUNCATED, str(store)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (
         2,
         f"error: {store}/train/00000.tokens: truncated while it was in use, before token 5000 of it; restore it, or "

@@ -8,6 +8,7 @@ from flax import nnx
 from helpers.evals_params import one_device, params_of
 
 from difftx import evals
+from difftx.config.suites import SUITES
 from difftx.errors import UserError
 from difftx.training.run import Run
 from difftx.training.state import graph
@@ -46,7 +47,7 @@ def test_loss_and_bits_per_byte_by_brute_force(config, tmp_path):
 
 def test_an_unknown_suite_suggests_one():
     with pytest.raises(UserError, match=r"'los': no such suite\. Did you mean 'loss'"):
-        evals.check_suites(["loss", "los"])
+        SUITES.check(["loss", "los"])
 
 
 def test_samples_are_written(config, text_file, tmp_path):

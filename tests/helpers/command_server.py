@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -27,14 +26,15 @@ import gc, json, os, runpy, sys, warnings
 import difftx.commands.evaluate, difftx.inference.load, difftx.launch.runner, difftx.training.loop
 
 def serve():
-    warnings.filterwarnings("ignore", message=".*os.fork")
     for line in sys.stdin:
         request = json.loads(line)
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            answer = os.fork()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*os.fork")  # JAX has no threads yet.
+                answer = os.fork()
             if answer == 0:
                 return request
         print(json.dumps(answer), flush=True)
@@ -42,7 +42,6 @@ def serve():
 
 gc.freeze()  # The forks' garbage collectors then pass over the imported modules.
 request = serve()
-warnings.resetwarnings()
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 for number, path in ((1, request["stdout"]), (2, request["stderr"])):
     os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
@@ -100,11 +99,28 @@ class CommandServer:
         self, command: Sequence[object], *, environment: Mapping[str, str] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Run a command, and return its exit code and output."""
-        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as errors:
-            started = self.start(command, stdout=out.name, stderr=errors.name, environment=environment)
-            code = started.wait(timeout)
-            output, error = (Path(file.name).read_text() for file in (out, errors))
-            return subprocess.CompletedProcess(shlex.join(map(str, command)), code, output, error)
+        (result,) = self.run_together([command], environment=environment, timeout=timeout)
+        return result
+
+    def run_together(
+        self,
+        commands: Sequence[Sequence[object]],
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 300,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run commands at the same time, and return the exit code and output of each."""
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(commands))]
+            started = [
+                self.start(command, stdout=out, stderr=errors, environment=environment)
+                for command, (out, errors) in zip(commands, outputs, strict=True)
+            ]
+            codes = [command.wait(timeout) for command in started]
+            return [
+                subprocess.CompletedProcess(list(map(str, command)), code, out.read_text(), errors.read_text())
+                for command, code, (out, errors) in zip(commands, codes, outputs, strict=True)
+            ]
 
     def stop(self) -> None:
         """End the server, and not the commands that it has started."""

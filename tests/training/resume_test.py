@@ -204,7 +204,7 @@ def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     limit = ["prlimit", "--fsize=50000"]
     changes = {"train__steps": 12, "checkpoint__every_steps": 4, "checkpoint__max_failed_saves": 2}
     result = subprocess.run(
-        [*limit, *command(text, tmp_path / "run", **changes)],
+        [*limit, sys.executable, *command(text, tmp_path / "run", **changes)],
         cwd=ROOT,
         env=child_environment(1),
         capture_output=True,

@@ -1,0 +1,47 @@
+"""The registry of evaluation suites. The names are known without an import of the suites, which takes seconds."""
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftx.registry import Registry
+
+if TYPE_CHECKING:
+    from difftx.evals.suite import Suite
+
+# Each entry is a `Suite` (`difftx/evals/suite.py`).
+SUITES: Registry["Suite"] = Registry(
+    "suite",
+    {
+        "loss": "difftx.evals.loss:SUITE",
+        "recall": "difftx.evals.recall:SUITE",
+        "position": "difftx.evals.position:SUITE",
+        "exact_match": "difftx.evals.exact_match:SUITE",
+        "needle": "difftx.evals.needle.suite:SUITE",
+        "icl": "difftx.evals.icl.suite:SUITE",
+        "attention": "difftx.evals.attention.suite:SUITE",
+        "hallucination": "difftx.evals.hallucination.suite:SUITE",
+        "harness": "difftx.evals.harness.suite:SUITE",
+        "math": "difftx.evals.math.suite:SUITE",
+        "sample": "difftx.evals.sample:SUITE",
+        "throughput": "difftx.evals.throughput:SUITE",
+        "outliers": "difftx.evals.outliers.suite:SUITE",
+        "quantize": "difftx.evals.quantize:SUITE",
+        "gradients": "difftx.evals.gradients:SUITE",
+    },
+)
+
+
+def suite_list() -> str:
+    """Return a line for each suite: its name, and the first line of the docstring of its function `evaluate`."""
+    width = max(map(len, SUITES)) + 2
+    return "\n".join(f"{name:<{width}}{_docstring(name).partition('\n')[0]}" for name in SUITES)
+
+
+def _docstring(name: str) -> str:
+    module = SUITES.module_of(name)
+    if module is None:
+        return SUITES[name].evaluate.__doc__ or ""
+    path = Path(__file__).parents[1] / f"{module.removeprefix('difftx.').replace('.', '/')}.py"
+    functions = {node.name: node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.FunctionDef)}
+    return ast.get_docstring(functions["evaluate"]) or ""
