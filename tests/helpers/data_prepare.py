@@ -2,20 +2,19 @@
 
 import itertools
 import os
-import subprocess
 import sys
 
 import numpy as np
 from conftest import ROOT
 
+from helpers.command_server import commands
+
 COMMAND = [sys.executable, "-m", "difftx", "prepare", "--tokenizer=bytes"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def prepare(*flags, **options):
-    return subprocess.run(
-        [*COMMAND, *map(str, flags)], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **options
-    )
+def prepare(*flags):
+    return commands().run(["difftx", "prepare", "--tokenizer=bytes", *flags])
 
 
 def prepared(out, *flags):
