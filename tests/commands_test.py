@@ -2,29 +2,27 @@
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
 
 from difftx.config.suites import SUITES
 from difftx.errors import run_command
 
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 TINY_FLAGS = [f"--config.{name}={value}" for name, value in TINY.items()]
 
 
 def run_new(*arguments):
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
 
 
 def run(*arguments):
-    return commands().run(arguments, environment=ENVIRONMENT)
+    return commands().run(arguments)
 
 
 def train(*flags):
@@ -45,7 +43,6 @@ def trained(tmp_path_factory):
             "--config.checkpoint.every_steps=3",
             *flags,
         ]
-        # One of the two trainings imports and compiles as a user's training does.
         result = run_new(*command) if architecture == "diff" else commands().run(command)
         assert result.returncode == 0, result.stderr
     return folder

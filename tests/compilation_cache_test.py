@@ -48,6 +48,7 @@ def test_a_second_training_compiles_nothing_new(tmp_path):
     assert len(losses) == 6
 
 
+@pytest.mark.long
 def test_the_field_moves_the_cache_or_switches_it_off(tmp_path):
     home, moved = tmp_path / "home", tmp_path / "moved"
     train(tmp_path, "off", cache_home=home, **{"train.compilation_cache": "off"})
@@ -57,6 +58,7 @@ def test_the_field_moves_the_cache_or_switches_it_off(tmp_path):
     assert any("step" in path.name for path in entries(moved))
 
 
+@pytest.mark.long
 def test_a_training_without_a_place_for_the_cache_runs(tmp_path):
     home = tmp_path / "home"
     home.write_text("a file, in which no folder can be made")

@@ -83,7 +83,12 @@ def of_case(backend, case, dtype, D, *, wide=False):
 # Of the GPU kernels, pallas_gpu_test.py runs such cases at the sizes of their tiles.
 @pytest.mark.parametrize(("case", "dtype"), RUNS)
 @pytest.mark.parametrize(
-    "backend", [*BACKENDS[:-1], pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive])]
+    "backend",
+    [
+        *BACKENDS[:2],
+        pytest.param("pallas_tpu", marks=pytest.mark.long),
+        pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive]),
+    ],
 )
 def test_output_and_gradients(backend, case, dtype):
     tolerance = LARGE_TOLERANCE if CASES[case].get("scale") == LARGE else TOLERANCE[dtype]

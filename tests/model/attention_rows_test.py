@@ -84,7 +84,8 @@ def attention_rows(config, mesh, queries, tokens, ids, positions):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "diff_v2" else pytest.param(name, marks=pytest.mark.exhaustive) for name in SIZES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name == "diff_v2" else pytest.mark.exhaustive) for name in SIZES],
 )
 def test_a_sharded_model_of_packed_documents_shows_the_same(config, mesh_of, name):
     """Compare one device with eight, for rows of two documents each."""

@@ -55,6 +55,7 @@ def test_a_document_changes_no_output_of_another(config, mesh_of, tmp_path, arch
             assert (after[changed_BT] != before[changed_BT]).any(axis=-1).all() == changed_BT.any()
 
 
+@pytest.mark.long
 def test_a_packed_batch_has_the_same_gradient_with_rows_sharded_over_devices(config, mesh_of, tmp_path):
     c = config(data__document_mask="true")
     rows = packed_rows(c, tmp_path)

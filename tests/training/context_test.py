@@ -53,12 +53,16 @@ def on_one_device(c, packed):
     return loss_and_gradients(c, make_mesh(c.mesh, jax.devices()[:1]), packed)
 
 
-SHORT = {("diff", 8, "zigzag", True)}
-LONG = {("diff", 2, "gather", False), ("diff_v2", 4, "zigzag", True), ("transformer", 8, "zigzag", False)}
+LONG = {
+    ("diff", 8, "zigzag", True),
+    ("diff", 2, "gather", False),
+    ("diff_v2", 4, "zigzag", True),
+    ("transformer", 8, "zigzag", False),
+}
 CASES = [
     pytest.param(
         *case,
-        marks=[] if case in SHORT else pytest.mark.long if case in LONG else pytest.mark.exhaustive,
+        marks=pytest.mark.long if case in LONG else pytest.mark.exhaustive,
         id=f"{case[0]}-{case[1]}-{case[2]}-{'packed' if case[3] else 'whole'}",
     )
     for architecture in ("diff", "transformer", "diff_v2")

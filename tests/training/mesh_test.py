@@ -50,6 +50,7 @@ def train(c, mesh, steps):
     return state, np.asarray(jax.device_get(metrics))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
 def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mesh_of, tmp_path, architecture):
     c = config(architecture, train__steps=20)
@@ -84,7 +85,13 @@ def results(hlo, operation):
     return [tuple(int(n) for n in match.group(1).split(",") if n) for line in lines if (match := SHAPE.search(line))]
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ({"fsdp": 8}, {"context": 2, "fsdp": 4})),
+    ],
+)
 def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of, monkeypatch, sizes):
     """No collective has a layer axis in its result, and nothing anywhere has both all tokens and the vocabulary."""
     layers, vocabulary, length, rows = 5, 1664, 64, 16
