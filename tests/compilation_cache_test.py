@@ -35,6 +35,7 @@ def entries(folder):
     return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
 
 
+@pytest.mark.long
 def test_a_second_training_compiles_nothing_new(tmp_path):
     home = tmp_path / "home"
     losses, _ = train(tmp_path, "first", cache_home=home)

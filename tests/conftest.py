@@ -20,6 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
 from difftx.parallel.mesh import make_mesh
 
+gc.set_threshold(200_000, 50, 1000)  # Collections of JAX's many objects took a twentieth of the suite's time.
 compilation_cache.enable()  # All tests, and the processes that they start, share the user's cache.
 
 ROOT = Path(__file__).parent.parent

@@ -51,6 +51,7 @@ def inputs(name, B=2, T=21, H=4, K=4, D=8, E=6, extra="BTH", segments=False, sca
 
 def by_hand(name, q, k, v, number, ids, window):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    ids, number = (None if x is None else np.asarray(x) for x in (ids, number))
     q, k = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     B, T, H, G, D = q.shape
     out = np.zeros((B, T, H, v.shape[3]))
@@ -112,6 +113,7 @@ def test_output_and_gradients(name, case, dtype):
             assert relative_error(a, e) < tolerance, part
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MAPS)
 def test_in_chunks_and_against_central_differences(name, monkeypatch):
     """The reference's gradient is JAX's of the same map; here the loss is a number that numpy makes, in float64."""

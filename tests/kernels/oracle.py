@@ -11,6 +11,7 @@ def softmax_row(logits: np.ndarray) -> np.ndarray:
 def diff_attention(q, k, v, lam, segment_ids=None, window=None) -> np.ndarray:
     """q [B,T,H,2,D], k [B,T,K,2,D], v [B,T,K,2D], lam scalar or [B,T,H] → [B,T,H,2D]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    segment_ids = None if segment_ids is None else np.asarray(segment_ids)
     B, T, H, _, D = q.shape
     lam = np.broadcast_to(np.asarray(lam, np.float64), (B, T, H))
     out = np.zeros((B, T, H, 2 * D))

@@ -95,6 +95,7 @@ def test_both_architectures_are_charged_the_same_flops():
     assert per_token["transformer"] == per_token["diff"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "remat", ["dots", *(pytest.param(remat, marks=pytest.mark.exhaustive) for remat in ("full", "offload"))]
 )
