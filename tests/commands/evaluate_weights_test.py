@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
-from conftest import TINY
+from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
 
 pytestmark = pytest.mark.long
@@ -155,7 +157,10 @@ def test_a_checkpoint_that_changes_during_its_evaluation_ends_it(trained, workdi
     path, checkpoint = workdir / "evals" / "loss" / "20.json", workdir / "checkpoints" / "20"
     before = path.read_bytes()
     flags = [f"--workdir={workdir}", "--suite=loss", "--step=20", "--again"]
-    error = run("-c", DISTURBED, checkpoint, tmp_path / "second" / "checkpoints" / other, *flags, code=1)
+    command = [sys.executable, "-c", DISTURBED, str(checkpoint), f"{tmp_path}/second/checkpoints/{other}", *flags]
+    ended = subprocess.run(command, cwd=ROOT, env=child_environment(1), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1, ended.stdout
+    error = ended.stderr
     assert error == (
         f"error: {checkpoint} {what} while this command used it, and no result was written; "
         "run the same command again\n"
