@@ -543,13 +543,22 @@ class Run:
         """Nothing that verified is lost; what verifies now is known from now on."""
         rewinds = [event for event in records.events(self._workdir) if event["event"] == "rewind"]
         back_to = min((event["step"] for event in rewinds[self._rewinds :]), default=None)
+        # Checkpoints that rewinds have deleted since the last check. Retention counted them until then.
+        every = self.plan.layout.every_steps
+        rewound = {
+            step
+            for event in rewinds[self._rewinds :]
+            for step in range(every, event["bad_steps"][1] + 1, every)
+            if step > event["step"]
+        }
         now = disk.whole_checkpoints(self._checkpoints)
         for step, content in self._known.items():
             if now.get(step) == content or (back_to is not None and step > back_to):
                 continue
             # Retention counts the checkpoints with all files, of the recorded sizes. A running training may have saved
             # one more, and removed this one, while we looked.
-            if len([other for other in disk.complete_checkpoints(self._checkpoints) if other > step]) >= KEEP:
+            newer = {*disk.complete_checkpoints(self._checkpoints), *rewound}
+            if len([other for other in newer if other > step]) >= KEEP:
                 continue
             names = sorted(path.name for path in self._checkpoints.iterdir())
             raise AssertionError(f"the checkpoint of step {step} verified, and is lost; there are {names}")
