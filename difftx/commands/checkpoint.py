@@ -1,31 +1,12 @@
 """List, verify, compare and delete the checkpoints of a run: python -m difftx checkpoint COMMAND --workdir=DIR."""
 
 import argparse
-import dataclasses
-import datetime
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-import rich.console
-import rich.markup
-import rich.table
 
 from difftx.commands.flags import add_extension_flag, prepare_process
-from difftx.errors import UnreadableError, UserError, printable
+from difftx.errors import UserError, printable
 from difftx.files import list_folder
-from difftx.training.checkpoint.checkpointer import config_of
-from difftx.training.checkpoint.manifest import array_name, quarantined_in, read_manifest, steps_in, why_invalid
-from difftx.training.checkpoint.retention import quarantine, remove, steps_to_keep
-from difftx.training.resume import changed_fields
-from difftx.training.run import read_config
-
-PLAIN_WIDTH = 160  # Width of a table in a file or a pipe in characters. The reasons for failures fit.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,143 +35,21 @@ def main(arguments: Sequence[str]) -> int:
     folder = options.workdir / "checkpoints"
     if not list_folder(folder):
         raise UserError(f"--workdir={options.workdir}: no checkpoints there")
+
+    # Imported after the flags are checked, because the imports are slow.
+    from difftx.commands import checkpoint_actions as actions
+    from difftx.training.checkpoint.retention import quarantine
+
     match options.command:
         case "ls":
-            list_checkpoints(folder)
+            actions.list_checkpoints(folder)
         case "verify":
-            verify(folder)
+            actions.verify(folder)
         case "diff":
-            diff(_find(folder, options.a), _find(folder, options.b), options.values)
+            actions.diff(actions.find(folder, options.a), actions.find(folder, options.b), options.values)
         case "quarantine":
-            path = quarantine(_find(folder, str(options.step)))
+            path = quarantine(actions.find(folder, str(options.step)))
             print(printable(f"{path}: training uses it again only if it verifies and no other checkpoint does"))
         case "prune":
-            prune(options.workdir, options.keep, options.yes)
+            actions.prune(options.workdir, options.keep, options.yes)
     return 0
-
-
-def list_checkpoints(folder: Path) -> None:
-    """Print a table of all checkpoints, including quarantined ones."""
-    table = rich.table.Table()
-    for title, justify in (("step", "right"), ("size", "right"), ("age", "right"), ("state", "left")):
-        table.add_column(title, justify=justify, overflow="fold")
-    states = {folder / str(step): _problem(folder / str(step), content=False) for step in steps_in(folder)}
-    for path, why in (states | dict.fromkeys(quarantined_in(folder), "quarantined")).items():
-        age = datetime.timedelta(seconds=round(time.time() - path.lstat().st_mtime))
-        state = "verified (sizes)" if why is None else rich.markup.escape(printable(str(why)))
-        table.add_row(path.name, _size(path), str(age), state)
-    rich.console.Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
-
-
-def verify(folder: Path) -> None:
-    """Compare the checksums of all checkpoints, print the results, and raise an error if one does not verify."""
-    steps, corrupt, unreadable = steps_in(folder), [], []
-    for step in steps:
-        began = time.perf_counter()
-        why = _problem(folder / str(step), content=True)
-        found = why or f"every checksum is right ({time.perf_counter() - began:.1f} s)"
-        print(printable(f"{step}: {found}"), flush=True)
-        if why is not None:
-            (unreadable if isinstance(why, UnreadableError) else corrupt).append(str(step))
-    if corrupt:
-        raise UserError(f"{folder}: {len(corrupt)} of {len(steps)} checkpoints do not verify: {', '.join(corrupt)}")
-    if unreadable:
-        names = ", ".join(unreadable)
-        raise UnreadableError(f"{folder}: {len(unreadable)} of {len(steps)} checkpoints cannot be read: {names}")
-
-
-def diff(a: Path, b: Path, values: bool) -> None:
-    """Print the differences of two checkpoints in config, names, shapes and dtypes, and optionally in `values`."""
-    for folder in (a, b):
-        if why := why_invalid(folder, content=values):
-            raise UserError(f"{folder}: does not verify: {why}")
-    lines = [f"config {change}" for change in changed_fields(config_of(a), config_of(b))]
-    old, new = read_manifest(a).arrays, read_manifest(b).arrays
-    lines += [f"{name}: only in {a}" for name in old if name not in new]
-    lines += [f"{name}: only in {b}" for name in new if name not in old]
-    lines += [
-        f"{name}: {old[name][0]} {old[name][1]} → {new[name][0]} {new[name][1]}"
-        for name in old
-        if name in new and old[name] != new[name]
-    ]
-    if values:
-        lines += _value_changes(a, b)
-    none = "no difference" if values else "no difference in config, names, shapes and dtypes"
-    print(*map(printable, lines or [none]), sep="\n")
-
-
-def prune(workdir: Path, keep: int | None, yes: bool) -> None:
-    """Print, and with `yes` delete, the quarantined checkpoints and the verified ones that need not be kept.
-
-    The newest `keep` verified checkpoints are kept, or those that the run's config keeps if `keep` is None. Checkpoints
-    that do not verify or cannot be read are kept. If no checkpoint verifies, none is deleted.
-    """
-    if keep is not None and keep < 1:
-        raise UserError(f"--keep={keep} must be at least 1")
-    folder = workdir / "checkpoints"
-    rule = read_config(workdir).checkpoint
-    if keep is not None:
-        rule = dataclasses.replace(rule, keep=keep, every_steps=1, keep_every_steps=None, keep_best=None)
-    reasons = {step: _problem(folder / str(step), content=True) for step in steps_in(folder)}
-    verified = [step for step, why in reasons.items() if why is None]
-    for step, why in reasons.items():
-        if why is not None:
-            print(printable(f"{step}: kept, because it does not verify: {why}"))
-    if not verified:
-        raise UserError(f"{folder}: no checkpoint verifies, so none is deleted")
-    kept = steps_to_keep(rule, verified, workdir)
-    to_delete = [folder / str(step) for step in verified if step not in kept] + quarantined_in(folder)
-    print(f"kept: {', '.join(map(str, sorted(kept)))}")
-    for path in to_delete:
-        print(printable(f"{'deleted' if yes else 'would be deleted'}: {path.name} ({_size(path)})"))
-    if yes:
-        remove(to_delete)
-    elif to_delete:
-        print("add --yes to delete")
-
-
-def _problem(folder: Path, *, content: bool) -> str | UnreadableError | None:
-    """Return None if a checkpoint verifies, an error if it cannot be read, else the reason why it does not verify."""
-    try:
-        return why_invalid(folder, step=int(folder.name), content=content)
-    except UnreadableError as error:
-        return error
-
-
-def _value_changes(a: Path, b: Path) -> Iterator[str]:
-    """Yield a line for each array that has the same shape but different values in the two checkpoints."""
-    old, new = _read_arrays(a), _read_arrays(b)
-    for name, x in old.items():
-        y = new.get(name)
-        if y is None or x.shape != y.shape:
-            continue
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        norm = np.linalg.norm(y - x)
-        if norm > 0 or not np.isfinite(norm):
-            yield f"{name}: ‖difference‖ {norm:.4g}, ‖before‖ {np.linalg.norm(x):.4g}, ‖after‖ {np.linalg.norm(y):.4g}"
-
-
-def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        saved: Any = reader.metadata(folder.resolve() / "state").item_metadata
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree)
-        tree = reader.restore(folder.resolve() / "state", args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    return {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _find(folder: Path, name: str) -> Path:
-    """Return the folder of the checkpoint whose step or path is `name`."""
-    steps = steps_in(folder)
-    if name.isdecimal() and int(name) in steps:
-        return folder / str(int(name))
-    if not name.isdecimal() and list_folder(Path(name)):
-        return Path(name)
-    raise UserError(f"{name!r}: no such checkpoint; {folder} has the steps {', '.join(map(str, steps)) or '(none)'}")
-
-
-def _size(folder: Path) -> str:
-    try:
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError as error:
-        return str(error.strerror)
-    return f"{size / 2**20:,.1f} MiB"
