@@ -1,4 +1,4 @@
-"""train.py, eval.py and make, as a user calls them: each command once in a new interpreter, and often in a fork."""
+"""train.py, eval.py and make, as a user calls them. Most commands run in forks, and some in new interpreters."""
 
 import importlib
 import json
@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
             "--config.checkpoint.every_steps=3",
             *flags,
         ]
-        result = run_new(*command) if architecture == "diff" else commands().run(command)
+        result = (run_new if architecture == "diff" else run)(*command)
         assert result.returncode == 0, result.stderr
     return folder
 

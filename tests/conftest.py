@@ -7,8 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # Without a network, a name that the hub lac
 # Implicit broadcasting between ranks is an error. Processes that tests start inherit the variable.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # The suite mostly compiles tiny programs, which takes half the time without LLVM's expensive passes. Several threads
-# per operation would only wait for the cores, which run other tests. `make quickstart` uses the
-# default options of the compiler.
+# per operation would only wait for the cores, which run other tests. `make quickstart` uses the default options.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),

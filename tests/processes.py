@@ -11,7 +11,7 @@ from conftest import ROOT, TINY, child_environment
 
 PATIENCE = 8  # Seconds, of barriers and of silence.
 
-UNHURRIED = ("tests/unhurried.py",)  # train.py with slow steps.
+UNHURRIED = ("tests/unhurried.py",)  # Runs train.py with slow steps.
 
 
 class Processes:

@@ -43,6 +43,7 @@ def evaluate(
     evaluates before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
     replaced during the evaluation.
     """
+    SUITES.check(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
     source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
     results = {}

@@ -542,15 +542,11 @@ class Run:
     def _check_checkpoints(self) -> None:
         """Nothing that verified is lost; what verifies now is known from now on."""
         rewinds = [event for event in records.events(self._workdir) if event["event"] == "rewind"]
-        back_to = min((event["step"] for event in rewinds[self._rewinds :]), default=None)
+        new = rewinds[self._rewinds :]
+        back_to = min((event["step"] for event in new), default=None)
         # Checkpoints that rewinds have deleted since the last check. Retention counted them until then.
         every = self.plan.layout.every_steps
-        rewound = {
-            step
-            for event in rewinds[self._rewinds :]
-            for step in range(every, event["bad_steps"][1] + 1, every)
-            if step > event["step"]
-        }
+        rewound = {step for event in new for step in range(every, event["bad_steps"][0], every) if step > event["step"]}
         now = disk.whole_checkpoints(self._checkpoints)
         for step, content in self._known.items():
             if now.get(step) == content or (back_to is not None and step > back_to):

@@ -1,8 +1,8 @@
 """Commands of difftx as processes that need not import JAX again.
 
 `SERVER` is a process that has imported what the commands import. It forks for each command, and the fork runs the
-command's own `__main__` block and ends as any process does. A command so takes two seconds less than a new interpreter.
-Tests of start-up, of imports and of several hosts start new interpreters instead.
+command's own `__main__` block and ends as any process does. This saves two seconds per command. Tests of start-up, of
+imports and of several hosts start new interpreters instead.
 """
 
 import atexit
@@ -33,7 +33,7 @@ def serve():
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*os.fork")  # JAX has no threads yet.
+                warnings.filterwarnings("ignore", message=".*os.fork")  # JAX has no threads before its first use.
                 answer = os.fork()
             if answer == 0:
                 return request

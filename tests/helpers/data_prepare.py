@@ -9,12 +9,13 @@ from conftest import ROOT
 
 from helpers.command_server import commands
 
-COMMAND = [sys.executable, "-m", "difftx", "prepare", "--tokenizer=bytes"]
+PREPARE = ["difftx", "prepare", "--tokenizer=bytes"]
+COMMAND = [sys.executable, "-m", *PREPARE]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def prepare(*flags):
-    return commands().run(["difftx", "prepare", "--tokenizer=bytes", *flags])
+    return commands().run([*PREPARE, *flags])
 
 
 def prepared(out, *flags):
