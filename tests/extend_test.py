@@ -6,11 +6,10 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
+from helpers.command_server import commands
 
 from difftx import registry
 from difftx.errors import UserError
@@ -43,8 +42,8 @@ def run(place, line, *more, code=0, tiny=True):
         fields = {name: value for name, value in fields.items() if f"--config.{name}=" not in line}
         words += [f"--config.{name}={value}" for name, value in fields.items()]
     environment = child_environment(1) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *words, *more]
-    ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    command = words[1:] if words[0] == "-m" else words
+    ended = commands().run([*command, *more], environment=environment, folder=place)
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stdout if code == 0 else ended.stderr

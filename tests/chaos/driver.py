@@ -45,6 +45,7 @@ from chaos.plan import (
 PATIENCE = 600.0  # Seconds until the driver itself gives up; the machine may be busy with other things.
 SILENCE = 20  # Seconds: of barriers and of heartbeats.
 DISK_MIB = 8
+MAX_SKIPPED = 3  # Skipped updates in a row until a rewind.
 DONE, PREEMPTED, MISTAKE, FAILED = 0, 75, 2, 1
 ABORTED = -signal.SIGABRT  # JAX's own end when process 0 has gone.
 # What a process says of the other one that has gone.
@@ -117,7 +118,7 @@ def command(folder: Path, layout: Layout, nan: tuple[int, ...] = (), mistake: st
         "logging__tensorboard": "true",
         "data__packing": "best_fit",
         "data__cache_path": folder / "cache",
-        "guards__max_skipped": 3,
+        "guards__max_skipped": MAX_SKIPPED,
         "guards__skip_steps": 2,
         "guards__max_rewinds": 20,
         "multihost__barrier_timeout_seconds": SILENCE,
@@ -541,13 +542,16 @@ class Run:
 
     def _check_checkpoints(self) -> None:
         """Nothing that verified is lost; what verifies now is known from now on."""
-        rewinds = [event for event in records.events(self._workdir) if event["event"] == "rewind"]
-        new = rewinds[self._rewinds :]
-        back_to = min((event["step"] for event in new), default=None)
+        counted = len(records.rewinds(self._workdir))
+        now = disk.whole_checkpoints(self._checkpoints)
+        complete = disk.complete_checkpoints(self._checkpoints)
+        # A running training may have rewound while we looked. Such a rewind counts for the next check too.
+        new = [(entry["step"], entry["bad_steps"][0]) for entry in records.rewinds(self._workdir)[self._rewinds :]]
+        new += self._unrecorded_rewind(complete)
+        back_to = min((target for target, _ in new), default=None)
         # Checkpoints that rewinds have deleted since the last check. Retention counted them until then.
         every = self.plan.layout.every_steps
-        rewound = {step for event in new for step in range(every, event["bad_steps"][0], every) if step > event["step"]}
-        now = disk.whole_checkpoints(self._checkpoints)
+        rewound = {step for target, bad in new for step in range(every, bad, every) if step > target}
         for step, content in self._known.items():
             if now.get(step) == content or (back_to is not None and step > back_to):
                 continue
@@ -558,7 +562,23 @@ class Run:
                 continue
             names = sorted(path.name for path in self._checkpoints.iterdir())
             raise AssertionError(f"the checkpoint of step {step} verified, and is lost; there are {names}")
-        self._known, self._rewinds = now, len(rewinds)
+        self._known, self._rewinds = now, counted
+
+    def _unrecorded_rewind(self, complete: list[int]) -> list[tuple[int, int]]:
+        """Return the target and the first bad step of a rewind that has begun, and may have no journal entry yet.
+
+        A rewind deletes checkpoints before it writes its entry. Before that, the log shows the bad steps, and only
+        afterwards the start of the next attempt.
+        """
+        log = (self._folder / f"start {self._starts - 1:02}" / "0.log").read_text(errors="replace")
+        skipped = list(map(int, re.findall(r"step (\d+): .*: update skipped", log.rpartition("attempt ")[2])))
+        bad = skipped[-1:]
+        while bad and bad[0] - 1 in skipped:
+            bad.insert(0, bad[0] - 1)
+        if len(bad) < MAX_SKIPPED:
+            return []
+        every = self.plan.layout.every_steps
+        return [(max((step for step in complete if step % every == 0 and step + 1 < bad[0]), default=0), bad[0])]
 
     # ── The end ──
 

@@ -78,6 +78,11 @@ def events(workdir: Path) -> list[dict[str, Any]]:
     return found
 
 
+def rewinds(run: Path) -> list[dict[str, Any]]:
+    """Return the journal's entries of rewinds."""
+    return [event for event in events(run) if event["event"] == "rewind"]
+
+
 def check_tensorboard(run: Path, whole: Path) -> None:
     """Assert that TensorBoard shows the loss of every step of `whole` once."""
     expected = [

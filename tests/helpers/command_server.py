@@ -40,6 +40,7 @@ def serve():
         print(json.dumps(answer), flush=True)
     sys.exit()
 
+sys.path[0] = os.getcwd()  # Of "", which would mean another folder after os.chdir.
 gc.freeze()  # The forks' garbage collectors then pass over the imported modules.
 request = serve()
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -47,6 +48,7 @@ for number, path in ((1, request["stdout"]), (2, request["stderr"])):
     os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
 os.environ.clear()
 os.environ.update(request["environment"])
+os.chdir(request["folder"])
 sys.argv = request["command"]
 if sys.argv[0] == "difftx":
     runpy.run_module("difftx", run_name="__main__", alter_sys=True)
@@ -76,16 +78,17 @@ class CommandServer:
         stdout: str | Path = os.devnull,
         stderr: str | Path = os.devnull,
         environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
     ) -> "Command":
         """Start a command, such as `["train.py", "--workdir=run"]` or `["difftx", "plan"]`.
 
-        Its output is appended to the files. The default environment has one CPU device. An environment cannot change
-        the variables of JAX, which the server has read already.
+        It runs in `folder`, and its output is appended to the files. The default environment has one CPU device. An
+        environment cannot change the variables of JAX, which the server has read already.
         """
         environment = dict(child_environment(1) if environment is None else environment)
         changed = {k for k, _ in environment.items() ^ child_environment(1).items() if k.startswith("JAX_")}
         assert not changed, f"a fork cannot change {changed}; start a new interpreter"
-        request = {"command": [str(word) for word in command], "environment": environment}
+        request = {"command": [str(word) for word in command], "environment": environment, "folder": str(folder)}
         return Command(self, self.ask(request | {"stdout": str(stdout), "stderr": str(stderr)}))
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -96,10 +99,15 @@ class CommandServer:
         return json.loads(self._process.stdout.readline())
 
     def run(
-        self, command: Sequence[object], *, environment: Mapping[str, str] | None = None, timeout: float = 300
+        self,
+        command: Sequence[object],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command, and return its exit code and output."""
-        (result,) = self.run_together([command], environment=environment, timeout=timeout)
+        (result,) = self.run_together([command], environment=environment, folder=folder, timeout=timeout)
         return result
 
     def run_together(
@@ -107,13 +115,14 @@ class CommandServer:
         commands: Sequence[Sequence[object]],
         *,
         environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
         timeout: float = 300,
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run commands at the same time, and return the exit code and output of each."""
         with tempfile.TemporaryDirectory() as folder:
             outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(commands))]
             started = [
-                self.start(command, stdout=out, stderr=errors, environment=environment)
+                self.start(command, stdout=out, stderr=errors, environment=environment, folder=folder)
                 for command, (out, errors) in zip(commands, outputs, strict=True)
             ]
             codes = [command.wait(timeout) for command in started]
