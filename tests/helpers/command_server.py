@@ -119,8 +119,10 @@ class CommandServer:
         timeout: float = 300,
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run commands at the same time, and return the exit code and output of each."""
-        with tempfile.TemporaryDirectory() as folder:
-            outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(commands))]
+        with tempfile.TemporaryDirectory() as outputs_folder:
+            outputs = [
+                (Path(outputs_folder, f"{i}.out"), Path(outputs_folder, f"{i}.err")) for i in range(len(commands))
+            ]
             started = [
                 self.start(command, stdout=out, stderr=errors, environment=environment, folder=folder)
                 for command, (out, errors) in zip(commands, outputs, strict=True)
