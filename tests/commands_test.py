@@ -194,7 +194,7 @@ def test_eval_lists_its_suites():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_an_old_python_gets_one_line(tmp_path):
-    """A PATH with only an old python3: make says what to install."""
+    """With only an old python3 in PATH, make prints what to install."""
     (tmp_path / "bin").mkdir()
     for tool in ("sh", "bash", "make", "test", "echo", "rm", "touch"):
         if found := shutil.which(tool):

@@ -87,7 +87,7 @@ class Processes:
         self._until(lambda: newest_step(self.metrics) >= step)
 
     def until_checkpoint(self, step):
-        """Wait until the checkpoint of a step is whole, and has its name: steps later, as it is written beside them."""
+        """Wait until the checkpoint of a step has its final name. Training continues while it is written."""
         self._until((self.metrics.parent / "checkpoints" / str(step)).exists)
 
     def _until(self, condition):

@@ -3,7 +3,7 @@
 The driver looks at files, exit codes and output alone, and judges a checkpoint by itself (disk.py). After each fault
 the same command is given again, and
 
-- it goes on from the newest checkpoint that verifies, or stops with the documented exit code and line;
+- it resumes from the newest checkpoint that verifies, or stops with the documented exit code and line;
 - no checkpoint that verified before is lost but by retention, a rewind, or the damage itself;
 - the numbers of every step are bit for bit those of a run that nothing disturbed.
 """
@@ -185,7 +185,7 @@ class Run:
         self._expected, self._checked = {expected}, False
 
     def _expected_step(self) -> int | None:
-        """Return the step to go on from, by the driver's own check; None: the run must refuse."""
+        """Return the step from which the run must resume, by the driver's own check, or None if it must refuse."""
         steps = disk.steps_in(self._checkpoints)
         whole = [step for step in steps if disk.verifies(self._checkpoints / str(step))]
         quarantined = disk.quarantined(self._checkpoints)
@@ -194,7 +194,7 @@ class Run:
         return max(whole, default=None if steps or quarantined else 0)
 
     def _check_start(self) -> None:
-        """Once the processes say where they start, compare."""
+        """Compare the step at which the run started with the expected one, once it is in the log."""
         if self._checked or not (found := re.search(r"attempt \d+, from step (\d+) to", self._log())):
             return
         self._checked = True
@@ -204,8 +204,9 @@ class Run:
             self._check_metrics(until=int(found[1]))
 
     def _log(self, process: int = 0) -> str:
-        assert self._processes is not None
-        return self._processes.logs[process].read_text(errors="replace")
+        """Return what a process of the latest start has printed so far. The process may have ended."""
+        path = self._folder / f"start {self._starts - 1:02}" / f"{process}.log"
+        return path.read_text(errors="replace")
 
     # ── Moments ──
 
@@ -246,7 +247,7 @@ class Run:
         return False
 
     def _place(self) -> str:
-        """Say what the processes are doing, by what they have left so far."""
+        """Describe what the processes are doing, by the files that exist so far."""
         for unfinished in self._checkpoints.glob(UNFINISHED):
             return "a save, manifest written" if (unfinished / disk.MANIFEST).exists() else "a save"
         if any(self._checkpoints.glob("*.removed")):
@@ -327,7 +328,7 @@ class Run:
         return self._ended({-signal.SIGKILL, FAILED, MISTAKE, DONE} | ({ABORTED} if victim == 0 else set()))
 
     def _pause(self, popen: subprocess.Popen) -> str:
-        """Freeze the only process for a while: it goes on as if nothing had been."""
+        """Freeze the only process for a while. It must continue as if nothing had happened."""
         with self._stopped(popen):
             time.sleep(self._random.uniform(0.1, 1.5))
         return "went on"
@@ -341,7 +342,7 @@ class Run:
         self._frozen.remove(popen)
 
     def _freeze(self, victim: subprocess.Popen, then: str) -> str:
-        """Freeze one of two: the other says so and ends; the frozen one is killed, or continued at once or later."""
+        """Freeze one of two processes. The other must name it and end. Then kill the frozen one, or continue it."""
         running = self._processes.running
         number = next(process for process, popen in running.items() if popen is victim)
         with self._stopped(victim):
@@ -525,9 +526,7 @@ class Run:
         if not self._wait(lambda: "attempt " in self._log()):
             if name == "journal.jsonl" and self._codes() == [MISTAKE]:
                 self._refused("is not a valid entry; delete that line")
-                line = int(
-                    re.search(r"line (\d+) is", (self._folder / f"start {self._starts - 1:02}/0.log").read_text())[1]
-                )
+                line = int(re.search(r"line (\d+) is", self._log())[1])
                 lines = after.splitlines(keepends=True)
                 path.write_text("".join(lines[: line - 1] + lines[line:]))
                 self._deleted_entries += 1
@@ -541,11 +540,11 @@ class Run:
         records.check_metrics(self._workdir, self._whole, until=until, damaged=self._damaged_steps)
 
     def _check_checkpoints(self) -> None:
-        """Nothing that verified is lost; what verifies now is known from now on."""
+        """Check that no checkpoint that verified is lost, and record those that verify now."""
         counted = len(records.rewinds(self._workdir))
         now = disk.whole_checkpoints(self._checkpoints)
         complete = disk.complete_checkpoints(self._checkpoints)
-        # A running training may have rewound while we looked. Such a rewind counts for the next check too.
+        # A running training may have rewound since `counted`. The next check takes that rewind into account again.
         new = [(entry["step"], entry["bad_steps"][0]) for entry in records.rewinds(self._workdir)[self._rewinds :]]
         new += self._unrecorded_rewind(complete)
         back_to = min((target for target, _ in new), default=None)
@@ -570,8 +569,8 @@ class Run:
         A rewind deletes checkpoints before it writes its entry. Before that, the log shows the bad steps, and only
         afterwards the start of the next attempt.
         """
-        log = (self._folder / f"start {self._starts - 1:02}" / "0.log").read_text(errors="replace")
-        skipped = list(map(int, re.findall(r"step (\d+): .*: update skipped", log.rpartition("attempt ")[2])))
+        attempt = self._log().rpartition("attempt ")[2]
+        skipped = list(map(int, re.findall(r"step (\d+): .*: update skipped", attempt)))
         bad = skipped[-1:]
         while bad and bad[0] - 1 in skipped:
             bad.insert(0, bad[0] - 1)

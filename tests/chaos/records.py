@@ -1,4 +1,4 @@
-"""What a run has recorded, next to what an uninterrupted one has."""
+"""Comparison of the records of a run with those of an uninterrupted run."""
 
 import contextlib
 import json

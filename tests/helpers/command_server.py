@@ -40,7 +40,7 @@ def serve():
         print(json.dumps(answer), flush=True)
     sys.exit()
 
-sys.path[0] = os.getcwd()  # Of "", which would mean another folder after os.chdir.
+sys.path[0] = os.getcwd()  # The entry "" would mean another folder after os.chdir.
 gc.freeze()  # The forks' garbage collectors then pass over the imported modules.
 request = serve()
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
