@@ -90,7 +90,7 @@ BACKENDS = {
             "splash", _imported("baseline:splash_attention"), unsupported=_imported("baseline:splash_unsupported")
         ),
         _for_gpu("cudnn", _imported("baseline:cudnn_attention"), unsupported=_imported("baseline:cudnn_unsupported")),
-        Backend("xla", xla.attention),
+        Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
     "mapped_attention": _by_name(
         Backend("reference", reference.mapped_attention, auto=False), Backend("xla", xla.mapped_attention)

@@ -69,8 +69,8 @@ class Backend:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(backend, window, sharding, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT):
-    return _forward(backend, window, sharding, q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT)[0]
+def _attend(backend, window, sharding, *inputs):
+    return _forward(backend, window, sharding, *inputs)[0]
 
 
 def _forward(backend, window, sharding, *inputs):
@@ -80,13 +80,13 @@ def _forward(backend, window, sharding, *inputs):
 
 
 def _backward(backend, window, sharding, residuals, dout_BTHE):
-    segment_ids_BT = residuals[4]
+    segment_ids_BT = residuals[-3]  # Before the output and `Saved`.
     call = functools.partial(backend.backward, window=window)
 
     def with_summed_keys(*operands, sharding):
         """Sum the gradients of keys and values over the devices whose queries attended to them."""
-        dq_BTHGD, dk_BSKGD, dv_BSKE, dlam_BTH = call(*operands, sharding=sharding)
-        return dq_BTHGD, sharding.scatter(dk_BSKGD), sharding.scatter(dv_BSKE), dlam_BTH
+        dq, dk, dv, *rest = call(*operands, sharding=sharding)
+        return dq, sharding.scatter(dk), sharding.scatter(dv), *rest
 
     grads = per_shard(with_summed_keys if sharding else call, *residuals, dout_BTHE, sharding=sharding)
     # JAX requires gradients of integer inputs to have the dtype float0.

@@ -17,14 +17,21 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, pad_to
 from difftx.kernels.pallas_tpu_kernels import block_tokens
-from difftx.kernels.xla import library_attention
 
 SPLASH_TILE = 512  # Largest side of a tile in tokens.
 SPLASH_FUSED_TOKENS = 4096  # Longest row for splash's fused backward pass, which stores one copy of dQ per key tile.
 DENSE_MASK_TOKENS = 16_384  # Longest row with segments for cuDNN: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
 
 
-cudnn_attention = functools.partial(library_attention, implementation="cudnn")
+def cudnn_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window) -> jax.Array:
+    """Compute softmax attention by cuDNN."""
+    mask_B1TS = None
+    if segment_ids_BT is not None:
+        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation="cudnn"
+    )
 
 
 def cudnn_unsupported(call: AttentionCall) -> str | None:

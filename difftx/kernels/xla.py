@@ -9,6 +9,7 @@ attention weights, P1 - λ P2, in float32 before the product with V, so one prod
 #   D = width of a query/key sub-head, E = width of a value head
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,37 +17,34 @@ import jax.numpy as jnp
 
 from difftx.kernels.backend import Saved, pad_to
 from difftx.kernels.context import SequenceSharding
-from difftx.kernels.maps import MASKED, softmax
+from difftx.kernels.maps import MASKED
 
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
-
-MAP_TOKENS = 1024  # Longest row for `jax.nn` on XLA, which stores all T × T attention weights.
 
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
     """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
-    B, T, H = lam_BTH.shape
-    K = k_BSKGD.shape[2]
+    B, T, H, G, _ = q_BTHGD.shape
 
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
         lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
-        map1_BKRCS, map2_BKRCS = jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
-        map_BKRCS = (map1_BKRCS - split_heads(rows["lam"], K) * map2_BKRCS).astype(v_BSKE.dtype)
+        maps_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
+        map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(v_BSKE.dtype)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
         return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
 
     out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH))
-    lse_BTHG = joined(lse, T).reshape(B, T, H, 2)
+    lse_BTHG = joined(lse, T).reshape(B, T, H, G)
     return joined(out, T).reshape(B, T, H, -1), Saved(by_token=(lse_BTHG,))
 
 
 def backward(
     q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k and v in their dtypes, and of λ in float32, `[B, T, H]`.
 
     P1 and P2 are the attention weights of the two groups, S1 and S2 their logits. Both groups share dP = dO Vᵀ and
@@ -60,29 +58,47 @@ def backward(
 
     def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
         dk_BSKGD, dv_BSKE = carry
-        lam_BKRC1 = split_heads(rows["lam"], K)
         lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
-        logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
-        map1_BKRCS, map2_BKRCS = jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
+        maps_BKRCS = _maps(masked_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
         dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
         dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
-        map_BKRCS = (map1_BKRCS - lam_BKRC1 * map2_BKRCS).astype(dtype)
+        map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(dtype)
         dv_BSKE += einsum("BKRCS,BCKRE->BSKE", map_BKRCS, dout_BCKRE)
-        delta1_BKRC1 = jnp.sum(map1_BKRCS * dp_BKRCS, axis=-1, keepdims=True)
-        delta2_BKRC1 = jnp.sum(map2_BKRCS * dp_BKRCS, axis=-1, keepdims=True)
-        ds1_BKRCS = map1_BKRCS * (dp_BKRCS - delta1_BKRC1)
-        ds2_BKRCS = -lam_BKRC1 * map2_BKRCS * (dp_BKRCS - delta2_BKRC1)
-        ds_BKRGCS = (jnp.stack([ds1_BKRCS, ds2_BKRCS], axis=3) * D**-0.5).astype(dtype)
+        deltas_BKRC1 = [jnp.sum(one_BKRCS * dp_BKRCS, axis=-1, keepdims=True) for one_BKRCS in maps_BKRCS]
+        ds_BKRCS = [
+            one_BKRCS * (dp_BKRCS - delta_BKRC1)
+            for one_BKRCS, delta_BKRC1 in zip(maps_BKRCS, deltas_BKRC1, strict=True)
+        ]
+        dlam_BCKR = None
+        if G == 2:
+            ds_BKRCS[1] *= -split_heads(rows["lam"], K)
+            dlam_BCKR = -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
+        ds_BKRGCS = (jnp.stack(ds_BKRCS, axis=3) * D**-0.5).astype(dtype)
         q_BCKRGD = rows["q"].reshape(B, -1, K, H // K, G, D)
         dk_BSKGD += einsum("BKRGCS,BCKRGD->BSKGD", ds_BKRGCS, q_BCKRGD)
         dq_BCKRGD = einsum("BKRGCS,BSKGD->BCKRGD", ds_BKRGCS, k_BSKGD).astype(dtype)
-        return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, -jnp.moveaxis(delta2_BKRC1[..., 0], 3, 1))
+        return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, dlam_BCKR)
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
     rows = chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
     (dk_BSKGD, dv_BSKE), (dq, dlam) = jax.lax.scan(chunk, zeros, rows)
-    dq_BTHGD, dlam_BTH = joined(dq, T).reshape(q_BTHGD.shape), joined(dlam, T).reshape(B, T, H)
+    dlam_BTH = None if dlam is None else joined(dlam, T).reshape(B, T, H)
+    dq_BTHGD = joined(dq, T).reshape(q_BTHGD.shape)
     return dq_BTHGD, dk_BSKGD.astype(k_BSKGD.dtype), dv_BSKE.astype(v_BSKE.dtype), dlam_BTH
+
+
+def softmax_forward(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, **options) -> tuple[jax.Array, Saved]:
+    """Do what `forward` does, for softmax attention."""
+    return forward(q_BTHD[:, :, :, None], k_BSKD[:, :, :, None], v_BSKE, None, segment_ids_BT, **options)
+
+
+def softmax_backward(
+    q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, out_BTHE, saved, dout_BTHE, **options
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v in their dtypes, for softmax attention."""
+    operands = q_BTHD[:, :, :, None], k_BSKD[:, :, :, None], v_BSKE, None, segment_ids_BT, out_BTHE, saved, dout_BTHE
+    dq_BTHGD, dk_BSKGD, dv_BSKE, _ = backward(*operands, **options)
+    return dq_BTHGD[:, :, :, 0], dk_BSKGD[:, :, :, 0], dv_BSKE
 
 
 def mapped_attention(
@@ -110,26 +126,6 @@ def mapped_attention(
     return joined(out, T).reshape(B, T, H, -1)
 
 
-def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
-    """Compute softmax attention by XLA operations, in chunks of queries if rows are long or sharded."""
-    if sharding is None and q_BTHD.shape[1] <= MAP_TOKENS:
-        return library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, implementation="xla")
-    q_BTHGD, k_BSKGD = q_BTHD[:, :, :, None], k_BSKD[:, :, :, None]
-    options = {"window": window, "sharding": sharding}
-    return mapped_attention(softmax, q_BTHGD, k_BSKGD, v_BSKD, None, segment_ids_BT, **options)
-
-
-def library_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, implementation) -> jax.Array:
-    """Compute softmax attention by `jax.nn`, whose `implementation` is "xla" or "cudnn"."""
-    mask_B1TS = None
-    if segment_ids_BT is not None:
-        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-    reach = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation=implementation
-    )
-
-
 def masked_logits(
     rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
 ) -> jax.Array:
@@ -150,6 +146,18 @@ def masked_logits(
     return jnp.where(seen_BCS[:, None, None, None], logits_BKRGCS, MASKED)
 
 
+def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the attention weights of each group, `[B, K, R, C, S]`."""
+    return jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
+
+
+def _weighted_sum(maps_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGD: jax.Array) -> jax.Array:
+    """Return P1 - λ P2, or P1 for softmax attention, which has one group."""
+    if len(maps_BKRCS) == 1:
+        return maps_BKRCS[0]
+    return maps_BKRCS[0] - split_heads(rows["lam"], k_BSKGD.shape[2]) * maps_BKRCS[1]
+
+
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
     """Reshape `[B, C, H]` to `[B, K, R, C, 1]`, with R = H / K query heads for each of K key/value heads."""
     B, C, H = x_BCH.shape
@@ -157,14 +165,19 @@ def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def chunks(
-    segment_ids_BS: jax.Array | None, sharding: SequenceSharding | None, groups: int = 1, /, **arrays_BT: jax.Array
+    segment_ids_BS: jax.Array | None,
+    sharding: SequenceSharding | None,
+    groups: int = 1,
+    /,
+    **arrays_BT: jax.Array | None,
 ) -> dict[str, Any]:
     """Split arrays `[B, T, …]` with one entry per query into chunks `[N, B, C, …]`. Zeros pad the last chunk.
 
     One array must be "q". The result also has the positions of the queries in their rows, "position" `[N, C]`, and
     "segment" `[N, B, C]` if there are segment ids. A chunk has at most `CHUNK_MAP_ELEMENTS` / `groups` pairs of tokens.
     """
-    T = arrays_BT["q"].shape[1]
+    present = {name: x_BT for name, x_BT in arrays_BT.items() if x_BT is not None}
+    T = present["q"].shape[1]
     keys = T if sharding is None else T * sharding.devices
     size = min(T, max(1, CHUNK_MAP_ELEMENTS // (keys * groups)))
     count = -(-T // size)
@@ -174,7 +187,7 @@ def chunks(
         padded = pad_to(x_BT, count * size, axis=1)
         return jnp.moveaxis(padded.reshape(x_BT.shape[0], count, size, *x_BT.shape[2:]), 1, 0)
 
-    rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in arrays_BT.items()}
+    rows: dict[str, Any] = {name: in_chunks(x_BT) for name, x_BT in present.items()}
     rows["position"] = in_chunks(position_T[None])[:, 0]
     if segment_ids_BS is not None:
         rows["segment"] = in_chunks(segment_ids_BS if sharding is None else segment_ids_BS[:, position_T])

@@ -2,6 +2,7 @@
 # Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from difftx.model.attention import Angles, Depth, depth_schedule
 from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
 from difftx.parallel.layout import Layout
 
+UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
 LAYER_INPUT = "layer_input"  # Name by which a remat policy refers to the input of a layer.
 
 # `model.remat` selects which values the forward pass saves. The backward pass recomputes all others. "none" has no
@@ -104,7 +106,7 @@ class Decoder(nnx.Module):
         if self.config.remat != "none":
             # XLA cannot merge the recomputation with the forward pass across scans, so prevent_cse is not needed.
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
-        x_BTD, stats = jax.lax.scan(layer, x_BTD, (self.blocks, depth_schedule(self.config)))
+        x_BTD, stats = self._scan(layer, x_BTD, self.blocks, depth_schedule(self.config))
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
@@ -148,7 +150,7 @@ class Decoder(nnx.Module):
             return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, depth, cache, segments))
 
         inputs = (self.blocks, depth_schedule(self.config), cache)
-        x_BTD, entries = jax.lax.scan(layer, self._embed(tokens_BT), inputs)
+        x_BTD, entries = self._scan(layer, self._embed(tokens_BT), *inputs)
         return self.final_norm(x_BTD), entries
 
     def attention_rows[Found](
@@ -205,6 +207,15 @@ class Decoder(nnx.Module):
     def unembedding(self) -> jax.Array:
         """Return the float32 matrix `[V, D]` that maps hidden states to logits."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
+
+    def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any) -> tuple[Any, Any]:
+        """Apply `layer` to the carry and the inputs of each layer, as `jax.lax.scan` does.
+
+        A shallow model without remat is unrolled: the scan would copy the values saved for the backward pass into
+        stacked arrays, which took a third of a step on CPUs. Otherwise, compile time must not grow with depth.
+        """
+        unroll = self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
+        return jax.lax.scan(layer, carry, inputs, unroll=self.config.num_layers if unroll else 1)
 
     def _angles(self, length: int, positions_BT: jax.Array | None) -> Angles:
         positions = jnp.arange(length)[None] if positions_BT is None else positions_BT

@@ -1,0 +1,45 @@
+"""Worker of benchmarks/peers.py: DiffLlama or Llama of the package transformers on torch, eager or compiled."""
+
+import torch
+import transformers
+from worker import Task, serve
+
+
+def main() -> None:
+    """Serve the task: fields `model` (a config.json), `compile`, `rows`, `length`, `threads` and `optimizer`."""
+    task = Task()
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(0)
+    fields = {name: value for name, value in task.model.items() if name != "torch_dtype"}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields))
+    step_model = torch.compile(model) if task.compile else model
+    rates = task.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=rates["lr"], betas=(0.9, rates["b2"]), weight_decay=rates["weight_decay"], fused=True
+    )
+    rows = torch.randint(0, fields["vocab_size"], (256, task.length))
+
+    def train(steps: int) -> None:
+        model.train()
+        for _ in range(steps):
+            batch = rows[torch.randint(0, len(rows), (task.rows,))]
+            loss = step_model(input_ids=batch, labels=batch, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), rates["clip_norm"])
+            optimizer.step()
+        loss.item()
+
+    @torch.inference_mode()
+    def generate(count: int) -> None:
+        model.eval()
+        prompt = torch.ones((1, task.prompt_tokens), dtype=torch.long)
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        mask = torch.ones_like(prompt)
+        out = model.generate(prompt, attention_mask=mask, do_sample=False, use_cache=True, pad_token_id=0, **lengths)
+        assert out.shape[1] == task.prompt_tokens + count
+
+    serve(train, None if task.compile else generate, sum(weight.numel() for weight in model.parameters()))
+
+
+main()

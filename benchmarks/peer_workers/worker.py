@@ -1,0 +1,45 @@
+"""The side of a worker in the conversation with benchmarks/peers.py, in the standard library alone.
+
+A worker trains one model. It gets its task as JSON in its only argument, prints a line of JSON when the first step is
+done, and then answers each line of its standard input by one line of JSON.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+
+class Task:
+    """The task that benchmarks/peers.py gives to a worker: the fields of the JSON object in the worker's argument."""
+
+    def __init__(self):
+        for name, value in json.loads(sys.argv[1]).items():
+            setattr(self, name, value)
+
+
+def serve(train: Callable[[int], object], generate: Callable[[int], object] | None, parameters: int) -> None:
+    """Take the first step, then do what the parent asks for: `train STEPS`, `generate TOKENS`, or `memory`.
+
+    `train` returns after the last of its steps is done, and `generate` after its last new token.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What libraries print must not mix with the answers.
+
+    def answer(**fields: object) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    train(1)
+    answer(parameters=parameters, generates=generate is not None)
+    for line in sys.stdin:
+        verb, count = line.split()
+        if verb == "memory":
+            answer(peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            continue
+        work = train if verb == "train" else generate
+        assert work is not None
+        began = time.perf_counter()
+        work(int(count))
+        answer(seconds=time.perf_counter() - began)

@@ -1,0 +1,254 @@
+"""Compare the speed of difftx on this machine with transformers on torch, and with nanodo's Transformer.
+
+python benchmarks/peers.py [--sizes=quickstart,19m] [--rounds=7] [--steps=N] [--torch=.venv-parity/bin/python]
+    [--nanodo=FOLDER] [--only=NAME,…]
+
+Each model has a process of its own. The processes take turns, so a change in the machine's speed affects all of them:
+in each round, each process trains and then generates. All models have the same shapes, float32 weights and activations,
+AdamW with weight decay and clipping, random tokens, and the same number of threads. The first round is not counted.
+
+`make .venv-parity/.installed` installs torch and transformers, and --nanodo names a clone of nanodo. The benchmark
+prints the peers that it cannot find.
+
+The table of a size has tokens/s of training and of generation (one row, with a cache), ratios to difftx's model of the
+same architecture, the peak resident memory after training, and the time from the start of the process to the end of its
+first step.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import rich.table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from difftx.config import Config
+from difftx.config.recipes import load_config
+from difftx.errors import UserError, run_command
+from difftx.interop.huggingface import config_json
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS = Path(__file__).parent / "peer_workers"
+PROMPT_TOKENS, NEW_TOKENS = 16, 256
+SHAPES = {"data.sequence_length": "256", "train.global_batch_tokens": "2048"}
+SMALL = {"model.compute_dtype": "float32", "model.remat": "none", "data.path": "none", "data.tokenizer": "bytes"}
+# Size → recipe with a place for the architecture, changed fields, and steps of a round.
+SIZES = {
+    "quickstart": ("configs/quickstart.py:{}", {"data.path": "none"}, 20),
+    "19m": ("configs/small.py:books-20m-{}", SMALL, 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A model and the command that runs it."""
+
+    name: str
+    architecture: str
+    command: tuple[str, ...]
+    task: dict[str, Any]
+
+
+class Worker:
+    """The process of a contestant, and its times."""
+
+    def __init__(self, contestant: Contestant):
+        self.contestant = contestant
+        self.train_rates: list[float] = []  # Tokens/s of each round.
+        self.generate_rates: list[float] = []  # New tokens/s of each round.
+        self.peak_bytes = 0  # Peak resident memory.
+        began = time.perf_counter()
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+        if path := contestant.task.get("path"):
+            environment["PYTHONPATH"] = path
+        command = [*contestant.command, json.dumps(contestant.task)]
+        # The workers' lines are the only output of a benchmark that says what went wrong.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+        first = self._answer()
+        self.first_step_seconds = time.perf_counter() - began
+        self.parameters, self.generates = first["parameters"], first["generates"]
+
+    def ask(self, verb: str, count: int = 0) -> dict[str, Any]:
+        """Send one line to the worker and return its answer."""
+        assert self._process.stdin is not None
+        print(verb, count, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UserError(
+                f"{self.contestant.name}: the worker ended with {self._process.wait()}; see its lines above"
+            )
+        return json.loads(line)
+
+
+def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]:
+    """Return all models of a size that can run on this machine."""
+    spec, changes, _ = SIZES[size]
+    if not torch.exists():
+        print(f"transformers: --torch={torch} does not exist; run make .venv-parity/.installed", file=sys.stderr)
+    if nanodo is None:
+        print("nanodo: name a clone of it with --nanodo=FOLDER", file=sys.stderr)
+    found = []
+    for architecture in ("diff", "transformer"):
+        overrides = SHAPES | changes
+        config = load_config(str(ROOT / spec.format(architecture)), overrides)
+        ours = {"config": str(ROOT / spec.format(architecture)), "overrides": overrides}
+        shared = _shared(config)
+        python = (sys.executable, str(WORKERS / "with_difftx.py"))
+        found.append(Contestant(f"difftx {architecture}", architecture, python, shared | ours))
+        if torch.exists():
+            model = config_json(config, end_of_text=0)
+            name = model["architectures"][0].removesuffix("ForCausalLM")
+            command = (str(torch), str(WORKERS / "with_transformers.py"))
+            for compiled in (False, True):
+                task = shared | {"model": model, "compile": compiled}
+                how = "torch.compile" if compiled else "eager"
+                found.append(Contestant(f"transformers {name}, {how}", architecture, command, task))
+        if architecture == "transformer" and nanodo is not None:
+            command = (sys.executable, str(WORKERS / "with_nanodo.py"))
+            found.append(Contestant("nanodo", architecture, command, shared | _nanodo_task(config, nanodo)))
+    return found
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    optimizer = config.optimizer
+    rates = {
+        "lr": optimizer.learning_rate,
+        "b2": optimizer.b2,
+        "weight_decay": optimizer.weight_decay,
+        "clip_norm": optimizer.clip_norm,
+    }
+    return {
+        "rows": config.batch_rows,
+        "length": config.data.sequence_length,
+        "threads": len(os.sched_getaffinity(0)),
+        "prompt_tokens": PROMPT_TOKENS,
+        "optimizer": rates,
+    }
+
+
+def _nanodo_task(config: Config, folder: Path) -> dict[str, Any]:
+    model = config.model
+    # nanodo's MLP has two matrices in place of three, so that it has as many parameters at 1.5 times the width.
+    sizes = {"D": model.d_model, "H": model.num_heads, "L": config.data.sequence_length, "N": model.num_layers}
+    return {"path": str(folder), "model": sizes | {"V": model.vocab_size, "F": 3 * model.mlp_dim // 2}}
+
+
+def measure(size: str, entries: list[Contestant], *, rounds: int, steps: int) -> list[Worker]:
+    """Start all workers one after another, and let them take turns."""
+    workers = []
+    try:
+        for contestant in entries:
+            workers.append(Worker(contestant))
+            print(f"{size}: {contestant.name} started", file=sys.stderr, flush=True)
+        tokens = entries[0].task["rows"] * entries[0].task["length"]
+        for number in range(rounds + 1):
+            for worker in workers[number % len(workers) :] + workers[: number % len(workers)]:
+                seconds = worker.ask("train", steps if number else 2)["seconds"]
+                if number:  # The round before the first one warms up.
+                    worker.train_rates.append(tokens * steps / seconds)
+                if worker.generates:
+                    seconds = worker.ask("generate", NEW_TOKENS)["seconds"]
+                    if number:
+                        worker.generate_rates.append(NEW_TOKENS / seconds)
+            print(f"{size}: round {number} of {rounds}", file=sys.stderr, flush=True)
+        for worker in workers:
+            worker.peak_bytes = worker.ask("memory")["peak_bytes"]
+    finally:
+        for worker in workers:
+            worker.close()
+    return workers
+
+
+def _ratio(numerators: list[float], denominators: list[float]) -> str:
+    if not (numerators and denominators):
+        return "-"
+    return f"{statistics.median(a / b for a, b in zip(numerators, denominators, strict=True)):.2f}"
+
+
+def _rate(rates: list[float]) -> str:
+    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} … {max(rates):,.0f})" if rates else "-"
+
+
+def format_table(title: str, workers: list[Worker]) -> rich.table.Table:
+    """Return one row per contestant. A ratio is the median over rounds of difftx's tokens/s divided by the row's."""
+    table = rich.table.Table(title=title)
+    for column in (
+        "model",
+        "parameters",
+        "training tokens/s (range)",
+        "difftx ÷ it",
+        "generation tokens/s (range)",
+        "difftx ÷ it",
+        "peak memory MiB",
+        "first step s",
+    ):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    ours = {w.contestant.architecture: w for w in workers if w.contestant.name.startswith("difftx")}
+    for worker in workers:
+        own = ours.get(worker.contestant.architecture, worker)
+        table.add_row(
+            worker.contestant.name,
+            f"{worker.parameters:,}",
+            _rate(worker.train_rates),
+            _ratio(own.train_rates, worker.train_rates),
+            _rate(worker.generate_rates),
+            _ratio(own.generate_rates, worker.generate_rates),
+            f"{worker.peak_bytes / 2**20:,.0f}",
+            f"{worker.first_step_seconds:.1f}",
+        )
+    return table
+
+
+def main() -> int:
+    """Parse the flags and run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, help="steps of a round (default: by size)")
+    parser.add_argument("--torch", type=Path, default=ROOT / ".venv-parity/bin/python", help="Python with transformers")
+    parser.add_argument("--nanodo", type=Path, help="folder of a clone of nanodo")
+    parser.add_argument("--only", help="names that contain one of these texts")
+    args = parser.parse_args()
+    console = rich.console.Console(width=180)
+    for size in args.sizes.split(","):
+        entries = contestants(size, args.torch, args.nanodo)
+        if args.only:
+            entries = [entry for entry in entries if any(part in entry.name for part in args.only.split(","))]
+        steps = args.steps or SIZES[size][2]
+        load = os.getloadavg()[0]
+        workers = measure(size, entries, rounds=args.rounds, steps=steps)
+        task = entries[0].task
+        shape = f"{task['rows']} rows of {task['length']}, float32, {task['threads']} threads"
+        title = f"{size}: {shape}; median of {args.rounds} rounds of {steps} steps; load before {load:.1f}"
+        console.print(format_table(title, workers))
+        named = {worker.contestant.architecture: worker for worker in workers if "difftx" in worker.contestant.name}
+        if {"diff", "transformer"} <= named.keys():
+            both = named["diff"], named["transformer"]
+            training = _ratio(both[0].train_rates, both[1].train_rates)
+            generation = _ratio(both[0].generate_rates, both[1].generate_rates)
+            console.print(f"difftx, diff ÷ transformer: training {training}, generation {generation}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
