@@ -10,7 +10,7 @@ def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
     # Imported here, so that `run_command` can explain what to do if a package is missing.
     from difftx.commands.flags import parse_command
-    from difftx.config.suites import SUITES, suite_list
+    from difftx.config import extras, suites
     from difftx.files import require_run, require_writable, require_writable_file
     from difftx.parallel import multihost
 
@@ -33,10 +33,10 @@ def main() -> int:
     if args.out is not None:
         (require_writable_file if args.report else require_writable)(args.out)
     if args.list:
-        print(suite_list())
+        print(suites.suite_list())
         return 0
     if args.suite is not None:
-        SUITES.check(args.suite.split(","))
+        extras.check_suites(args.suite.split(","))
     if args.workdir is not None and not args.report:
         require_run(args.workdir)
 

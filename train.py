@@ -13,8 +13,8 @@ def main() -> int:
     # Imported here, so that `run_command` can explain what to do if a package is missing.
     from difftx import compilation_cache
     from difftx.commands.flags import parse_command
+    from difftx.config.extras import check_extras
     from difftx.config.recipes import load_config
-    from difftx.config.suites import SUITES
     from difftx.files import require_writable
     from difftx.parallel import multihost
 
@@ -28,7 +28,7 @@ def main() -> int:
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, None, "config")
     config = load_config(args.config, overrides)
-    SUITES.check(config.eval.suites)
+    check_extras(config)
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")

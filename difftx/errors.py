@@ -3,6 +3,7 @@
 import difflib
 import errno
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -90,6 +91,12 @@ def install_hint(extra: str) -> str:
     # The command names the source tree, because a package index may have another project of the same name.
     source, where = (SOURCE, "") if (SOURCE / "pyproject.toml").is_file() else (".", " (in difftx's source tree)")
     return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{source}[{extra}]')}{where}"
+
+
+def require_extra(module: str, extra: str) -> None:
+    """Raise `UserError` with the command that installs an optional library if it is missing. Do not import it."""
+    if importlib.util.find_spec(module) is None:
+        raise UserError(f"{module} is not installed: {install_hint(extra)}")
 
 
 def import_extra(module: str, extra: str) -> Any:

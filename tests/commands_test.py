@@ -193,6 +193,31 @@ def test_eval_lists_its_suites():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["eval.py", "--workdir={folder}", "--suite=los"], "'los': no such suite. Did you mean 'loss'?"),
+        (["eval.py", "--workdir={folder}", "--suite=harness"], "lm_eval is not installed: "),
+        (
+            ["train.py", "--config=quickstart", "--dry_run", "--config.eval.suites=math"],
+            "math_verify is not installed: ",
+        ),
+    ],
+)
+def test_suites_are_checked_before_slow_imports(command, message, tmp_path):
+    code = """
+import atexit, runpy, sys
+sys.modules |= dict.fromkeys(["lm_eval", "math_verify"])  # As if they could not be imported.
+atexit.register(lambda: print({"orbax", "grain", "difftx.training"} & sys.modules.keys()))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    arguments = [argument.format(folder=tmp_path) for argument in command]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    assert done.stderr.startswith(f"error: {message}")
+
+
 def test_an_old_python_gets_one_line(tmp_path):
     """With only an old python3 in PATH, make prints what to install."""
     (tmp_path / "bin").mkdir()

@@ -18,7 +18,7 @@ from tensorboardX.event_file_writer import EventsWriter, directory_check
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from difftx.config import LoggingConfig
-from difftx.errors import RunError, UserError, import_extra
+from difftx.errors import RunError, import_extra
 from difftx.files import JsonLines, parse_json_lines, read_file
 
 NEWEST_BYTES = 65_536
@@ -176,10 +176,7 @@ def _start_tensorboard(folder: Path, start_step: int, attempt: int) -> EventsWri
 
 
 def _start_wandb(project: str, workdir: Path, attempt: int) -> Any:
-    try:
-        wandb = import_extra("wandb", "wandb")
-    except UserError as error:
-        raise UserError(f"logging.wandb_project={project!r}: {error}; or set it to none") from error
+    wandb = import_extra("wandb", "wandb")
     # W&B accepts each step only once, so each attempt is a new W&B run that begins with the rows of earlier attempts.
     name = "-".join(workdir.resolve().parts[-2:])
     run = f"{name}-{attempt}"

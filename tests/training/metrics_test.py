@@ -9,6 +9,7 @@ from conftest import ROOT
 from tensorboardX.proto import event_pb2
 
 from difftx.config import LoggingConfig
+from difftx.config.extras import check_extras
 from difftx.errors import UserError
 from difftx.progress import Work
 from difftx.training.loop import PROGRESS_LABEL, PROGRESS_LINE
@@ -92,10 +93,14 @@ def events(path):
         data = data[16 + length :]
 
 
-def test_wandb_that_is_not_installed_says_so(tmp_path, monkeypatch):
+def test_wandb_that_is_not_installed_says_so(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install -e '\S+\[wandb\]'; or set"):
-        MetricsWriter(tmp_path, LoggingConfig(every_steps=1, tensorboard=False, wandb_project="p"), 0)
+    message = (
+        r"^logging\.wandb_project='p': wandb is not installed: .* pip install -e '\S+\[wandb\]'; or set it to none$"
+    )
+    with pytest.raises(UserError, match=message):
+        check_extras(config("diff", logging__wandb_project="p"))
+    check_extras(config("diff"))
 
 
 class Wandb:

@@ -13,7 +13,8 @@ import numpy as np
 
 from difftx.config import Config
 from difftx.config.eval import HarnessConfig
-from difftx.errors import UserError, import_extra
+from difftx.config.extras import check_suites
+from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.harness.data import FORMS, data_files
 from difftx.evals.result import Heatmap, Result
@@ -61,8 +62,7 @@ def files(config: Config) -> list[Path]:
 
 def load_tasks(settings: HarnessConfig) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's task manager, and the tasks and groups of `eval.harness.tasks` by name, with their data."""
-    for module in ("lm_eval", "datasets"):
-        import_extra(module, "eval")
+    check_suites(["harness"])
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # Otherwise lm-eval logs every default and override.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # Otherwise lm-eval forks, which JAX's threads do not survive.
     for field, path in (("data_path", settings.data_path), ("include_path", settings.include_path)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from difftx.config.extras import check_suites
 from difftx.errors import UserError, import_extra
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.math.formats import Problem, last_boxed
@@ -61,7 +62,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 
 def open_tasks(run: Run) -> list[MathTask]:
     """Read the tasks of the config. Raise `UserError` if there is none, one is invalid, or math-verify is missing."""
-    import_extra("math_verify", "eval")
+    check_suites(["math"])
     if not run.config.eval.math.tasks:
         raise UserError("suite 'math': eval.math.tasks is empty; set it to files of problems (docs/config.md)")
     return [MathTask(run, config) for config in run.config.eval.math.tasks]
