@@ -30,12 +30,11 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
     B, T, H, G, _ = q_BTHGD.shape
 
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        logits_BKRGCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
-        lse_BKRGC = jax.nn.logsumexp(logits_BKRGCS, axis=-1)
-        maps_BKRCS = _maps(logits_BKRGCS, lse_BKRGC)
+        logits_BKRCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
+        maps_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
         map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(v_BSKE.dtype)
         out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
-        return out_BCKRE, jnp.moveaxis(lse_BKRGC, 4, 1)
+        return out_BCKRE, jnp.stack([jnp.moveaxis(one_BKRC, 3, 1) for one_BKRC in lse_BKRC], axis=-1)
 
     out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH))
     lse_BTHG = joined(lse, T).reshape(B, T, H, G)
@@ -58,26 +57,25 @@ def backward(
 
     def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
         dk_BSKGD, dv_BSKE = carry
-        lse_BKRGC = jnp.moveaxis(rows["lse"].reshape(B, -1, K, H // K, G), 1, 4)
-        maps_BKRCS = _maps(masked_logits(rows, k_BSKGD, segment_ids_BT, window), lse_BKRGC)
+        lse_BCKRG = rows["lse"].reshape(B, -1, K, H // K, G)
+        q_BCKRGD = rows["q"].reshape(B, -1, K, H // K, G, D)
         dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
-        dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
+        maps_BKRCS = [
+            jnp.exp(logits_BKRCS - jnp.moveaxis(lse_BCKRG[..., g], 1, 3)[..., None])
+            for g, logits_BKRCS in enumerate(masked_logits(rows, k_BSKGD, segment_ids_BT, window))
+        ]
         map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(dtype)
         dv_BSKE += einsum("BKRCS,BCKRE->BSKE", map_BKRCS, dout_BCKRE)
-        deltas_BKRC1 = [jnp.sum(one_BKRCS * dp_BKRCS, axis=-1, keepdims=True) for one_BKRCS in maps_BKRCS]
-        ds_BKRCS = [
-            one_BKRCS * (dp_BKRCS - delta_BKRC1)
-            for one_BKRCS, delta_BKRC1 in zip(maps_BKRCS, deltas_BKRC1, strict=True)
-        ]
-        dlam_BCKR = None
-        if G == 2:
-            ds_BKRCS[1] *= -split_heads(rows["lam"], K)
-            dlam_BCKR = -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
-        ds_BKRGCS = (jnp.stack(ds_BKRCS, axis=3) * D**-0.5).astype(dtype)
-        q_BCKRGD = rows["q"].reshape(B, -1, K, H // K, G, D)
-        dk_BSKGD += einsum("BKRGCS,BCKRGD->BSKGD", ds_BKRGCS, q_BCKRGD)
-        dq_BCKRGD = einsum("BKRGCS,BSKGD->BCKRGD", ds_BKRGCS, k_BSKGD).astype(dtype)
-        return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, dlam_BCKR)
+        dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
+        factors = [D**-0.5] if G == 1 else [D**-0.5, -(D**-0.5) * split_heads(rows["lam"], K)]
+        dq_BCKRD, dk_BSKD, deltas_BKRC1 = [], [], []
+        for g, factor in enumerate(factors):
+            deltas_BKRC1.append(jnp.sum(maps_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
+            ds_BKRCS = (factor * maps_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
+            dk_BSKD.append(einsum("BKRCS,BCKRD->BSKD", ds_BKRCS, q_BCKRGD[..., g, :]))
+            dq_BCKRD.append(einsum("BKRCS,BSKD->BCKRD", ds_BKRCS, k_BSKGD[..., g, :]).astype(dtype))
+        dlam_BCKR = None if G == 1 else -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
+        return (dk_BSKGD + jnp.stack(dk_BSKD, axis=3), dv_BSKE), (jnp.stack(dq_BCKRD, axis=4), dlam_BCKR)
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
     rows = chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
@@ -105,7 +103,7 @@ def mapped_attention(
     map_of, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, *, window, sharding=None
 ) -> jax.Array:
     """Compute attention whose weights `map_of` computes from logits. JAX derives the gradient."""
-    B, T, H, G, _ = q_BTHGD.shape
+    B, T, H = q_BTHGD.shape[:3]
     K, dtype = k_BSKGD.shape[2], v_BSKE.dtype
     # Autodiff sums the gradients of keys and values over chunks, in the dtype that k and v have outside of the loop.
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -113,8 +111,7 @@ def mapped_attention(
 
     @jax.checkpoint
     def chunk(rows: dict[str, Any]) -> jax.Array:
-        logits_BKRGCS = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
-        map_inputs = [logits_BKRGCS[:, :, :, g] for g in range(G)]
+        map_inputs = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
         if per_query_BTH is not None:
             map_inputs.append(split_heads(rows["per_query"], K))
         map_BKRCS = map_of(*map_inputs)
@@ -128,8 +125,11 @@ def mapped_attention(
 
 def masked_logits(
     rows: dict[str, Any], k_BSKGD: jax.Array, segment_ids_BT: jax.Array | None, window: int | None
-) -> jax.Array:
-    """Return the scaled and masked logits of one chunk of queries, float32 `[B, K, R, G, C, S]`."""
+) -> list[jax.Array]:
+    """Return the scaled and masked logits of one chunk of queries for each group, float32 `[B, K, R, C, S]`.
+
+    The groups are separate arrays, because stacking them copies all logits.
+    """
     B, S, K, G, D = k_BSKGD.shape
     # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
     # size, once before the scan over layers.
@@ -142,13 +142,19 @@ def masked_logits(
         seen_BCS &= (query_C1 - key_1S < window)[None]
     if segment_ids_BT is not None:
         seen_BCS = seen_BCS & (rows["segment"][:, :, None] == segment_ids_BT[:, None, :])
-    logits_BKRGCS = einsum("BCKRGD,BSKGD->BKRGCS", q_BCKRGD, k_BSKGD) * D**-0.5
-    return jnp.where(seen_BCS[:, None, None, None], logits_BKRGCS, MASKED)
+    logits_BKRCS = [einsum("BCKRD,BSKD->BKRCS", q_BCKRGD[..., g, :], k_BSKGD[..., g, :]) * D**-0.5 for g in range(G)]
+    return [jnp.where(seen_BCS[:, None, None], one_BKRCS, MASKED) for one_BKRCS in logits_BKRCS]
 
 
-def _maps(logits_BKRGCS: jax.Array, lse_BKRGC: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the attention weights of each group, `[B, K, R, C, S]`."""
-    return jnp.unstack(jnp.exp(logits_BKRGCS - lse_BKRGC[..., None]), axis=3)
+def _softmax(logits_BKRCS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the softmax over the keys, `[B, K, R, C, S]`, and the log-sum-exps, `[B, K, R, C]`.
+
+    Each exponential is computed once. With `jax.nn.logsumexp`, XLA computes it again for the weights.
+    """
+    largest_BKRC1 = jnp.max(logits_BKRCS, axis=-1, keepdims=True)
+    exp_BKRCS = jnp.exp(logits_BKRCS - largest_BKRC1)
+    total_BKRC1 = jnp.sum(exp_BKRCS, axis=-1, keepdims=True)
+    return exp_BKRCS / total_BKRC1, (jnp.log(total_BKRC1) + largest_BKRC1)[..., 0]
 
 
 def _weighted_sum(maps_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGD: jax.Array) -> jax.Array:

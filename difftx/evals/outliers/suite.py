@@ -118,7 +118,7 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
         counted_BTHG &= jax.lax.axis_index("context") == 0
 
     def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
-        logits_BKRGCS = xla.masked_logits(rows, k_BTKGd, ids_BT, None)
+        logits_BKRGCS = jnp.stack(xla.masked_logits(rows, k_BTKGd, ids_BT, None), axis=3)
         counted_BKRGC = jnp.moveaxis(rows["counted"].reshape(B, -1, K, H // K, G), 1, 4)
         counted_BKRGCS = counted_BKRGC[..., None] & (logits_BKRGCS > xla.MASKED)
         return add_counts(counts_P2V, logits_BKRGCS, counted_BKRGCS, digit), None
