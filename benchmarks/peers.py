@@ -6,6 +6,7 @@ python benchmarks/peers.py [--sizes=quickstart,19m] [--rounds=7] [--steps=N] [--
 Each model has a process of its own. The processes take turns, so a change in the machine's speed affects all of them:
 in each round, each process trains and then generates. All models have the same shapes, float32 weights and activations,
 AdamW with weight decay and clipping, random tokens, and the same number of threads. The first round is not counted.
+difftx asks Linux for huge pages, as its commands do. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1, all processes do.
 
 `make .venv-parity/.installed` installs torch and transformers, and --nanodo names a clone of nanodo. The benchmark
 prints the peers that it cannot find.

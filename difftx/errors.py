@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from difftx.huge_pages import restart_with_huge_pages
+
 EXIT_FAILED = 1  # Also Python's exit code after an exception.
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # A signal stopped the run, and the same command resumes it. EX_TEMPFAIL in sysexits.h.
@@ -138,6 +140,7 @@ def shown(value: Any) -> str:
 
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's `main` and exit with its result. Print a known error as one line in place of a traceback."""
+    restart_with_huge_pages()
     try:
         sys.exit(main())
     except Exception as error:

@@ -10,6 +10,7 @@ PACKAGE = ROOT / "difftx"
 
 # docs/design.md §2: a file imports only what stands to its left, or its own package.
 ORDER = [
+    "huge_pages",
     "errors",
     "files",
     "compilation_cache",
