@@ -6,7 +6,7 @@ python benchmarks/peers.py [--sizes=quickstart,19m] [--rounds=7] [--steps=N] [--
 Each model has a process of its own. The processes take turns, so a change in the machine's speed affects all of them:
 in each round, each process trains and then generates. All models have the same shapes, float32 weights and activations,
 AdamW with weight decay and clipping, random tokens, and the same number of threads. The first round is not counted.
-difftx asks Linux for huge pages, as its commands do. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1, all processes do.
+difftx's processes ask Linux for huge pages, as its commands do. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 all do.
 
 `make .venv-parity/.installed` installs torch and transformers, and --nanodo names a clone of nanodo. The benchmark
 prints the peers that it cannot find.
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from difftx.config import Config
 from difftx.config.recipes import load_config
-from difftx.errors import UserError, run_command
+from difftx.huge_pages import HUGE_PAGES, VARIABLE
 from difftx.interop.huggingface import config_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,9 +95,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise UserError(
-                f"{self.contestant.name}: the worker ended with {self._process.wait()}; see its lines above"
-            )
+            sys.exit(f"{self.contestant.name}: the worker ended with {self._process.wait()}; see its lines above")
         return json.loads(line)
 
 
@@ -114,7 +112,8 @@ def contestants(size: str, torch: Path, nanodo: Path | None) -> list[Contestant]
         config = load_config(str(ROOT / spec.format(architecture)), overrides)
         ours = {"config": str(ROOT / spec.format(architecture)), "overrides": overrides}
         shared = _shared(config)
-        python = (sys.executable, str(WORKERS / "with_difftx.py"))
+        huge_pages = f"{VARIABLE}={os.environ.get(VARIABLE, HUGE_PAGES)}"
+        python = ("env", huge_pages, sys.executable, str(WORKERS / "with_difftx.py"))
         found.append(Contestant(f"difftx {architecture}", architecture, python, shared | ours))
         if torch.exists():
             model = config_json(config, end_of_text=0)
@@ -252,4 +251,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(main())  # Not by `run_command`, which would give huge pages to all workers.

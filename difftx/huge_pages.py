@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-VARIABLE = "GLIBC_TUNABLES"
+VARIABLE, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # Such as "always [madvise] never".
 
 
@@ -25,5 +25,5 @@ def restart_with_huge_pages() -> None:
         return
     if not on_request or VARIABLE in os.environ or not sys.executable:
         return
-    os.environ[VARIABLE] = "glibc.malloc.hugetlb=1"
+    os.environ[VARIABLE] = HUGE_PAGES
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

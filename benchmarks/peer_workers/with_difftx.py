@@ -3,14 +3,10 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from difftx.huge_pages import restart_with_huge_pages
-
-restart_with_huge_pages()  # As all commands of difftx do, before slow imports.
-
 import jax
 from worker import Task, serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.throughput import prepare
 from difftx.config.recipes import load_config

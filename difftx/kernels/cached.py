@@ -70,7 +70,7 @@ def _attend(map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_
     logits_BKGRTX = jnp.where(seen_BTX[:, None, None, None], logits_BKGRTX * D**-0.5, -jnp.inf)
     map_inputs = [logits_BKGRTX[:, :, g] for g in range(G)]
     if per_query_BTH is not None:
-        map_inputs.append(split_heads(per_query_BTH, K))
+        map_inputs.append(split_heads(per_query_BTH, K)[..., None])
     map_BKRTX = map_of(*map_inputs).astype(v_BUKE.dtype)
     out_BKRTE = einsum("BKRTS,BKSE->BKRTE", map_BKRTX[..., :S], values_BKSE)
     out_BKRTE += einsum("BKRTU,BUKE->BKRTE", map_BKRTX[..., S:], v_BUKE)

@@ -22,6 +22,8 @@ from difftx.kernels.maps import MASKED
 # Largest number of attention weights of one head in a chunk, 4 MiB in float32. A row of 1,024 tokens is one chunk.
 CHUNK_MAP_ELEMENTS = 2**20
 
+# The free axes of the second operand come first in the result of `jnp.einsum`. With operands and axes in the orders
+# below, XLA's CPU backend need not transpose arrays with an entry per pair of tokens, which took half of the time.
 einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -33,8 +35,9 @@ def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, shardi
         logits_BKRCS = masked_logits(rows, k_BSKGD, segment_ids_BT, window)
         maps_BKRCS, lse_BKRC = zip(*map(_softmax, logits_BKRCS), strict=True)
         map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(v_BSKE.dtype)
-        out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS, v_BSKE).astype(v_BSKE.dtype)
-        return out_BCKRE, jnp.stack([jnp.moveaxis(one_BKRC, 3, 1) for one_BKRC in lse_BKRC], axis=-1)
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE, map_BKRCS).astype(v_BSKE.dtype)
+        lse_BKRCG = jnp.stack(lse_BKRC, axis=-1)
+        return jnp.moveaxis(out_BKRCE, 3, 1), jnp.moveaxis(lse_BKRCG, 3, 1)
 
     out, lse = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH))
     lse_BTHG = joined(lse, T).reshape(B, T, H, G)
@@ -52,30 +55,32 @@ def backward(
     """
     del out_BTHE
     B, T, H, G, D = q_BTHGD.shape
-    K, E = v_BSKE.shape[2:]
-    dtype = q_BTHGD.dtype
+    K, dtype = k_BSKGD.shape[2], q_BTHGD.dtype
 
     def chunk(carry: tuple[jax.Array, jax.Array], rows: dict[str, Any]):
         dk_BSKGD, dv_BSKE = carry
-        lse_BCKRG = rows["lse"].reshape(B, -1, K, H // K, G)
-        q_BCKRGD = rows["q"].reshape(B, -1, K, H // K, G, D)
-        dout_BCKRE = rows["dout"].reshape(B, -1, K, H // K, E)
+        lse_BKRCG = split_heads(rows["lse"], K)
+        q_BKRCGD = split_heads(rows["q"], K)
+        dout_BKRCE = split_heads(rows["dout"], K)
         maps_BKRCS = [
-            jnp.exp(logits_BKRCS - jnp.moveaxis(lse_BCKRG[..., g], 1, 3)[..., None])
+            jnp.exp(logits_BKRCS - lse_BKRCG[..., g, None])
             for g, logits_BKRCS in enumerate(masked_logits(rows, k_BSKGD, segment_ids_BT, window))
         ]
         map_BKRCS = _weighted_sum(maps_BKRCS, rows, k_BSKGD).astype(dtype)
-        dv_BSKE += einsum("BKRCS,BCKRE->BSKE", map_BKRCS, dout_BCKRE)
-        dp_BKRCS = einsum("BCKRE,BSKE->BKRCS", dout_BCKRE, v_BSKE)
-        factors = [D**-0.5] if G == 1 else [D**-0.5, -(D**-0.5) * split_heads(rows["lam"], K)]
-        dq_BCKRD, dk_BSKD, deltas_BKRC1 = [], [], []
+        dv_BKES = einsum("BKRCS,BKRCE->BKES", map_BKRCS, dout_BKRCE)
+        dp_BKRCS = einsum("BSKE,BKRCE->BKRCS", v_BSKE, dout_BKRCE)
+        factors = [D**-0.5] if G == 1 else [D**-0.5, -(D**-0.5) * split_heads(rows["lam"], K)[..., None]]
+        dq_BKRCD, dk_BKDS, deltas_BKRC1 = [], [], []
         for g, factor in enumerate(factors):
             deltas_BKRC1.append(jnp.sum(maps_BKRCS[g] * dp_BKRCS, axis=-1, keepdims=True))
             ds_BKRCS = (factor * maps_BKRCS[g] * (dp_BKRCS - deltas_BKRC1[g])).astype(dtype)
-            dk_BSKD.append(einsum("BKRCS,BCKRD->BSKD", ds_BKRCS, q_BCKRGD[..., g, :]))
-            dq_BCKRD.append(einsum("BKRCS,BSKD->BCKRD", ds_BKRCS, k_BSKGD[..., g, :]).astype(dtype))
+            dk_BKDS.append(einsum("BKRCS,BKRCD->BKDS", ds_BKRCS, q_BKRCGD[..., g, :]))
+            dq_BKRCD.append(einsum("BSKD,BKRCS->BKRCD", k_BSKGD[..., g, :], ds_BKRCS).astype(dtype))
+        dk_BSKGD += jnp.moveaxis(jnp.stack(dk_BKDS, axis=2), 4, 1)
+        dv_BSKE += jnp.moveaxis(dv_BKES, 3, 1)
+        dq_BCKRGD = jnp.moveaxis(jnp.stack(dq_BKRCD, axis=4), 3, 1)
         dlam_BCKR = None if G == 1 else -jnp.moveaxis(deltas_BKRC1[1][..., 0], 3, 1)
-        return (dk_BSKGD + jnp.stack(dk_BSKD, axis=3), dv_BSKE), (jnp.stack(dq_BCKRD, axis=4), dlam_BCKR)
+        return (dk_BSKGD, dv_BSKE), (dq_BCKRGD, dlam_BCKR)
 
     zeros = (jnp.zeros_like(k_BSKGD, jnp.float32), jnp.zeros_like(v_BSKE, jnp.float32))
     rows = chunks(segment_ids_BT, sharding, q=q_BTHGD, lam=lam_BTH, lse=saved.by_token[0], dout=dout_BTHE)
@@ -113,10 +118,10 @@ def mapped_attention(
     def chunk(rows: dict[str, Any]) -> jax.Array:
         map_inputs = masked_logits(rows, k_BSKGD.astype(dtype), segment_ids_BT, window)
         if per_query_BTH is not None:
-            map_inputs.append(split_heads(rows["per_query"], K))
+            map_inputs.append(split_heads(rows["per_query"], K)[..., None])
         map_BKRCS = map_of(*map_inputs)
-        out_BCKRE = einsum("BKRCS,BSKE->BCKRE", map_BKRCS.astype(dtype), v_BSKE.astype(dtype))
-        return out_BCKRE.astype(dtype)
+        out_BKRCE = einsum("BSKE,BKRCS->BKRCE", v_BSKE.astype(dtype), map_BKRCS.astype(dtype))
+        return jnp.moveaxis(out_BKRCE.astype(dtype), 3, 1)
 
     arrays = {"q": q_BTHGD} if per_query_BTH is None else {"q": q_BTHGD, "per_query": per_query_BTH}
     out = jax.lax.map(chunk, chunks(segment_ids_BT, sharding, **arrays))
@@ -130,19 +135,18 @@ def masked_logits(
 
     The groups are separate arrays, because stacking them copies all logits.
     """
-    B, S, K, G, D = k_BSKGD.shape
+    S, K, G, D = k_BSKGD.shape[1:]
     # The barrier makes the mask depend on the queries. Otherwise JAX would compute the masks of all chunks, T × T in
     # size, once before the scan over layers.
     rows = jax.lax.optimization_barrier({name: rows[name] for name in ("q", "position", "segment") if name in rows})
-    q_BCHGD, position_C = rows["q"], rows["position"]
-    q_BCKRGD = q_BCHGD.reshape(B, -1, K, q_BCHGD.shape[2] // K, G, D)
+    q_BKRCGD, position_C = split_heads(rows["q"], K), rows["position"]
     query_C1, key_1S = position_C[:, None], jnp.arange(S)[None]
     seen_BCS = (key_1S <= query_C1)[None]
     if window is not None:
         seen_BCS &= (query_C1 - key_1S < window)[None]
     if segment_ids_BT is not None:
         seen_BCS = seen_BCS & (rows["segment"][:, :, None] == segment_ids_BT[:, None, :])
-    logits_BKRCS = [einsum("BCKRD,BSKD->BKRCS", q_BCKRGD[..., g, :], k_BSKGD[..., g, :]) * D**-0.5 for g in range(G)]
+    logits_BKRCS = [einsum("BSKD,BKRCD->BKRCS", k_BSKGD[..., g, :], q_BKRCGD[..., g, :]) * D**-0.5 for g in range(G)]
     return [jnp.where(seen_BCS[:, None, None], one_BKRCS, MASKED) for one_BKRCS in logits_BKRCS]
 
 
@@ -161,13 +165,13 @@ def _weighted_sum(maps_BKRCS: Sequence[jax.Array], rows: dict[str, Any], k_BSKGD
     """Return P1 - λ P2, or P1 for softmax attention, which has one group."""
     if len(maps_BKRCS) == 1:
         return maps_BKRCS[0]
-    return maps_BKRCS[0] - split_heads(rows["lam"], k_BSKGD.shape[2]) * maps_BKRCS[1]
+    return maps_BKRCS[0] - split_heads(rows["lam"], k_BSKGD.shape[2])[..., None] * maps_BKRCS[1]
 
 
 def split_heads(x_BCH: jax.Array, kv_heads: int) -> jax.Array:
-    """Reshape `[B, C, H]` to `[B, K, R, C, 1]`, with R = H / K query heads for each of K key/value heads."""
-    B, C, H = x_BCH.shape
-    return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads), 1, 3)[..., None]
+    """Rearrange `[B, C, H, …]` to `[B, K, R, C, …]`, with R = H / K query heads for each of K key/value heads."""
+    B, C, H, *others = x_BCH.shape
+    return jnp.moveaxis(x_BCH.reshape(B, C, kv_heads, H // kv_heads, *others), 1, 3)
 
 
 def chunks(

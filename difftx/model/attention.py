@@ -21,7 +21,7 @@ from difftx.errors import UserError
 from difftx.kernels import cached, maps
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows, map_rows
-from difftx.model.layers import RMSNorm, projection, rotate, vector
+from difftx.model.layers import RMSNorm, linear, projection, rotate, vector
 from difftx.parallel.layout import Layout
 
 Angles = tuple[jax.Array, jax.Array]
@@ -260,10 +260,9 @@ class DiffAttention(SelfAttention):
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, 2, d]`, rotated keys `[B, T, K, 2, d]` and values `[B, T, K, 2d]`."""
-        layout, dtype = self.layout, x_BTD.dtype
-        q_BTHGd = jnp.einsum("BTD,DHGd->BTHGd", x_BTD, self.query_DHGd.astype(dtype), out_sharding=layout.act_BTHGd)
-        k_BTKGd = jnp.einsum("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd.astype(dtype), out_sharding=layout.act_BTHGd)
-        v_BTKE = jnp.einsum("BTD,DKE->BTKE", x_BTD, self.value_DKE.astype(dtype), out_sharding=layout.act_BTHE)
+        q_BTHGd = linear("BTD,DHGd->BTHGd", x_BTD, self.query_DHGd, self.layout.act_BTHGd)
+        k_BTKGd = linear("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd, self.layout.act_BTHGd)
+        v_BTKE = linear("BTD,DKE->BTKE", x_BTD, self.value_DKE, self.layout.act_BTHE)
         return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
@@ -304,7 +303,7 @@ class Attention(SelfAttention):
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries `[B, T, H, d]`, rotated keys `[B, T, K, d]` and values `[B, T, K, d]`."""
         q_BTHd, k_BTKd, v_BTKd = (
-            jnp.einsum("BTD,DHd->BTHd", x_BTD, weight.astype(x_BTD.dtype), out_sharding=self.layout.act_BTHE)
+            linear("BTD,DHd->BTHd", x_BTD, weight, self.layout.act_BTHE)
             for weight in (self.query_DHd, self.key_DKd, self.value_DKd)
         )
         return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
@@ -318,8 +317,7 @@ class Attention(SelfAttention):
 
 def merge_heads(heads_BTHE: jax.Array, output_HED: nnx.Param, layout: Layout) -> jax.Array:
     """Return the concatenated heads times the output projection, `[B, T, D]`."""
-    weight = output_HED.astype(heads_BTHE.dtype)
-    return jnp.einsum("BTHE,HED->BTD", heads_BTHE, weight, out_sharding=layout.act_BTD)
+    return linear("BTHE,HED->BTD", heads_BTHE, output_HED, layout.act_BTD)
 
 
 def require_field(config: ModelConfig, name: str, usual: str) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from difftx.kernels import maps
 from difftx.model.attention import Attention, require_field
-from difftx.model.layers import projection, vector
+from difftx.model.layers import linear, projection, vector
 
 
 class GatedAttention(Attention):
@@ -23,8 +23,7 @@ class GatedAttention(Attention):
         self.gate_DHd = projection(config, shape, 1, layout.value_DKE, rngs=rngs)
 
     def output(self, heads_BTHE, x_BTD, depth):
-        weight_DHd = self.gate_DHd.astype(x_BTD.dtype)
-        gate_BTHE = jnp.einsum("BTD,DHd->BTHd", x_BTD, weight_DHd, out_sharding=self.layout.act_BTHE)
+        gate_BTHE = linear("BTD,DHd->BTHd", x_BTD, self.gate_DHd, self.layout.act_BTHE)
         return super().output(jax.nn.sigmoid(gate_BTHE) * heads_BTHE, x_BTD, depth)
 
 
