@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.evals_params import one_device
+from jax import P
+
+from difftx.model.layers import linear
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "x_shape", "weight_shape"),
+    [
+        ("BTD,DF->BTF", (2, 3, 5), (5, 7)),
+        ("BTD,DHGd->BTHGd", (2, 3, 5), (5, 4, 2, 3)),
+        ("BTHE,HED->BTD", (2, 3, 4, 6), (4, 6, 5)),
+    ],
+)
+def test_a_linear_layer_has_the_gradients_of_its_formula(subscripts, x_shape, weight_shape):
+    """Against float64 products by NumPy: the gradient of Σ c ∘ (x W) is c Wᵀ for x, and xᵀ c for W."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=x_shape), rng.normal(size=weight_shape)
+    out = np.einsum(subscripts, x, weight)
+    c = rng.normal(size=out.shape)
+    names = subscripts.replace("->", ",").split(",")
+    expected = (
+        np.einsum(f"{names[2]},{names[1]}->{names[0]}", c, weight),
+        np.einsum(f"{names[2]},{names[0]}->{names[1]}", c, x),
+    )
+
+    def loss(x, weight):
+        return jnp.sum(linear(subscripts, x, nnx.Param(weight), P()) * jnp.float32(c))
+
+    with jax.set_mesh(one_device()):
+        found = jax.grad(loss, (0, 1))(jnp.float32(x), jnp.float32(weight))
+    for gradient, formula in zip(found, expected, strict=True):
+        np.testing.assert_allclose(gradient, formula, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_layer_computes_in_the_dtype_of_its_input():
+    x = jnp.ones((1, 2, 3), jnp.bfloat16)
+    weight = nnx.Param(jnp.ones((3, 4), jnp.float32))
+    with jax.set_mesh(one_device()):
+        out, gradients = jax.vjp(lambda x, w: linear("BTD,DF->BTF", x, nnx.Param(w), P()), x, weight[...])
+        assert out.dtype == jnp.bfloat16
+        assert [gradient.dtype for gradient in gradients(out)] == [jnp.bfloat16, jnp.float32]
