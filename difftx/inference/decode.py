@@ -191,6 +191,7 @@ def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="rows")
 def _decode_block(params, rows, allowed_V, end, *, config, sampling):
     model = model_of(config, params)
+    model.separate_layers()
     out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
 
     def is_unfinished(carry):
@@ -226,6 +227,8 @@ def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, samp
     done_B = rows.done_B | (token_B == end) | (count_B >= rows.limit_B)
     token_B1, position_B1 = token_B[:, None], rows.length_B[:, None]
     x_B1D, entries = extend(model, rows.cache, rows.length_B, token_B1, position_B1, jnp.zeros_like(token_B1))
+    # Write the entries only after the last layer has read the cache. Otherwise, XLA on CPUs copies the whole cache.
+    x_B1D, entries = jax.lax.optimization_barrier((x_B1D, entries))
     seen_BV = rows.seen_BV
     if sampling.repetition_penalty is not None:
         seen_BV |= jnp.arange(seen_BV.shape[1])[None] == token_B1

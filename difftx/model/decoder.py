@@ -68,8 +68,9 @@ class Decoder(nnx.Module):
         init = jax.nn.initializers.normal(config.embedding_std)
         shape = (config.vocab_size, config.d_model)
         self.embedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
-        # The weights of all layers are stacked along a leading axis, so compile time does not grow with depth.
-        self.blocks = jax.vmap(lambda r: Block(config, layout, rngs=r))(rngs.split(config.num_layers))
+        # The weights of all layers are stacked along a leading axis, so compile time does not grow with depth. After
+        # `separate_layers`, this is a list of blocks.
+        self.blocks: Any = jax.vmap(lambda r: Block(config, layout, rngs=r))(rngs.split(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, config.norm_eps, layout)
         if not config.tie_embeddings:
             self.unembedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
@@ -106,7 +107,7 @@ class Decoder(nnx.Module):
         if self.config.remat != "none":
             # XLA cannot merge the recomputation with the forward pass across scans, so prevent_cse is not needed.
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
-        x_BTD, stats = self._scan(layer, x_BTD, self.blocks, depth_schedule(self.config))
+        x_BTD, stats = self._scan(layer, x_BTD, depth_schedule(self.config))
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
@@ -149,9 +150,16 @@ class Decoder(nnx.Module):
             block, depth, cache = inputs
             return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, depth, cache, segments))
 
-        inputs = (self.blocks, depth_schedule(self.config), cache)
-        x_BTD, entries = self._scan(layer, self._embed(tokens_BT), *inputs)
+        x_BTD, entries = self._scan(layer, self._embed(tokens_BT), depth_schedule(self.config), cache)
         return self.final_norm(x_BTD), entries
+
+    def separate_layers(self) -> None:
+        """Copy the weights of each layer of a shallow model to arrays of their own.
+
+        Call this before a loop over tokens, in which each token would copy them.
+        """
+        if self._is_shallow:
+            self.blocks = nnx.List([_layer_of(self.blocks, i) for i in range(self.config.num_layers)])
 
     def attention_rows[Found](
         self,
@@ -209,13 +217,23 @@ class Decoder(nnx.Module):
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
 
     def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any) -> tuple[Any, Any]:
-        """Apply `layer` to the carry and the inputs of each layer, as `jax.lax.scan` does.
+        """Apply `layer` to the carry, and to the block and the inputs of each layer, as `jax.lax.scan` does.
 
         A shallow model without remat is unrolled: the scan would copy the values saved for the backward pass into
         stacked arrays, which took a third of a step on CPUs. Otherwise, compile time must not grow with depth.
         """
-        unroll = self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
-        return jax.lax.scan(layer, carry, inputs, unroll=self.config.num_layers if unroll else 1)
+        if not isinstance(self.blocks, nnx.List):
+            unroll = self.config.num_layers if self._is_shallow else 1
+            return jax.lax.scan(layer, carry, (self.blocks, *inputs), unroll=unroll)
+        outputs = []
+        for i, block in enumerate(self.blocks):
+            carry, output = layer(carry, (block, *_layer_of(inputs, i)))
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *by_layer: jnp.stack(by_layer), *outputs)
+
+    @property
+    def _is_shallow(self) -> bool:
+        return self.config.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS
 
     def _angles(self, length: int, positions_BT: jax.Array | None) -> Angles:
         positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
@@ -226,3 +244,8 @@ class Decoder(nnx.Module):
         tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
+
+
+def _layer_of[Stacked](stacked: Stacked, index: int) -> Stacked:
+    """Return one layer's entries of arrays that are stacked along the axis of layers."""
+    return jax.tree.map(lambda x: jax.lax.index_in_dim(x, index, keepdims=False), stacked)
