@@ -28,7 +28,10 @@ einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def forward(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> tuple[jax.Array, Saved]:
-    """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`."""
+    """Return the output `[B, T, H, E]` and a `Saved` with the log-sum-exps of the logits, float32 `[B, T, H, G]`.
+
+    Softmax attention has one group, and `lam_BTH` is None.
+    """
     B, T, H, G, _ = q_BTHGD.shape
 
     def chunk(rows: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
