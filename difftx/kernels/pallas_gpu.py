@@ -122,12 +122,28 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
             plgpu.copy_gmem_to_smem(q_gmem.at[sequence, queries, head, warpgroup], smem.q.at[warpgroup], q_ready)
             plgpu.barrier_wait(q_ready)
 
+            q = tiles.to_registers(smem.q.at[warpgroup], interpret)
+
+            def products(out, p, v_smem, next_k_smem):
+                """Return out + P·V and the logits of the next tile. Both products are in flight at the same time.
+
+                So the tensor cores work on all products of one warpgroup while the other one computes its softmax.
+                """
+                if smem.p is not None:  # The interpreter supports neither operands in registers nor initial values.
+                    smem.p[warpgroup] = p
+                    plgpu.commit_smem()
+                    return out + tiles.product(smem.p.at[warpgroup], v_smem), tiles.product(q, next_k_smem.T)
+
+                def run(logits_acc):
+                    plgpu.wgmma(logits_acc, q, next_k_smem.T)
+                    new_out = pl.run_state(lambda out_acc: plgpu.wgmma(out_acc, p, v_smem))(plgpu.ACC.init(out))
+                    return new_out, logits_acc[...]
+
+                return pl.run_scoped(run, plgpu.ACC((TILE, TILE), jnp.float32))
+
             def step(i, carry):
-                out, maximum, total = carry
-                k_tile, slot = first + i, lax.rem(i, STAGES)
-                plgpu.barrier_wait(barriers.k_ready.at[slot])
-                logits = tiles.product(smem.q.at[warpgroup], k_smem.at[slot, warpgroup].T)
-                tiles.arrive_if(i + STAGES < steps, barriers.k_free.at[slot])
+                out, logits, maximum, total = carry
+                k_tile, slot, next_slot = first + i, lax.rem(i, STAGES), lax.rem(i + 1, STAGES)
                 needed = (k_tile < full) | (k_tile == q_tile)
                 logits = hide(logits, MASKED, q_tile, k_tile, needed=needed)
                 new_maximum = jnp.maximum(maximum, logits.max(axis=1) * logit_scale)
@@ -137,21 +153,23 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
                 total = total * rescale + p.sum(axis=1)
                 p = p.astype(dtype)
                 plgpu.barrier_wait(barriers.v_ready.at[slot])
-                if smem.p is None:
-                    out = pl.run_state(lambda acc: plgpu.wgmma(acc, p, smem.v.at[slot]))(plgpu.ACC.init(out))
-                else:  # The interpreter supports neither operands in registers nor accumulators with initial values.
-                    smem.p[warpgroup] = p
-                    plgpu.commit_smem()
-                    out = out + tiles.product(smem.p.at[warpgroup], smem.v.at[slot])
+                # The last step multiplies an old K tile and drops the result: a branch would serialise the products.
+                pl.when(i + 1 < steps)(lambda: plgpu.barrier_wait(barriers.k_ready.at[next_slot]))
+                out, logits = products(out, p, smem.v.at[slot], k_smem.at[next_slot, warpgroup])
                 tiles.arrive_if(i + STAGES < steps, barriers.v_free.at[slot])
-                return out, new_maximum, total
+                tiles.arrive_if(i + 1 + STAGES < steps, barriers.k_free.at[next_slot])
+                return out, logits, new_maximum, total
 
+            plgpu.barrier_wait(barriers.k_ready.at[0])
+            first_logits = tiles.product(q, k_smem.at[0, warpgroup].T)
+            tiles.arrive_if(STAGES < steps, barriers.k_free.at[0])
             start = (
                 plgpu.layout_cast(jnp.zeros((TILE, value_width), jnp.float32), MATRIX),
+                first_logits,
                 plgpu.layout_cast(jnp.full((TILE,), tiles.LOWEST, jnp.float32), ROWS),
                 plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
             )
-            out, maximum, total = lax.fori_loop(0, steps, step, start)
+            out, _, maximum, total = lax.fori_loop(0, steps, step, start)
             lse = maximum / LOG2_E + jnp.log(total)
             tiles.write(lse, smem.lse.at[warpgroup], lse_gmem.at[sequence, head, warpgroup, queries])
             out = out * tiles.across(1.0 / total, out)

@@ -220,19 +220,21 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
 
         @pl.when(warpgroup < GROUPS)
         def softmax_warpgroup():
-            tiles.set_registers(208)
+            tiles.set_registers(184)
 
             lse = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, LSE, warpgroup, queries])
             scaled_delta = tiles.load_rows(gmem.stats_BHXGT.at[sequence, head, DELTA, warpgroup, queries])
             weight = tiles.load_rows(gmem.weight_BHGT.at[sequence, head, warpgroup, queries])
             plgpu.barrier_wait(barriers.q_ready)
 
+            q = tiles.to_registers(smem.q.at[warpgroup], interpret)
+
             def accumulate(dq_acc):
                 @pl.loop(0, steps)
                 def _(i):
                     k_tile, slot, dp_slot = first + i, lax.rem(i, STAGES), lax.rem(i, 2)
                     plgpu.barrier_wait(barriers.k_ready.at[slot])
-                    logits = tiles.product(smem.q.at[warpgroup], smem.k.at[slot, warpgroup].T)
+                    logits = tiles.product(q, smem.k.at[slot, warpgroup].T)
                     p = jnp.exp2(logits * (scale * LOG2_E) - tiles.across(lse, logits))
                     p = hide(p, 0.0, q_tile, k_tile, needed=(k_tile < full) | (k_tile == q_tile))
                     p = p * tiles.across(weight, p)
@@ -253,7 +255,7 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
 
         @pl.when(warpgroup == PRODUCER)
         def producer_warpgroup():
-            tiles.set_registers(88)
+            tiles.set_registers(144)
             for m in range(GROUPS):
                 plgpu.copy_gmem_to_smem(gmem.q_BTHGD.at[sequence, queries, head, m], smem.q.at[m], barriers.q_ready)
             plgpu.copy_gmem_to_smem(gmem.dout_BTHE.at[sequence, queries, head], smem.dout, barriers.q_ready)
@@ -275,12 +277,13 @@ def dq_call(inputs, keys_BN2, *, window, interpret):  # noqa: C901
                 load_k(i)
 
             plgpu.barrier_wait(barriers.q_ready)
+            dout = tiles.to_registers(smem.dout, interpret)
 
             @pl.loop(0, steps)
             def _(i):
                 slot, dp_slot = lax.rem(i, STAGES), lax.rem(i, 2)
                 plgpu.barrier_wait(barriers.v_ready.at[slot])
-                dp = tiles.product(smem.dout, smem.v.at[slot].T)
+                dp = tiles.product(dout, smem.v.at[slot].T)
                 pl.when(i + STAGES < steps)(lambda: load_v(i + STAGES))
                 pl.when(i >= 2)(lambda: plgpu.barrier_wait(barriers.dp_free.at[dp_slot]))
                 smem.dp[dp_slot] = dp

@@ -62,14 +62,22 @@ def rows_of(tile):
     return pl.ds(tile * TILE, TILE)
 
 
-def product(a_smem, b_smem):
-    """Multiply two tiles in shared memory, and return the product as a float32 array in registers."""
+def product(a, b_smem):
+    """Multiply a tile in shared memory or registers by one in shared memory, and return float32 in registers."""
 
     def run(accumulator):
-        plgpu.wgmma(accumulator, a_smem, b_smem)
+        plgpu.wgmma(accumulator, a, b_smem)
         return accumulator[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a_smem.shape[0], b_smem.shape[1]), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b_smem.shape[1]), jnp.float32))
+
+
+def to_registers(buffer_smem, interpret):
+    """Load a tile that is the left operand of many products, so that these do not read it from shared memory.
+
+    The interpreter requires operands in shared memory.
+    """
+    return buffer_smem if interpret else plgpu.load(buffer_smem, layout=MATRIX)
 
 
 def as_operand(values, staging_smem, index):
