@@ -44,6 +44,10 @@ class TrainConfig(Group, path="train"):
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
     seed: Seed = 0
     """Random seed of the initial parameters."""
+    kernel_choice: Literal["measured", "fixed"] = "measured"
+    """How `model.attention_implementation="auto"` selects the attention kernel on GPUs and TPUs. "measured": at the
+    first start of a run, all kernels are compared with the reference and timed for its shapes, for up to a minute.
+    "fixed": a fixed order, in which kernels of libraries come first. CPUs always use "xla"."""
     compilation_cache: str = "auto"
     """Folder of compiled programs, which later starts read. "auto": a folder in the user's cache folder, as for all
     other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""

@@ -68,6 +68,16 @@ class Backend:
         return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The backends of an attention function that were measured on a device. "auto" tries them in this order."""
+
+    function: str  # Such as "diff_attention".
+    device: str  # The kind of device, with its driver.
+    milliseconds: dict[str, float]  # Time of a forward and a backward pass by backend, fastest first.
+    rejected: dict[str, str]  # Reason by backend that "auto" does not try.
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(backend, window, sharding, *inputs):
     return _forward(backend, window, sharding, *inputs)[0]

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import rich
 
-from difftx import kernels
-from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
@@ -40,8 +38,6 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     """
     interrupt = Interrupt()
     try:
-        if ARCHITECTURES[run.config.model.architecture].kernel == "diff_attention":
-            kernels.check_gradients(run.config.model.d_head)
         run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step = jax.jit(make_train_step(run.config), donate_argnums=0)
