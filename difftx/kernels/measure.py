@@ -57,6 +57,16 @@ class Workload:
         ids_BT = jax.ShapeDtypeStruct((self.batch, self.tokens), jnp.int32) if self.has_segments else None
         return AttentionCall(q, k, struct(self.kv_heads, wide * self.width), ids_BT, self.window)
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matrix products of a forward and a backward pass over the causal half of the pairs of tokens.
+
+        Kernels with an online softmax multiply both maps of a differential head with V: 6 products of width D, and 10
+        in the backward pass. A softmax head has 2 and 5.
+        """
+        products = 16 if self.function == "diff_attention" else 7
+        return products * self.batch * self.heads * self.width * self.tokens**2
+
     def candidates(self) -> list[str]:
         """Return the backends that "auto" may select on this platform and that support the call."""
         backends = api.candidates(self.function)

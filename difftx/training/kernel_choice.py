@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -84,14 +85,14 @@ def choose(configs: Sequence[Config], workdir: Path | None = None) -> None:
     if gpus is not None:  # Before this process takes the memory of the GPUs.
         for function, config in measurable.items():
             if not _is_of(recorded[function], gpus):
-                own[function] = _stored_or(config, gpus, lambda config=config: _measured_by_children(config))
+                own[function] = _ranked(gpus, config)
     multihost.require_devices()
     if measurable and gpus is None and target.platform() == "tpu":
         device = jax.devices()[0]
         tpus = f"{jax.device_count()} × {device.device_kind}, {device.client.platform_version.splitlines()[0]}"
         for function, config in measurable.items():
             if not _is_of(recorded[function], tpus):
-                own[function] = _stored_or(config, tpus, lambda config=config: _measured_here(config))
+                own[function] = _ranked(tpus, config)
     for function, config in measurable.items():
         pair = [r and dataclasses.asdict(r) for r in (recorded[function], own.get(function))]
         _use(multihost.gather(f"kernels of {function}", pair, config.multihost.barrier_timeout_seconds))
@@ -124,10 +125,19 @@ def workload(config: Config, kind: str, devices: int) -> Workload:
     )
 
 
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine has the driver of NVIDIA GPUs, which JAX may not use."""
+    return shutil.which("nvidia-smi") is not None
+
+
 def gpu_identity() -> str | None:
-    """Return the number and names of the NVIDIA GPUs with their driver, or None. JAX does not open them."""
+    """Return the number and names of the NVIDIA GPUs that JAX will use, with their driver, or None.
+
+    JAX does not open the devices.
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
-    if not {"", "cuda", "gpu"} & {platforms[0]} or shutil.which("nvidia-smi") is None:
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    if platforms[0] not in ("", "cuda", "gpu") or not has_nvidia_gpu() or not any("cuda" in p.name for p in plugins):
         return None
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     found = subprocess.run(query, capture_output=True, text=True, check=False)
@@ -154,7 +164,7 @@ def _is_of(ranking: Ranking | None, device: str) -> bool:
     return ranking is not None and ranking.device == device
 
 
-def _stored_or(config: Config, device: str, measure_all: Callable[[], Measured]) -> Ranking | None:
+def _ranked(device: str, config: Config) -> Ranking | None:
     """Return the ranking of the user's cache folder, or else measure and store it. None: nothing was measured."""
     values = flax.traverse_util.flatten_dict(values_of(config), sep=".")
     shapes = {name: value for name, value in values.items() if name.startswith(SHAPE_FIELDS)}
@@ -167,7 +177,7 @@ def _stored_or(config: Config, device: str, measure_all: Callable[[], Measured])
         found = read_record(path)
         if found is not None and schema_error(found, SHAPE) is None:
             return Ranking(**found)
-    milliseconds, rejected = measure_all()
+    milliseconds, rejected = measured(config)
     if not (milliseconds or rejected):
         return None
     ordered = dict(sorted(milliseconds.items(), key=lambda item: item[1]))
@@ -177,6 +187,11 @@ def _stored_or(config: Config, device: str, measure_all: Callable[[], Measured])
             path.parent.mkdir(parents=True, exist_ok=True)
             write_record(path, dataclasses.asdict(ranking))
     return ranking
+
+
+def measured(config: Config) -> Measured:
+    """Measure the kernels of a config. On GPUs, call this before JAX opens the devices."""
+    return _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
 
 
 def _measured_by_children(config: Config) -> Measured:
