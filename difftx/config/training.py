@@ -42,6 +42,9 @@ class TrainConfig(Group, path="train"):
     """Number of tokens per update, over all devices and microbatches."""
     accumulation: AxisLength = 1
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
+    z_loss: NotNegative[float] = 0.0
+    """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
+    over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
     seed: Seed = 0
     """Random seed of the initial parameters."""
     compilation_cache: str = "auto"

@@ -50,7 +50,7 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
     for start, end in [(0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)]:
         new = [reshard(jnp.asarray(x[:, start:end]), CACHE_ROWS) for x in (tokens_BT, positions_BT, segment_BT)]
         cached_BS = np.where(np.arange(16) < start, np.pad(segment_BT, [(0, 0), (0, 16 - TOKENS)]), EMPTY)
-        segments = SegmentMask(new[2], jnp.zeros_like(new[2]), reshard(jnp.asarray(cached_BS), CACHE_ROWS))
+        segments = SegmentMask(new[2], jnp.zeros_like(new[2]), new[1], reshard(jnp.asarray(cached_BS), CACHE_ROWS))
         x_BTD, entries = model.extend(new[0], positions_BT=new[1], cache=cache, segments=segments)
         cache = write_chunk(cache, entries, jnp.int32(start))
         parts.append(x_BTD)
