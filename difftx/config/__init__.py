@@ -55,6 +55,11 @@ class Config(Group):
                 f"model.window={model.window} is not less than data.sequence_length={data.sequence_length}, so it "
                 "would hide no token; use a smaller number, or none"
             )
+        profiled = self.logging.profile_steps
+        if profiled and sum(profiled) - 1 > train.steps:
+            raise UserError(
+                f"logging.profile_steps={profiled} ends after train.steps={train.steps}; use an earlier first step"
+            )
         keep_best = self.checkpoint.keep_best
         if keep_best is not None and (suite := keep_best.split("/")[0]) not in self.eval.suites:
             raise UserError(

@@ -152,3 +152,14 @@ class LoggingConfig(Group, path="logging"):
     """Whether to write TensorBoard's event files to `<workdir>/tensorboard`."""
     wandb_project: str | None = None
     """Weights & Biases project that also receives the metrics (requires the extra "wandb"). None: no project."""
+    profile_steps: tuple[int, ...] = ()
+    """First step and number of steps, such as (10, 3), of which process 0 writes a trace to `<workdir>/profile`, for
+    xprof and Perfetto. Empty: no trace."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.profile_steps and (len(self.profile_steps) != 2 or min(self.profile_steps) < 1):
+            raise UserError(
+                f"logging.profile_steps={self.profile_steps}: write the first step, from 1, and the number of steps, "
+                "such as 10,3"
+            )
