@@ -58,14 +58,16 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
     return whole_BTD, jnp.concatenate(parts, axis=1)
 
 
+VARIANTS = [name for name in SIZES if name != "diff_fixed_lambda"]
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {}) for name in SIZES if name != "diff_fixed_lambda"),
+        *(pytest.param(name, {}, id=name) for name in VARIANTS),
         *(
-            (name, OPTIONS | {"train__z_loss": 0.01})
-            for name in ("diff", "transformer", *SIZES)
-            if name != "diff_fixed_lambda"
+            pytest.param(name, OPTIONS | {"train__z_loss": 0.01}, id=f"{name} with options")
+            for name in ("diff", "transformer", *VARIANTS)
         ),
     ],
 )
