@@ -6,6 +6,7 @@ although each device owns its own shard (jax issue 21855).
 # Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
 #   G = 2 groups (A1 and A2), D = width of a query/key sub-head, E = 2 D = width of a value head
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from jax import P
 from difftx.kernels.context import SequenceSharding, is_explicit_mesh, with_whole_keys
 
 Struct = jax.Array | jax.ShapeDtypeStruct
+WINDOW_SCOPE = "window_"  # Prefix of the name of `window_scope`.
 
 
 class AttentionCall(NamedTuple):
@@ -65,7 +67,8 @@ class Backend:
         """Run the backend on each device, on its shards of q, k, v, further per-token operands and segment ids."""
         if self.backward is not None:
             return _attend(self, window, sharding, *operands)
-        return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
+        with window_scope(window):
+            return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,8 @@ def _attend(backend, window, sharding, *inputs):
 
 def _forward(backend, window, sharding, *inputs):
     call = functools.partial(backend.forward, window=window)
-    out_BTHE, saved = per_shard(call, *inputs, saves=True, sharding=sharding)
+    with window_scope(window):
+        out_BTHE, saved = per_shard(call, *inputs, saves=True, sharding=sharding)
     return out_BTHE, (*inputs, out_BTHE, saved)
 
 
@@ -98,13 +102,19 @@ def _backward(backend, window, sharding, residuals, dout_BTHE):
         dq, dk, dv, *rest = call(*operands, sharding=sharding)
         return dq, sharding.scatter(dk), sharding.scatter(dv), *rest
 
-    grads = per_shard(with_summed_keys if sharding else call, *residuals, dout_BTHE, sharding=sharding)
+    with window_scope(window):
+        grads = per_shard(with_summed_keys if sharding else call, *residuals, dout_BTHE, sharding=sharding)
     # JAX requires gradients of integer inputs to have the dtype float0.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
     return *grads, no_grad
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def window_scope(window: int | None) -> contextlib.AbstractContextManager:
+    """Return a scope that names the window in traced programs, where `plan` reads it to count a kernel's FLOPs."""
+    return contextlib.nullcontext() if window is None else jax.named_scope(f"{WINDOW_SCOPE}{window}")
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:

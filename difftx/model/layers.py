@@ -80,6 +80,11 @@ def _linear_backward(subscripts, sharding, saved, dout):
 _linear.defvjp(_linear_forward, _linear_backward)
 
 
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap tanh(logits / cap), whose magnitudes are at most `cap` (arXiv 2408.00118). None: no cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 def projection(
     config: ModelConfig, shape: Sequence[int], inputs: int, spec: P, *, rngs: nnx.Rngs, output: bool = False
 ) -> nnx.Param:
