@@ -1,5 +1,8 @@
-"""Tolerances and array helpers that the tests of several attention kernels share."""
+"""Tolerances, array helpers and absent devices that the tests of several attention kernels share."""
 
+import contextlib
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,3 +22,9 @@ def split(x_BS, slots, new):
     full = np.full((*old.shape[:-2], slots, old.shape[-1]), 7.0)  # The contents of empty slots must not matter.
     full[..., 2 : 2 + old.shape[-2], :] = old
     return jnp.asarray(full, x_BS.dtype), x_BS[:, -new:]
+
+
+def targeting(kind: str, platform: str = "cuda") -> contextlib.AbstractContextManager:
+    """Return a context in which computations are traced for a device of this kind, such as "NVIDIA H200"."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
