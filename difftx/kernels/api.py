@@ -29,7 +29,9 @@ from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
 # Names of all backends. A test compares them with `BACKENDS`.
-Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
+Implementation = Literal[
+    "auto", "reference", "xla", "pallas_tpu", "splash_wide", "pallas_gpu", "cudnn_wide", "cudnn", "splash"
+]
 
 
 def _by_name(*backends: Backend) -> dict[str, Backend]:
@@ -72,12 +74,13 @@ BACKENDS = {
             _imported("pallas_tpu:backward"),
             _imported("pallas_tpu:unsupported"),
         ),
+        _for_tpu("splash_wide", _imported("splash:diff_attention"), unsupported=_imported("splash:unsupported")),
         _for_gpu(
             "cudnn_wide",
             _imported("cudnn:diff_attention_wide_values"),
             unsupported=_imported("cudnn:wide_values_unsupported"),
         ),
-        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:unsupported")),
+        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:diff_unsupported")),
         _for_gpu(
             "pallas_gpu",
             _imported("pallas_gpu:forward"),
@@ -88,10 +91,8 @@ BACKENDS = {
     ),
     "attention": _by_name(
         Backend("reference", reference.attention, auto=False),
-        _for_tpu(
-            "splash", _imported("baseline:splash_attention"), unsupported=_imported("baseline:splash_unsupported")
-        ),
-        _for_gpu("cudnn", _imported("baseline:cudnn_attention"), unsupported=_imported("baseline:cudnn_unsupported")),
+        _for_tpu("splash", _imported("splash:attention"), unsupported=_imported("splash:unsupported")),
+        _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
     "mapped_attention": _by_name(

@@ -137,6 +137,12 @@ def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Arra
     return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
 
 
+def difference(out1_BTHE, out2_BTHE, lam_BTH) -> jax.Array:
+    """Return O1 - λ O2, computed in float32, in the dtype of O1."""
+    out_BTHE = out1_BTHE.astype(jnp.float32) - lam_BTH[..., None] * out2_BTHE.astype(jnp.float32)
+    return out_BTHE.astype(out1_BTHE.dtype)
+
+
 def pad_to(x: jax.Array, length: int, *, axis: int, mode: str = "constant") -> jax.Array:
     """Pad `axis` to `length` with zeros, or with copies of the last entry if mode="edge"."""
     widths = [(0, 0)] * x.ndim

@@ -10,11 +10,17 @@ from difftx.config import Config, ModelConfig
 from difftx.model.abstract import count_parameters
 
 # Peak dense bfloat16 FLOP/s by JAX's device kind, from the vendors' data sheets. MFU is not reported for other devices.
+# The data sheet of the L4 states 242 TFLOP/s with sparsity, twice the dense rate. The RTX 4090's is that with float32
+# accumulation in NVIDIA's whitepaper of the Ada GPU architecture. DGX B200: 72 PFLOP/s of sparse FP8 for eight GPUs, a
+# quarter of which is dense bfloat16.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,

@@ -1,5 +1,6 @@
 """The whole train step, compiled for four devices that are not there: it must hold the kernel that "auto" promises."""
 
+import dataclasses
 import os
 
 os.environ.update(  # read when libtpu loads; without the last one a second process would abort
@@ -10,7 +11,8 @@ import pytest
 from jax.experimental import topologies
 
 from compile import h200
-from difftx.launch.estimate import trace_step
+from difftx.launch.estimate import estimate, trace_step
+from difftx.launch.topology import find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
 
 TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are jax's.
@@ -66,3 +68,17 @@ def test_on_hopper(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()
     text = compiled_step(sharded(config, "diff"), devices)
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and what remat repeats.
+
+
+@h200.needs_plugin
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", ["a100", "b200", pytest.param("l4", marks=pytest.mark.exhaustive)])
+def test_on_gpus_without_wgmma(config, kind, documents):
+    """Ampere, Ada and Blackwell compute attention by cuDNN, also the segments of packed documents."""
+    topology = parse_topology(f"{kind}:4")
+    c = sharded(config, "diff")
+    c = dataclasses.replace(c, data=dataclasses.replace(c.data, document_mask=documents))
+    found = estimate(c, find_devices(topology), topology.chip)
+    assert found.cudnn
+    assert found.fits
+    assert found.bound is not None

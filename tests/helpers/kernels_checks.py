@@ -1,5 +1,8 @@
-"""Tolerances and array helpers that the tests of several attention kernels share."""
+"""Tolerances, array helpers and absent devices that the tests of several attention kernels share."""
 
+import contextlib
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,3 +33,9 @@ def split_segments(segment_BS, slots, new):
     slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
     positions_BT = np.tile(2 + np.arange(S - new, S, dtype=np.int32), (B, 1))
     return SegmentMask(*map(jnp.asarray, (segment_BS[:, -new:], np.zeros_like(positions_BT), positions_BT, slots_BS)))
+
+
+def targeting(kind: str, platform: str = "cuda") -> contextlib.AbstractContextManager:
+    """Return a context in which computations are traced for a device of this kind, such as "NVIDIA H200"."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))

@@ -16,7 +16,7 @@ from difftx.kernels import api, xla
 from kernels import oracle
 
 # The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
-BACKENDS = ["reference", "xla", "pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
+BACKENDS = ["reference", "xla", "pallas_tpu", "splash_wide", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
 LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
@@ -87,6 +87,7 @@ def of_case(backend, case, dtype, D, *, wide=False):
     [
         *BACKENDS[:2],
         pytest.param("pallas_tpu", marks=pytest.mark.long),
+        pytest.param("splash_wide", marks=pytest.mark.long),
         pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive]),
     ],
 )

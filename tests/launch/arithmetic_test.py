@@ -10,7 +10,7 @@ from jax import P
 from jax.extend import core
 
 from difftx import kernels
-from difftx.kernels import baseline, cudnn, pallas_gpu, pallas_tpu, target
+from difftx.kernels import cudnn, pallas_gpu, pallas_tpu, splash, target
 from difftx.kernels.backend import window_scope
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.estimate import trace_step
@@ -116,7 +116,7 @@ def test_splash_counts_the_tiles_that_causality_leaves():
     q = struct(b, t, h, d)
 
     def both(q, k, v):
-        call = functools.partial(baseline.splash_attention, segment_ids_BT=None, window=None)
+        call = functools.partial(splash.attention, segment_ids_BT=None, window=None)
         out, back = jax.vjp(call, q, k, v)
         return back(out)
 
@@ -161,7 +161,7 @@ def test_cudnn_by_name(monkeypatch):
     q = struct(b, t, h, d)
 
     def both(q, k, v):
-        out, back = jax.vjp(lambda *a: baseline.cudnn_attention(*a, None, window=None), q, k, v)
+        out, back = jax.vjp(lambda *a: cudnn.attention(*a, None, window=None), q, k, v)
         return back(out)
 
     assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d
