@@ -30,7 +30,7 @@ from difftx.kernels.maps import Map
 
 # Names of all backends. A test compares them with `BACKENDS`.
 Implementation = Literal[
-    "auto", "reference", "xla", "pallas_tpu", "splash_wide", "pallas_gpu", "cudnn_wide", "cudnn", "splash"
+    "auto", "reference", "xla", "splash_wide", "pallas_tpu", "cudnn_wide", "cudnn", "pallas_gpu", "splash"
 ]
 
 
@@ -68,13 +68,13 @@ _for_tpu = functools.partial(Backend, platform="tpu")
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
+        _for_tpu("splash_wide", _imported("splash:diff_attention"), unsupported=_imported("splash:unsupported")),
         _for_tpu(
             "pallas_tpu",
             _imported("pallas_tpu:forward"),
             _imported("pallas_tpu:backward"),
             _imported("pallas_tpu:unsupported"),
         ),
-        _for_tpu("splash_wide", _imported("splash:diff_attention"), unsupported=_imported("splash:unsupported")),
         _for_gpu(
             "cudnn_wide",
             _imported("cudnn:diff_attention_wide_values"),

@@ -1,4 +1,4 @@
-"""The whole train step, compiled for four devices that are not there: it must hold the kernel that "auto" promises."""
+"""The whole train step, compiled for four devices that are not there, holds the attention kernel of its backend."""
 
 import dataclasses
 import os
@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import topologies
 
 from compile import h200
+from difftx.config.build import override
 from difftx.launch.estimate import estimate, trace_step
 from difftx.launch.topology import find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
@@ -18,6 +19,7 @@ from difftx.parallel.mesh import make_mesh
 TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are jax's.
 V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # Its kernels by themselves: tpu_compile_test.py.
 TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
+TPU_BACKENDS = {"diff": "pallas_tpu", "transformer": "splash"}
 
 
 def compiled_step(c, devices) -> str:
@@ -44,7 +46,8 @@ def sharded(config, architecture):
 def test_on_tpu(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
     devices = topologies.get_topology_desc(topology, "tpu").devices
-    text = compiled_step(sharded(config, architecture), devices)
+    c = override(sharded(config, architecture), {"model.attention_implementation": TPU_BACKENDS[architecture]})
+    text = compiled_step(c, devices)
     for kernel in TPU_KERNELS[architecture]:
         assert kernel in text
 
@@ -57,7 +60,8 @@ def test_on_tpu_with_rows_cut(config, architecture, topology):
     axes = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__context": 4, "mesh__context_method": "zigzag"}
     model = {"model__d_model": 512, "model__num_heads": 2 if architecture == "diff" else 4, "model__remat": "full"}
     rows = {"data__sequence_length": 8192, "train__global_batch_tokens": 8192, "data__document_mask": True}
-    c = config(architecture, **model, **rows, **axes, model__compute_dtype="bfloat16")
+    model |= {"model__compute_dtype": "bfloat16", "model__attention_implementation": TPU_BACKENDS[architecture]}
+    c = config(architecture, **model, **rows, **axes)
     text = compiled_step(c, devices)
     for kernel in TPU_KERNELS[architecture]:
         assert kernel in text
