@@ -160,7 +160,7 @@ def _forward_call(q_BTHGD, k_BSKGD, v_BSKE, lam_BHT, marks_BXT, keys_BN2, *, win
 
             plgpu.barrier_wait(barriers.k_ready.at[0])
             first_logits = tiles.product(q, k_smem.at[0, warpgroup].T)
-            tiles.arrive_if(STAGES < steps, barriers.k_free.at[0])
+            tiles.arrive_if(steps > STAGES, barriers.k_free.at[0])
             start = (
                 plgpu.layout_cast(jnp.zeros((TILE, value_width), jnp.float32), MATRIX),
                 first_logits,
