@@ -57,6 +57,7 @@ CASES = {
     "unordered_segments": Case(length=130, heads=2, segments="unordered"),
     "window_in_a_tile": Case(length=130, window=5),
     "window_of_one": Case(length=65, window=1),
+    "five_tiles": Case(length=260),  # More than twice the number of buffers, so each of them is filled again.
     "window_over_tiles": Case(length=260, window=70),
     "everything": Case(length=200, batch=2, heads=2, segments="packed", window=50, width=64),
     "lambda_zero": Case(length=65, lam=0.0),
