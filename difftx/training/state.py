@@ -13,6 +13,7 @@ from jax import P
 
 from difftx.config import Config
 from difftx.data.loader import Batch
+from difftx.model.abstract import one_abstract_device
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_nll
@@ -41,6 +42,13 @@ def init_state(config: Config) -> TrainState:
     """Return the state before the first update. Under jit, all arrays are created with their sharding."""
     params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
+
+
+def state_bytes(config: Config) -> int:
+    """Return the total size of the train state in bytes: parameters and optimizer state."""
+    with one_abstract_device():
+        state = jax.eval_shape(lambda: init_state(config))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
