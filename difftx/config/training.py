@@ -175,11 +175,19 @@ class CheckpointConfig(Group, path="checkpoint"):
     """Number of consecutive failed saves that ends the run. After fewer, training continues until the next save."""
     init_from: str | None = None
     """Path of a checkpoint, or of a run with checkpoints, that provides the initial weights. None: random weights."""
+    branch_from: str | None = None
+    """Path of a checkpoint, or of a run with checkpoints, from which the run starts as a branch: with its weights,
+    optimizer state, step and position in the data, and possibly another learning-rate schedule. None: no branch."""
 
     def __post_init__(self):
         super().__post_init__()
         if self.keep_best is not None and self.keep_best.count("/") != 1:
             raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
+        if self.init_from is not None and self.branch_from is not None:
+            raise UserError(
+                f"checkpoint.init_from={self.init_from} and checkpoint.branch_from={self.branch_from} are both set; "
+                "set only one of them"
+            )
 
 
 class LoggingConfig(Group, path="logging"):

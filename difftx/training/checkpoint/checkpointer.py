@@ -125,7 +125,13 @@ class Checkpointer:
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""
-        folder, wanted = self.folder / str(step), _on_mesh(vars(abstract), mesh)
+        return self.restore_from(self.folder / str(step), abstract, mesh)
+
+    def restore_from(
+        self, folder: Path, abstract: TrainState, mesh: jax.sharding.Mesh
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Return the result of `restore` for the valid checkpoint in any folder."""
+        wanted = _on_mesh(vars(abstract), mesh)
         _check_arrays(folder, wanted)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
         with _reading(folder):
