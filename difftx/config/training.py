@@ -84,6 +84,9 @@ class TrainConfig(Group, path="train"):
     """Number of tokens per update, over all devices and microbatches."""
     accumulation: AxisLength = 1
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
+    ema_decay: ProperShare | None = None
+    """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of eval.py,
+    `generate` and `convert` selects it. None: no average."""
     seed: Seed = 0
     """Random seed of the initial parameters."""
     compilation_cache: str = "auto"

@@ -200,3 +200,5 @@ def test_the_counted_memory_is_that_of_the_optimizer(config, optimizer):
     sizes = count_parameters(c.model)
     moments = {"adamw": 2 * sizes.total, "muon": 2 * (sizes.total - sizes.projections) + sizes.projections}
     assert state_bytes(c) == 4 * (sizes.total + moments[optimizer] + 3)  # And the step and two counts of updates.
+    averaged = config(optimizer__name=optimizer, train__ema_decay=0.9)
+    assert state_bytes(averaged) == state_bytes(c) + 4 * sizes.total
