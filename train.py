@@ -41,10 +41,10 @@ def main() -> int:
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals
     from difftx.commands.cost import format_cost, format_data
-    from difftx.training.loop import train
+    from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
-    multihost.start(args, config.multihost)
+    kernel_choice.start(args, [config], args.workdir)
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
@@ -53,7 +53,7 @@ def main() -> int:
     multihost.say(format_data(run))
     if args.dry_run:
         return 0
-    return train(run, evals.evaluate, began=began, allow_config_change=args.allow_config_change)
+    return loop.train(run, evals.evaluate, began=began, allow_config_change=args.allow_config_change)
 
 
 if __name__ == "__main__":

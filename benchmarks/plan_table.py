@@ -2,7 +2,7 @@
 
     python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write] [--config.path.to.field=value …]
 
-Needs libtpu (pip install 'difftx[tpu]'). For each row, one `difftx plan` runs in its own process, whose peak memory is
+Needs libtpu and JAX's CUDA plugin (pip install 'difftx[tpu]' 'difftx[cuda]'). For each row, one `difftx plan` runs in its own process, whose peak memory is
 measured. Rows whose numbers exist in --out are not compiled again. --write replaces the tables between their markers in
 docs/operations.md; rows without numbers are left out. All rows take more than an hour on two cores.
 
@@ -22,14 +22,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from difftx.launch.topology import GPUS, parse_topology  # noqa: E402
+
 PAGE = ROOT / "docs" / "operations.md"
 
 PRESET = "--config.mesh.preset=auto"
+# A run measures its kernels. The tables assume that ours is the fastest on TPUs.
+TPU_KERNEL = "--config.model.attention_implementation=pallas_tpu"
 # Size → topologies. Mesh, remat policy and microbatches come from difftx/parallel/presets.py.
 TOPOLOGIES = {
     "830m": ["v5p:2x2x1", "v5e:4x4", "v5e:8x8"],
     "1.4b": ["v5p:2x2x1", "v5e:8x8"],
-    "2.8b": ["v5p:2x2x2", "v5e:8x8", "v5e:8x8*2"],
+    "2.8b": ["v5p:2x2x2", "v5e:8x8", "v5e:8x8*2", "v6e:8x8", "a100:8", "h100:8", "b200:8"],
     "6.8b": ["v5p:2x2x4", "v5e:8x16"],
     "13.1b": ["v5p:4x4x4", "v5e:16x16"],
     "table9": ["v5p:4x4x4", "v5e:16x16"],
@@ -114,7 +120,8 @@ def rows(size: str) -> Iterator[Row]:
     for topology in TOPOLOGIES[size]:
         for architecture in ("diff", "transformer"):
             file = f"diff_3b.py:{architecture}" if size == "table9" else f"scaling.py:{architecture}-{size}"
-            yield Row(f"configs/{file}", topology)
+            is_ours = architecture == "diff" and parse_topology(topology).kind not in GPUS
+            yield Row(f"configs/{file}", topology, (PRESET, TPU_KERNEL) if is_ours else (PRESET,))
 
 
 def long_rows(overrides: Sequence[str]) -> Iterator[Row]:
@@ -137,7 +144,8 @@ def long_row(architecture: str, topology: str, fields: dict[str, Any], length: i
     config = f"configs/long_context.py:{architecture}"
     microbatches = UPDATE_TOKENS // (length * fields["mesh.fsdp"])
     fields = fields | {"data.sequence_length": length, "train.accumulation": microbatches}
-    return Row(config, topology, (*(f"--config.{name}={value}" for name, value in fields.items()), *overrides))
+    kernel = (TPU_KERNEL,) if architecture == "diff" else ()
+    return Row(config, topology, (*(f"--config.{name}={value}" for name, value in fields.items()), *kernel, *overrides))
 
 
 def measure(row: Row, path: Path) -> dict[str, Any]:
@@ -213,7 +221,7 @@ def cells(row: Row, numbers: dict[str, Any]) -> list[str]:
         *shown,
         f"{mesh} remat={numbers['remat']}" + f" accumulation={numbers['accumulation']}" * (numbers["accumulation"] > 1),
         f"{numbers['needed_bytes'] / 2**30:.1f} of {numbers['capacity_bytes'] / 2**30:.1f}",
-        "yes" if numbers["fits"] else f"no, {over / 2**30:.1f} too much",
+        ("yes" if numbers["fits"] else f"no, {over / 2**30:.1f} too much") + ", without cuDNN" * numbers["cudnn"],
         f"{sent / 2**30:.1f}",
         f"{numbers['arithmetic_seconds']:.2f} s",
         f"≤ {numbers['mfu_causal']:.0%}",

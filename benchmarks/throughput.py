@@ -37,6 +37,7 @@ from difftx.model.flops import PEAK_FLOPS, flops_per_token
 from difftx.parallel import multihost
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.training import kernel_choice
 from difftx.training.state import TrainState, init_state, make_train_step
 
 DEPTHS = (2, 24)
@@ -197,7 +198,7 @@ def main() -> int:
     multihost.add_flags(parser)
     args, rest = parser.parse_known_args()
     config = load_config(args.config, parse_overrides(rest, "config"))
-    multihost.start(args, config.multihost)
+    kernel_choice.start(args, list(pair(config).values()), workdir=None)
     contestants = measure(args.config, config, rounds=args.rounds, steps=args.steps, profile=args.profile)
     if args.depths:
         measure_depths(contestants)

@@ -7,6 +7,7 @@ from difftx.errors import UserError, did_you_mean, run_command
 
 # Command → description. Each command is a module of difftx/commands/ with a function `main(arguments) -> exit code`.
 COMMANDS = {
+    "doctor": "check whether a training can start on this machine, and how fast it will be",
     "plan": "estimate the memory and time of a config on devices that are not attached",
     "data": "verify a token store, show a row of it, or count its bigrams",
     "prepare": "tokenise text, JSON lines, Parquet or a Hugging Face dataset",

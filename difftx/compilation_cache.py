@@ -25,7 +25,7 @@ def enable(where: str = "auto") -> None:
     """
     settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": False}
     if where != "off":
-        folder = _user_folder() if where == "auto" else Path(where)
+        folder = user_folder() / f"compiled-{_cpu_features(Path('/proc/cpuinfo'))}" if where == "auto" else Path(where)
         if not _is_writable(folder):
             if where == "auto":
                 return  # As in a container whose user has no home. Programs are then compiled at each start.
@@ -40,9 +40,9 @@ def enable(where: str = "auto") -> None:
             sys.modules["jax"].config.update(name, value)
 
 
-def _user_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "difftx" / f"compiled-{_cpu_features(Path('/proc/cpuinfo'))}"
+def user_folder() -> Path:
+    """Return the folder for files of difftx in the user's cache folder. It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "difftx"
 
 
 def _cpu_features(cpuinfo: Path) -> str:

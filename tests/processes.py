@@ -34,6 +34,7 @@ class Processes:
         script=("train.py",),
         before=(),
         environment=None,
+        own_environment=None,
         **changes,
     ):
         """Start them.
@@ -50,6 +51,7 @@ class Processes:
             script: what Python runs.
             before: put before the command.
             environment: added to theirs.
+            own_environment: added to that of some processes, by number.
             changes: fields of the config, with __ for the dot.
         """
         overrides = TINY | {
@@ -77,7 +79,7 @@ class Processes:
                 self.running[process] = subprocess.Popen(
                     [*before, sys.executable, *command],
                     cwd=ROOT,
-                    env=child_environment(devices) | (environment or {}),
+                    env=child_environment(devices) | (environment or {}) | (own_environment or {}).get(process, {}),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )

@@ -18,11 +18,13 @@ from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
 from difftx.evals.harness.suite import LOCAL_TASKS
+from difftx.evals.throughput import pair
 from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.progress import Work
 from difftx.report.runs import Metric, printable_json
+from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
@@ -41,7 +43,8 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
         if field.startswith("model.") and field != "model.attention_implementation":
             raise UserError(f"--{field}: the checkpoint determines it; only attention_implementation can be changed")
     config = override(read_config(workdir), overrides)
-    multihost.start(options, config.multihost)
+    compared = pair(config).values() if "throughput" in suites else ()
+    kernel_choice.start(options, [config, *compared], workdir)
     agree_on_command(config, options)
     confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
 

@@ -55,6 +55,16 @@ class Config(Group):
                 f"model.top_k={model.top_k} exceeds data.sequence_length={data.sequence_length}, so it would keep "
                 "every key; use a smaller number"
             )
+        if model.window is not None and model.window >= data.sequence_length:
+            raise UserError(
+                f"model.window={model.window} is not less than data.sequence_length={data.sequence_length}, so it "
+                "would hide no token; use a smaller number, or none"
+            )
+        profiled = self.logging.profile_steps
+        if profiled and sum(profiled) - 1 > train.steps:
+            raise UserError(
+                f"logging.profile_steps={profiled} ends after train.steps={train.steps}; use an earlier first step"
+            )
         keep_best = self.checkpoint.keep_best
         if keep_best is not None and (suite := keep_best.split("/")[0]) not in self.eval.suites:
             raise UserError(

@@ -7,7 +7,9 @@ from difftx.registry import Registry
 if TYPE_CHECKING:
     from difftx.model.attention import SelfAttention
 
-Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
+Implementation = Literal[
+    "auto", "reference", "xla", "pallas_tpu", "splash_wide", "pallas_gpu", "cudnn_wide", "cudnn", "splash"
+]
 Granularity = Literal["query", "token"]
 
 # Each entry is a subclass of `SelfAttention` (`difftx/model/attention.py`).

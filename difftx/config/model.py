@@ -1,15 +1,20 @@
 """Config group `model`."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from difftx.config.architectures import ARCHITECTURES, Granularity, Implementation
 from difftx.config.checks import divisor_below, divisors
-from difftx.config.fields import AxisLength, Extensible, NotNegative, Positive
+from difftx.config.fields import AxisLength, Extensible, NotNegative, Positive, Rule
 from difftx.errors import UserError
 
 # Fields that only some architectures use. Each architecture lists those that it uses in `SelfAttention.fields`.
 SPECIFIC_FIELDS = ("signal_heads", "top_k", "lambda_init", "lambda_learned", "lambda_std", "post_scale")
+
+WindowPattern = Annotated[
+    str,
+    Rule(lambda text: text and set(text) <= {"L", "G"}, ": write L for a layer with a window and G for one without"),
+]
 
 
 def default_specific_fields() -> dict[str, Any]:
@@ -46,8 +51,16 @@ class ModelConfig(Extensible, path="model"):
     Table 10. 5504, a multiple of 128, costs 1 % more and suits the lanes of a TPU."""
     rope_theta: Positive[float] = 10_000.0
     """Base of the rotary embedding. The paper states only its value at 64K tokens, 640,000."""
+    qk_norm: bool = False
+    """Whether an RMSNorm with gain normalises the query and the key of each (sub-)head before the rotary embedding. All
+    (sub-)heads of a layer share one gain for queries and one for keys, as in Qwen 3 (arXiv 2505.09388)."""
+    window: Positive[int] | None = None
+    """Number of tokens to which a token attends in layers with a sliding window, itself included. None: no windows."""
+    window_pattern: WindowPattern = "L"
+    """Layers with the window (L) and layers without (G), such as "LLLLLG" for 5 of 6 layers as in Gemma 3 (arXiv
+    2503.19786). The pattern repeats over the layers, so its length must divide `num_layers`."""
     norm_eps: Positive[float] = 1e-5
-    """Epsilon of the RMSNorms before attention, before the MLP and after the last layer."""
+    """Epsilon of the RMSNorms before attention, before the MLP and after the last layer, and of `qk_norm`."""
     head_norm: Literal["none", "rms", "rms_affine", "scalar"] = "rms_affine"
     """Norm of each head's output. "rms": RMSNorm without a gain (Eq. 3, Hugging Face). "rms_affine": RMSNorm with gain
     (the official code). "scalar": one learned factor per layer in place of a norm. "none": no norm and no factor."""
@@ -74,6 +87,9 @@ class ModelConfig(Extensible, path="model"):
     with `init` = "fan_in". True is better for both models at 0.1M parameters (docs/results.md)."""
     tie_embeddings: bool = True
     """Whether the embedding is also the output projection. The model sizes of Table 10 require it."""
+    logit_soft_cap: Positive[float] | None = None
+    """Bound c of the vocabulary's logits, which become c tanh(logits / c). Gemma 2 has 30 (arXiv 2408.00118). None: no
+    bound."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of activations and matrix products. Parameters and λ are float32."""
     remat: Literal["none", "dots", "full", "offload"] = "dots"
@@ -81,8 +97,8 @@ class ModelConfig(Extensible, path="model"):
     products. "full": the layer's input. "offload": the layer's input, which is kept in host memory."""
     attention_implementation: Implementation = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures, "cudnn" all except
-    off_by_one, sink, top_k and signed_mask, "pallas_tpu", "pallas_gpu" and "cudnn_wide" diff and gda, and "splash" (on
-    TPUs) transformer, diff_v2 and gated."""
+    off_by_one, sink, top_k and signed_mask, "pallas_tpu", "splash_wide", "pallas_gpu" and "cudnn_wide" diff and gda,
+    and "splash" (on TPUs) transformer, diff_v2 and gated."""
     attention_logit_bits: int | None = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
     rounding. The suite quantize sets this field, which requires the kernel "auto", "reference" or "xla"."""
@@ -118,6 +134,29 @@ class ModelConfig(Extensible, path="model"):
                     f"model.num_kv_heads={self.num_kv_heads} does not divide the {heads} heads that have keys and "
                     f"values; use {divisor_below(self.num_kv_heads, heads)}"
                 )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        pattern = self.window_pattern
+        if self.window is None and pattern != "L":
+            raise UserError(
+                f"model.window_pattern={pattern!r} requires model.window; set it, or leave the pattern at 'L'"
+            )
+        if self.window is not None and "L" not in pattern:
+            raise UserError(
+                f"model.window={self.window}: model.window_pattern={pattern!r} has no layer L with a window"
+            )
+        if self.num_layers % len(pattern):
+            lengths = ", ".join(map(str, divisors(self.num_layers)))
+            raise UserError(
+                f"model.window_pattern={pattern!r} has {len(pattern)} letters, which do not divide model.num_layers="
+                f"{self.num_layers}; use a pattern of one of these lengths: {lengths}"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each layer of `window_pattern`, or None for a layer without a window."""
+        return tuple(self.window if letter == "L" else None for letter in self.window_pattern)
 
     @property
     def groups(self) -> int:

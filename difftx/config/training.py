@@ -87,8 +87,15 @@ class TrainConfig(Group, path="train"):
     ema_decay: ProperShare | None = None
     """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of eval.py,
     `generate` and `convert` selects it. None: no average."""
+    z_loss: NotNegative[float] = 0.0
+    """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
+    over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
     seed: Seed = 0
     """Random seed of the initial parameters."""
+    kernel_choice: Literal["measured", "fixed"] = "measured"
+    """How `model.attention_implementation="auto"` selects the attention kernel on GPUs and TPUs. "measured": at the
+    first start of a run, all kernels are compared with the reference and timed for its shapes, for up to a minute.
+    "fixed": a fixed order, in which kernels of libraries come first. CPUs always use "xla"."""
     compilation_cache: str = "auto"
     """Folder of compiled programs, which later starts read. "auto": a folder in the user's cache folder, as for all
     other commands, or JAX_COMPILATION_CACHE_DIR if it is set; "off": none."""
@@ -202,3 +209,14 @@ class LoggingConfig(Group, path="logging"):
     """Whether to write TensorBoard's event files to `<workdir>/tensorboard`."""
     wandb_project: str | None = None
     """Weights & Biases project that also receives the metrics (requires the extra "wandb"). None: no project."""
+    profile_steps: tuple[int, ...] = ()
+    """First step and number of steps, such as (10, 3), of which process 0 writes a trace to `<workdir>/profile`, for
+    xprof and Perfetto. Empty: no trace."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.profile_steps and (len(self.profile_steps) != 2 or min(self.profile_steps) < 1):
+            raise UserError(
+                f"logging.profile_steps={self.profile_steps}: write the first step, from 1, and the number of steps, "
+                "such as 10,3"
+            )

@@ -160,5 +160,5 @@ def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
 def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Array:
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-    nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT)
+    nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=model.config.logit_soft_cap)
     return jax.sharding.reshard(nll_BT, jax.P())  # Replicate it, so that each host can read all of it.

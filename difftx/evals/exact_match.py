@@ -54,7 +54,8 @@ def _count(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
     counts_BT = batch.loss_mask_BT > 0
-    _, is_most_likely_BT = token_scores(x_BTD, model.unembedding(), batch.targets_BT)
+    cap = model.config.logit_soft_cap
+    _, is_most_likely_BT = token_scores(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=cap)
     right_BT = is_most_likely_BT & counts_BT
     right_B, answers_B = jnp.sum(right_BT, axis=1), jnp.sum(counts_BT, axis=1)
     return jnp.sum(right_B), jnp.sum(answers_B), jnp.sum((right_B == answers_B) & (answers_B > 0))

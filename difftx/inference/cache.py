@@ -50,7 +50,8 @@ def extend(
     """
     cached_BS = jnp.where(jnp.arange(cache[0].shape[-2])[None] < used_B[:, None], 0, EMPTY)
     branch_BT = jnp.zeros_like(segment_BT) if branch_BT is None else branch_BT
-    segments = SegmentMask(segment_BT, branch_BT, cached_BS)
+    position_BT = jnp.broadcast_to(positions_BT, segment_BT.shape)
+    segments = SegmentMask(segment_BT, branch_BT, position_BT, cached_BS)
     return model.extend(tokens_BT, positions_BT=positions_BT, cache=cache, segments=segments)
 
 

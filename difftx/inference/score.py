@@ -186,7 +186,8 @@ def _token_scores(params, x_BTD, targets_BT, config) -> tuple[jax.Array, jax.Arr
     """Return `token_scores` of the targets, replicated on all devices. `x_BTD` is the output of `extend`."""
     model, layout = decode.model_of(config, params), Layout.of(config.mesh.context_method)
     x_BTD, targets_BT = reshard(x_BTD, layout.act_BTD), reshard(targets_BT, layout.act_BT)
-    return reshard(token_scores(x_BTD, model.unembedding(), targets_BT), P())
+    cap = config.model.logit_soft_cap
+    return reshard(token_scores(x_BTD, model.unembedding(), targets_BT, logit_soft_cap=cap), P())
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

@@ -14,6 +14,10 @@ FIXED = {
     "lambda_learned": True,
     "post_scale": None,
     "attention_logit_bits": None,
+    "qk_norm": False,
+    "window": None,
+    "window_pattern": "L",
+    "logit_soft_cap": None,
 }
 EXPECTED: dict[type, str] = NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 

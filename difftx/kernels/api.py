@@ -1,7 +1,8 @@
 """The attention functions, and the selection of a backend for each call.
 
-A backend that the caller names serves the call or raises an error with the reason. "auto" selects the first backend in
-`BACKENDS` that runs on the platform and supports the call, and logs the choice once.
+A backend that the caller names serves the call or raises an error with the reason. "auto" selects the first backend
+that runs on the platform and supports the call, in the order of a ranking (`use`), or else in that of `BACKENDS`, and
+logs the choice once.
 
 Under a mesh with explicit axes, a backend runs inside `jax.shard_map` over batch and heads. The shardings come from the
 arrays' types. If rows are sharded along their tokens, each device gathers the keys and values of whole rows.
@@ -16,19 +17,21 @@ take minutes, so `why_unavailable` rejects such a backend.
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from difftx.kernels import reference, target, xla
-from difftx.kernels.backend import AttentionCall, Backend, Struct, lam_per_token, per_shard
+from difftx.kernels.backend import AttentionCall, Backend, Ranking, Struct, lam_per_token, per_shard
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
 # Names of all backends. A test compares them with `BACKENDS`.
-Implementation = Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu", "cudnn_wide", "cudnn", "splash"]
+Implementation = Literal[
+    "auto", "reference", "xla", "splash_wide", "pallas_tpu", "cudnn_wide", "cudnn", "pallas_gpu", "splash"
+]
 
 
 def _by_name(*backends: Backend) -> dict[str, Backend]:
@@ -59,11 +62,13 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
 _for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
 _for_tpu = functools.partial(Backend, platform="tpu")
 
-# The backends of each attention function by name. "auto" tries them in this order, except for "reference", which tests
-# and `check_gradients` compare the others with.
+# The backends of each attention function by name. Without a ranking, "auto" tries them in this order, in which library
+# kernels come before ours until a record in benchmarks/records proves ours on a device. "auto" never tries "reference",
+# which the others are compared with.
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
+        _for_tpu("splash_wide", _imported("splash:diff_attention"), unsupported=_imported("splash:unsupported")),
         _for_tpu(
             "pallas_tpu",
             _imported("pallas_tpu:forward"),
@@ -71,25 +76,23 @@ BACKENDS = {
             _imported("pallas_tpu:unsupported"),
         ),
         _for_gpu(
+            "cudnn_wide",
+            _imported("cudnn:diff_attention_wide_values"),
+            unsupported=_imported("cudnn:wide_values_unsupported"),
+        ),
+        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:diff_unsupported")),
+        _for_gpu(
             "pallas_gpu",
             _imported("pallas_gpu:forward"),
             _imported("pallas_gpu:backward"),
             _pallas_gpu_unsupported,
         ),
-        _for_gpu(
-            "cudnn_wide",
-            _imported("cudnn:diff_attention_wide_values"),
-            unsupported=_imported("cudnn:wide_values_unsupported"),
-        ),
-        _for_gpu("cudnn", _imported("cudnn:diff_attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.forward, xla.backward),
     ),
     "attention": _by_name(
         Backend("reference", reference.attention, auto=False),
-        _for_tpu(
-            "splash", _imported("baseline:splash_attention"), unsupported=_imported("baseline:splash_unsupported")
-        ),
-        _for_gpu("cudnn", _imported("baseline:cudnn_attention"), unsupported=_imported("baseline:cudnn_unsupported")),
+        _for_tpu("splash", _imported("splash:attention"), unsupported=_imported("splash:unsupported")),
+        _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),
     "mapped_attention": _by_name(
@@ -99,9 +102,7 @@ BACKENDS = {
 
 log = logging.getLogger(__name__)
 
-distrusted: dict[str, str] = {}  # Backends that "auto" skips because `check_gradients` failed, each with the reason.
-# Largest relative error that `check_gradients` accepts. bfloat16 causes errors of 0.01, and wrong kernels over 0.05.
-GRADIENT_TOLERANCE = 0.05
+_rankings: dict[str, Ranking] = {}  # The ranking that "auto" follows, by function.
 
 
 def diff_attention(
@@ -221,43 +222,25 @@ def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str
     return backend.why_unsupported(AttentionCall(q, k, v))
 
 
-def check_gradients(head_dim: int) -> dict[str, str]:
-    """Exclude from "auto" all backends with wrong gradients on this device, and return them, each with the reason.
-
-    The gradients of fused kernels are compared with those of the reference. Compilers and libraries have returned wrong
-    gradients with correct outputs (TransformerEngine#3216, cudnn-frontend#160). Call this before you set a mesh.
-    """
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, 256, 2, 2, head_dim), (2, 256, 2, 2, head_dim), (2, 256, 2, 2 * head_dim), (2, 256, 2, 2 * head_dim)]
-    q, k, v, weights = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    backends = [backend for backend in _candidates("diff_attention") if backend.name != "xla"]
-    names = [backend.name for backend in backends if backend.why_unsupported(AttentionCall(q, k, v)) is None]
-    if not names:
-        return distrusted
-
-    def gradients(name: str, dtype: jnp.dtype) -> list[jax.Array]:
-        def loss(q, k, v, lam):
-            out = diff_attention(q, k, v, lam, implementation=name)  # pyrefly: ignore[bad-argument-type]
-            return jnp.sum(out.astype(jnp.float32) * weights)
-
-        inputs = (*(x.astype(dtype) for x in (q, k, v)), jnp.float32(0.5))
-        return jax.tree.leaves(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*inputs))
-
-    expected = gradients("reference", jnp.dtype("float32"))
-    for name in names:
-        pairs = zip(gradients(name, q.dtype), expected, strict=True)
-        errors = [jnp.linalg.norm(a.astype(jnp.float32) - e) / jnp.linalg.norm(e) for a, e in pairs]
-        error = float(jnp.stack(errors).max())
-        if not error < GRADIENT_TOLERANCE:  # Also true for NaN.
-            distrusted[name] = f"its gradients were off by {error:.1%} when the program started"
-            log.warning("%s on %s: %s", name, target.device_kind(), distrusted[name])
-    return distrusted
+def use(ranking: Ranking) -> None:
+    """Let "auto" follow a ranking, for all later calls in this process."""
+    _rankings[ranking.function] = ranking
 
 
-def _candidates(function: str) -> list[Backend]:
-    """Return the backends that "auto" may select on this platform, best first."""
+def rankings() -> Mapping[str, Ranking]:
+    """Return the rankings that "auto" follows, by function."""
+    return _rankings
+
+
+def candidates(function: str) -> list[Backend]:
+    """Return the backends that "auto" may select on this platform, in the order of `BACKENDS`."""
     platforms = (None, target.platform())
     return [backend for backend in BACKENDS[function].values() if backend.auto and backend.platform in platforms]
+
+
+def selected(function: str, implementation: str, call: AttentionCall) -> str:
+    """Return the name of the backend that serves a call, or raise `ValueError` if none can."""
+    return _choose(function, implementation, call).name
 
 
 def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
@@ -271,9 +254,12 @@ def _choose(function: str, implementation: str, call: AttentionCall) -> Backend:
         if reason := backend.why_unsupported(call):
             raise ValueError(f"{function}: {implementation} cannot serve this call: {reason}")
         return backend
+    found, ranking = {backend.name: backend for backend in candidates(function)}, _rankings.get(function)
+    reasons = {} if ranking is None else dict(ranking.rejected)
+    names = dict.fromkeys([*([] if ranking is None else ranking.milliseconds), *found])
     rejected: list[str] = []
-    for backend in _candidates(function):
-        reason = distrusted.get(backend.name) or backend.why_unsupported(call)
+    for backend in (found[name] for name in names if name in found):
+        reason = reasons.get(backend.name) or backend.why_unsupported(call)
         if reason is None:
             _log_once(function, backend.name, target.device_kind(), "; ".join(rejected))
             return backend

@@ -6,6 +6,7 @@ although each device owns its own shard (jax issue 21855).
 # Axes: B = batch, T = query tokens, S = key tokens, H = query heads, K = key/value heads,
 #   G = 2 groups (A1 and A2), D = width of a query/key sub-head, E = 2 D = width of a value head
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from jax import P
 from difftx.kernels.context import SequenceSharding, is_explicit_mesh, with_whole_keys
 
 Struct = jax.Array | jax.ShapeDtypeStruct
+WINDOW_SCOPE = "window_"  # Prefix of the name of `window_scope`.
 
 
 class AttentionCall(NamedTuple):
@@ -65,7 +67,18 @@ class Backend:
         """Run the backend on each device, on its shards of q, k, v, further per-token operands and segment ids."""
         if self.backward is not None:
             return _attend(self, window, sharding, *operands)
-        return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
+        with window_scope(window):
+            return per_shard(functools.partial(self.forward, window=window), *operands, sharding=sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The backends of an attention function that were measured on a device. "auto" tries them in this order."""
+
+    function: str  # Such as "diff_attention".
+    device: str  # The kind of device, with its driver.
+    milliseconds: dict[str, float]  # Time of a forward and a backward pass by backend, fastest first.
+    rejected: dict[str, str]  # Reason by backend that "auto" does not try.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -75,7 +88,8 @@ def _attend(backend, window, sharding, *inputs):
 
 def _forward(backend, window, sharding, *inputs):
     call = functools.partial(backend.forward, window=window)
-    out_BTHE, saved = per_shard(call, *inputs, saves=True, sharding=sharding)
+    with window_scope(window):
+        out_BTHE, saved = per_shard(call, *inputs, saves=True, sharding=sharding)
     return out_BTHE, (*inputs, out_BTHE, saved)
 
 
@@ -88,13 +102,19 @@ def _backward(backend, window, sharding, residuals, dout_BTHE):
         dq, dk, dv, *rest = call(*operands, sharding=sharding)
         return dq, sharding.scatter(dk), sharding.scatter(dv), *rest
 
-    grads = per_shard(with_summed_keys if sharding else call, *residuals, dout_BTHE, sharding=sharding)
+    with window_scope(window):
+        grads = per_shard(with_summed_keys if sharding else call, *residuals, dout_BTHE, sharding=sharding)
     # JAX requires gradients of integer inputs to have the dtype float0.
     no_grad = None if segment_ids_BT is None else np.zeros(segment_ids_BT.shape, jax.dtypes.float0)
     return *grads, no_grad
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def window_scope(window: int | None) -> contextlib.AbstractContextManager:
+    """Return a scope that names the window in traced programs, where `plan` reads it to count a kernel's FLOPs."""
+    return contextlib.nullcontext() if window is None else jax.named_scope(f"{WINDOW_SCOPE}{window}")
 
 
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
@@ -115,6 +135,12 @@ def deltas(out_BTHE, out2_BTHE, lam_BTH, dout_BTHE) -> tuple[jax.Array, jax.Arra
     dout_BTHE, out_BTHE = dout_BTHE.astype(jnp.float32), out_BTHE.astype(jnp.float32)
     delta2_BTH = jnp.sum(dout_BTHE * out2_BTHE.astype(jnp.float32), axis=-1)
     return jnp.sum(dout_BTHE * out_BTHE, axis=-1) + lam_BTH * delta2_BTH, delta2_BTH
+
+
+def difference(out1_BTHE, out2_BTHE, lam_BTH) -> jax.Array:
+    """Return O1 - λ O2, computed in float32, in the dtype of O1."""
+    out_BTHE = out1_BTHE.astype(jnp.float32) - lam_BTH[..., None] * out2_BTHE.astype(jnp.float32)
+    return out_BTHE.astype(out1_BTHE.dtype)
 
 
 def pad_to(x: jax.Array, length: int, *, axis: int, mode: str = "constant") -> jax.Array:

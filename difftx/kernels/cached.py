@@ -26,14 +26,16 @@ type KVCache = tuple[jax.Array, ...]
 
 
 class SegmentMask(NamedTuple):
-    """Segment and branch of each token, int32, which define the attention mask.
+    """Segment, branch and position of each token, int32, which define the attention mask.
 
     A token attends to the cached keys of its segment, and to the new keys of its segment and branch up to itself.
-    Branches are alternative continuations of one cached context that share a row.
+    Branches are alternative continuations of one cached context that share a row. With a window, a token attends only
+    to keys at a distance below the window.
     """
 
     segment_BT: jax.Array
     branch_BT: jax.Array
+    position_BT: jax.Array  # Position of each new token in its row. The key in slot i of the cache has position i.
     cached_segment_BS: jax.Array
 
 
@@ -46,15 +48,17 @@ def mapped_attention(
     ids: SegmentMask,
     *,
     per_query: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Compute the attention of new tokens to cached and new tokens (see `difftx.kernels.mapped_attention`)."""
     q_BTHGD, k_BTKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     operands = (q_BTHGD, k_BTKGD, v_BTKE, per_query_BTH, *ids, Saved(by_head=past))
-    return per_shard(functools.partial(_attend, map_of), *operands)
+    return per_shard(functools.partial(_attend, map_of, window), *operands)
 
 
-def _attend(map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_BT, cached_segment_BS, saved: Saved):
+def _attend(map_of, window, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, *ids_and_cache):
+    segment_BT, branch_BT, position_BT, cached_segment_BS, saved = ids_and_cache
     keys, values_BKSE = saved.by_head
     B, T, H, G, D = q_BTHGD.shape
     K, E = v_BUKE.shape[2:]
@@ -62,6 +66,9 @@ def _attend(map_of, q_BTHGD, k_BUKGD, v_BUKE, per_query_BTH, segment_BT, branch_
     q_BTKRGD = q_BTHGD.reshape(B, T, K, H // K, G, D)
     same_BTU = (segment_BT[:, :, None] == segment_BT[:, None]) & (branch_BT[:, :, None] == branch_BT[:, None])
     cached_BTS = segment_BT[:, :, None] == cached_segment_BS[:, None]
+    if window is not None:
+        same_BTU &= position_BT[:, :, None] - position_BT[:, None] < window
+        cached_BTS &= position_BT[:, :, None] - jnp.arange(S)[None, None] < window
     seen_BTX = jnp.concatenate([cached_BTS, same_BTU & jnp.tri(T, dtype=bool)[None]], axis=2)
     keys_BKGSD = keys.reshape(B, K, G, S, D)
     cached_BKGRTS = einsum("BTKRGD,BKGSD->BKGRTS", q_BTKRGD, keys_BKGSD)

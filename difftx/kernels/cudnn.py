@@ -1,78 +1,81 @@
-"""Differential attention on NVIDIA GPUs, as the difference of two softmax attentions by cuDNN.
+"""Attention by cuDNN on NVIDIA GPUs: softmax attention, and differential attention as a difference of two of them.
 
 JAX's public API requires keys and values of equal width, but in differential attention keys have width D and values 2D.
-`diff_attention` therefore pads Q and K with zeros, which does not change the logits. `diff_attention_wide_values` calls
-JAX's private binding, which accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix
-products: 12·T²·D per head instead of 16·T²·D.
+`diff_attention` therefore pads Q and K with zeros, which does not change the logits. Where cuDNN does not support heads
+of width 2D, it splits V into two halves of width D. `diff_attention_wide_values` calls JAX's private binding, which
+accepts two widths (cuDNN >= 9.10.2 on Hopper). This saves a quarter of the FLOPs in matrix products: 12·T²·D per head
+instead of 16·T²·D.
 """
 # Axes: B = batch, T = query tokens, S = key tokens (= T), H = query heads, K = key/value heads, G = 2 groups (A1, A2),
-#   D = query/key width, E = 2·D = value width, N = G·H = query heads of the cuDNN call
+#   D = query/key width, E = value width (2·D in differential attention), W = width of a cuDNN head (D or E),
+#   N = query or key heads of the cuDNN call: H or K, times G, and times 2 if V is split
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from difftx.kernels.backend import AttentionCall
+from difftx.kernels import target
+from difftx.kernels.backend import AttentionCall, difference
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as private
-except ImportError:  # This JAX has moved the module, so only `diff_attention` works.
+except ImportError:  # This JAX has moved the module, so only the public API works.
     private = None  # pyrefly: ignore[bad-assignment]
 
 GROUPS = 2
 # Rows are padded to a multiple of this number of tokens, because cuDNN has returned NaN gradients for odd lengths, and
 # for odd multiples of 64 tokens (cudnn-frontend#160, pytorch#196678).
 LENGTH_MULTIPLE = 128
-# Largest head width of cuDNN's flash attention, by the lowest major compute capability that supports it.
-HEAD_WIDTH_LIMITS = {9: 256, 8: 128}
+DENSE_MASK_TOKENS = 16_384  # Longest row with segments: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
 WIDE_VALUES_VERSION = 91002  # cuDNN 9.10.0 and 9.10.1 accept wide values but return wrong gradients.
 
 
+def attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window) -> jax.Array:
+    """Compute softmax attention."""
+    return _attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, window=window, scale=q_BTHD.shape[-1] ** -0.5)
+
+
 def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `diff_attention` cannot serve a call, or None."""
-    width, dtype, device = call.q.shape[-1], call.q.dtype, jax.devices()[0]
-    if width % 8:
-        return f"head width {width} is not a multiple of 8"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's attention supports bfloat16 and float16, not {dtype}"
-    if call.segment_ids_BT is not None:
-        return "cuDNN would require the segments as a dense T x S mask"
-    if device.platform not in ("gpu", "cuda"):
-        return f"it requires an NVIDIA GPU, found {device.platform} ({device.device_kind})"
-    limit = next((limit for major, limit in HEAD_WIDTH_LIMITS.items() if _compute_capability() >= major), 0)
-    if 2 * width > limit:
-        return f"cuDNN supports heads up to {limit} wide on {device.device_kind}, not {2 * width}"
-    return None
-
-
-def wide_values_unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None."""
-    if reason := unsupported(call):
-        return reason
-    if private is None:
-        return "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
-    if _compute_capability() < 9:
-        return f"values wider than keys require Hopper or later, found {jax.devices()[0].device_kind}"
-    version = private.check_cudnn_version()
-    if version < WIDE_VALUES_VERSION:
-        return f"values wider than keys require cuDNN {WIDE_VALUES_VERSION}, found {version}"
-    return None
+    """Return the reason why `attention` cannot serve a call, or None."""
+    if call.segment_ids_BT is not None and call.q.shape[1] % 2:
+        return f"cuDNN with segment ids requires rows of an even number of tokens; got {call.q.shape[1]}"
+    return diff_unsupported(call)
 
 
 def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
-    """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2D."""
-    assert segment_ids_BT is None
-    length, heads, _, width = q_BTHGD.shape[1:]
-    wide = v_BSKE.shape[-1] - width
-    out_BTNE = jax.nn.dot_product_attention(
-        _pad(_groups_first(q_BTHGD), widen=wide),
-        _pad(_groups_first(k_BSKGD), widen=wide),
-        _pad(jnp.concatenate([v_BSKE] * GROUPS, axis=2)),
-        scale=width**-0.5,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
+    """Return causal (A1 - λ·A2)·V by one call of JAX's public API with 2H heads of width 2D, or 4H heads of width D."""
+    B, T, H, _, D = q_BTHGD.shape
+    parts = jnp.split(v_BSKE, 1 if v_BSKE.shape[-1] <= _widest_head() else 2, axis=-1)
+    q_BTNW, k_BSNW = (
+        _pad(jnp.concatenate([_groups_first(x)] * len(parts), axis=2), widen=parts[0].shape[-1] - D)
+        for x in (q_BTHGD, k_BSKGD)
     )
-    return _subtract(out_BTNE[:, :length, :heads], out_BTNE[:, :length, heads:], lam_BTH)
+    v_BSNW = _pad(jnp.concatenate([part for part in parts for _ in range(GROUPS)], axis=2))
+    if segment_ids_BT is not None:
+        segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, -T % LENGTH_MULTIPLE)), mode="edge")
+    out_BTNW = _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, window=window, scale=D**-0.5)[:, :T]
+    out_BTGHPW = jnp.moveaxis(out_BTNW.reshape(B, T, len(parts), GROUPS, H, -1), 2, 4)
+    out_BTGHE = out_BTGHPW.reshape(B, T, GROUPS, H, -1)
+    return difference(out_BTGHE[:, :, 0], out_BTGHE[:, :, 1], lam_BTH)
+
+
+def diff_unsupported(call: AttentionCall) -> str | None:
+    """Return the reason why `diff_attention` cannot serve a call, or None."""
+    T, width, widest = call.q.shape[1], call.q.shape[-1], _widest_head()
+    if target.platform() != "gpu":
+        return f"cuDNN requires an NVIDIA GPU, and JAX runs on {target.platform()}"
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention supports bfloat16 and float16, not {call.q.dtype}"
+    if target.compute_capability() < (8, 0):
+        return f"cuDNN's attention requires Ampere (compute capability 8.0) or later, found {target.device_kind()}"
+    if width % 8 or width > widest:
+        return f"cuDNN requires a head width that is a multiple of 8 up to {widest}; got {width}"
+    if call.segment_ids_BT is not None and T > DENSE_MASK_TOKENS:
+        return f"cuDNN would require the segments as a dense T × T mask; got {T} tokens, over {DENSE_MASK_TOKENS}"
+    return None
 
 
 def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT=None, *, window):
@@ -91,7 +94,67 @@ def diff_attention_wide_values(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT
         )[:, :length]
         for m in range(GROUPS)
     )
-    return _subtract(out1_BTHE, out2_BTHE, lam_BTH)
+    return difference(out1_BTHE, out2_BTHE, lam_BTH)
+
+
+def wide_values_unsupported(call: AttentionCall) -> str | None:
+    """Return the reason why `diff_attention_wide_values` cannot serve a call, or None."""
+    if reason := diff_unsupported(call):
+        return reason
+    if call.segment_ids_BT is not None:
+        return "nobody has checked values wider than keys with the dense mask that segments require"
+    if private is None:
+        return "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
+    if target.compute_capability()[0] != target.HOPPER:
+        return f"values wider than keys require Hopper (compute capability 9.0), found {target.device_kind()}"
+    if call.v.shape[-1] > _widest_head():
+        return f"cuDNN supports values up to {_widest_head()} wide, not {call.v.shape[-1]}"
+    version = private.check_cudnn_version()
+    if version < WIDE_VALUES_VERSION:
+        return f"values wider than keys require cuDNN {WIDE_VALUES_VERSION}, found {version}"
+    return None
+
+
+@contextlib.contextmanager
+def checked_for_target(version: int) -> Iterator[None]:
+    """Let JAX check calls of cuDNN against the target device and a version of cuDNN such as 91900.
+
+    Otherwise JAX asks this machine's GPU and cuDNN whether they support a call, even if it compiles for other GPUs.
+    """
+    if private is None:
+        yield
+        return
+
+    def asked(capability: str) -> tuple[int, ...]:
+        return tuple(map(int, capability.split(".")))
+
+    answers = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda capability: target.compute_capability() >= asked(capability),
+        "is_cuda_compute_capability_equal": lambda capability: target.compute_capability() == asked(capability),
+    }
+    with mock.patch.multiple(private, **answers):
+        yield
+
+
+def _attention(q_BTNW, k_BSNW, v_BSNW, segment_ids_BT, *, window, scale):
+    mask_B1TS = None
+    if segment_ids_BT is not None:
+        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        *(q_BTNW, k_BSNW, v_BSNW),
+        mask=mask_B1TS,
+        scale=scale,
+        is_causal=True,
+        local_window_size=reach,
+        implementation="cudnn",
+    )
+
+
+def _widest_head() -> int:
+    """Return the largest head width of cuDNN's backward pass on the target (docs.nvidia.com/cudnn, Attention, 9.18)."""
+    return 256 if target.compute_capability()[0] == target.HOPPER else 128
 
 
 def _groups_first(x_BTHGD):
@@ -105,13 +168,3 @@ def _pad(x_BTND, *, widen=0):
     # The causal mask hides the padded keys from all real queries.
     missing = -x_BTND.shape[1] % LENGTH_MULTIPLE
     return jnp.pad(x_BTND, ((0, 0), (0, missing), (0, 0), (0, widen)))
-
-
-def _subtract(out1_BTHE, out2_BTHE, lam_BTH):
-    out_BTHE = out1_BTHE.astype(jnp.float32) - lam_BTH[..., None] * out2_BTHE.astype(jnp.float32)
-    return out_BTHE.astype(out1_BTHE.dtype)
-
-
-def _compute_capability() -> int:
-    """Return the major compute capability of the first device, or 0 if it is unknown."""
-    return int(str(getattr(jax.devices()[0], "compute_capability", "0")).split(".")[0])

@@ -25,8 +25,6 @@ from difftx.kernels.backend import AttentionCall, Saved, deltas, pad_to
 from difftx.kernels.pallas_gpu_backward import Inputs, dkv_call, dq_call
 from difftx.kernels.pallas_gpu_tiles import GROUPS, LOG2_E, MASKED, MATRIX, PRODUCER, ROWS, STAGES, TILE
 
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-
 
 def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why this backend cannot serve a call, or None. The interpreter supports all dtypes."""
@@ -38,8 +36,8 @@ def unsupported(call: AttentionCall) -> str | None:
     if dtype != jnp.bfloat16:
         # wgmma would round float32 to tf32, and float32 tiles would exceed shared memory at D = 128.
         return f"the compiled kernels support bfloat16, not {dtype}"
-    if not any(kind in target.device_kind() for kind in HOPPER):
-        return f"the kernels are written for wgmma of Hopper ({', '.join(HOPPER)}), found {target.device_kind()}"
+    if target.compute_capability()[0] != target.HOPPER:
+        return f"the kernels are written for wgmma of Hopper (compute capability 9.0), found {target.device_kind()}"
     return None
 
 

@@ -35,6 +35,7 @@ def map_rows(
     *,
     per_query: jax.Array | None = None,
     segment_ids_BT: jax.Array | None = None,
+    window: int | None = None,
 ) -> MapRows:
     """Return the causal attention weights of selected queries, whose int32 positions in their rows are `queries_BC`.
 
@@ -43,17 +44,20 @@ def map_rows(
     q_BTHGD, k_BSKGD = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
     per_query_BTH = None if per_query is None else lam_per_token(per_query, q_BTHGD)
     operands = (q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT)
-    map_BCHS, logits_BCHGS, *per_query_BCH = per_shard(functools.partial(_rows, map_of), *operands)
+    map_BCHS, logits_BCHGS, *per_query_BCH = per_shard(functools.partial(_rows, map_of, window), *operands)
     return MapRows(map_BCHS, logits_BCHGS, per_query_BCH[0] if map_of is maps.difference else None)
 
 
-def _rows(map_of, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
+def _rows(map_of, window, q_BTHGD, k_BSKGD, per_query_BTH, queries_BC, segment_ids_BT) -> tuple[jax.Array, ...]:
     B, C = queries_BC.shape
     S, K, G, D = k_BSKGD.shape[1:]
     H = q_BTHGD.shape[2]
     q_BCHGD = jnp.take_along_axis(q_BTHGD, queries_BC[:, :, None, None, None], axis=1)
     logits_BCKRGS = einsum("BCKRGD,BSKGD->BCKRGS", q_BCHGD.reshape(B, C, K, H // K, G, D), k_BSKGD) * D**-0.5
-    seen_BCS = jnp.arange(S)[None, None] <= queries_BC[:, :, None]
+    distance_BCS = queries_BC[:, :, None] - jnp.arange(S)[None, None]
+    seen_BCS = distance_BCS >= 0
+    if window is not None:
+        seen_BCS &= distance_BCS < window
     if segment_ids_BT is not None:
         seen_BCS &= jnp.take_along_axis(segment_ids_BT, queries_BC, axis=1)[:, :, None] == segment_ids_BT[:, None]
     logits_BCHGS = jnp.where(seen_BCS[:, :, None, None], logits_BCKRGS.reshape(B, C, H, G, S), -jnp.inf)

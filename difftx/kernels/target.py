@@ -1,6 +1,19 @@
 """The device for which a computation is compiled: that of the current abstract mesh, or else JAX's default device."""
 
+import re
+
 import jax
+
+HOPPER = 9  # Major compute capability. 8 is Ampere and Ada, 10 and 12 are Blackwell.
+
+# Compute capability of NVIDIA GPUs by a part of JAX's name of their kind (developer.nvidia.com/cuda-gpus).
+_COMPUTE_CAPABILITIES = {
+    "A100": (8, 0),
+    "L4": (8, 9),
+    "RTX 4090": (8, 9),
+    **dict.fromkeys(("H100", "H200", "H800", "H20"), (9, 0)),
+    "B200": (10, 0),
+}
 
 
 def platform() -> str:
@@ -14,3 +27,15 @@ def device_kind() -> str:
     """Return JAX's name for the kind of the target device, such as "TPU v5" or "NVIDIA H200"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def compute_capability(kind: str | None = None) -> tuple[int, int]:
+    """Return major and minor compute capability of a kind of NVIDIA GPU, by default the target's, or (0, 0) if unknown.
+
+    A GPU of this kind that is attached states its own.
+    """
+    kind, attached = kind or device_kind(), jax.devices()[0]
+    if attached.device_kind == kind:
+        stated = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(attached, "compute_capability", "")))
+        return (int(stated[1]), int(stated[2])) if stated else (0, 0)
+    return next((capability for part, capability in _COMPUTE_CAPABILITIES.items() if part in kind), (0, 0))

@@ -7,10 +7,14 @@ bounds the other operations of a decoder.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
+
+from difftx.kernels.backend import WINDOW_SCOPE
 
 # Kernel (difftx/kernels/pallas_gpu*.py) → number of matrix products over the causal half of the T × T attention weights
 # of a head. Mosaic GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
@@ -19,28 +23,31 @@ MOSAIC_GPU_PRODUCTS = {"difftx_forward": 6, "difftx_dkv": 8, "difftx_dq": 6}
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
 
-def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> float:
+def executed_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr, window: int | None = None) -> float:
     """Return the FLOPs that one device executes in matrix products, where a multiply-add is two FLOPs.
 
-    A conditional counts as its most expensive branch, and a loop of unknown length as one iteration.
+    A conditional counts as its most expensive branch, and a loop of unknown length as one iteration. `window` is the
+    window of attention that an outer program has named by `difftx.kernels.backend.window_scope`.
     """
-    return sum(map(_equation_flops, jaxpr.eqns))
+    return sum(_equation_flops(equation, window) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: core.JaxprEqn) -> float:
+def _equation_flops(equation: core.JaxprEqn, window: int | None) -> float:
     name, params = equation.primitive.name, equation.params
+    if named := re.search(rf"{WINDOW_SCOPE}(\d+)", str(equation.source_info.name_stack)):
+        window = int(named[1])
     if name == "dot_general":
         return _product_flops(equation)
     if name == "pallas_call":
-        return _pallas_flops(params)
+        return _pallas_flops(equation, window)
     if name in ("mpmd_map", "core_map"):
         kernel = params["name"]
         if kernel not in MOSAIC_GPU_PRODUCTS:
             raise ValueError(f"no FLOPs are known of the Mosaic GPU kernel {kernel!r}; add them to MOSAIC_GPU_PRODUCTS")
-        return _causal_flops(equation, rank=5, products=MOSAIC_GPU_PRODUCTS[kernel])
+        return _causal_flops(equation, window, rank=5, products=MOSAIC_GPU_PRODUCTS[kernel])
     if name in CUDNN_PRODUCTS:
-        return _causal_flops(equation, rank=4, products=CUDNN_PRODUCTS[name])
-    inner = [executed_flops(jaxpr) for jaxpr in _inner_jaxprs(params)]
+        return _causal_flops(equation, window, rank=4, products=CUDNN_PRODUCTS[name])
+    inner = [executed_flops(jaxpr, window) for jaxpr in _inner_jaxprs(params)]
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)
@@ -65,22 +72,35 @@ def _mesh_axes(array: Any, dimensions: Any) -> set[str]:
     return {axis for spec in specs if spec is not None for axis in (spec if isinstance(spec, tuple) else (spec,))}
 
 
-def _pallas_flops(params: Mapping[str, Any]) -> float:
+def _pallas_flops(equation: core.JaxprEqn, window: int | None) -> float:
+    params: Mapping[str, Any] = equation.params
     if params["cost_estimate"] is not None:
         return params["cost_estimate"].flops
     grid = params["grid_mapping"].grid
-    flops = executed_flops(params["jaxpr"]) * math.prod(grid)
-    # JAX's splash attention visits all square tiles of T × T, but computes only the tiles that the causal mask leaves.
-    name = str(params.get("name") or params.get("name_and_src_info"))
-    return flops * (grid[-1] + 1) / (2 * grid[-1]) if "splash" in name else flops
+    of_tile = executed_flops(params["jaxpr"])
+    if "splash" not in str(params.get("name") or params.get("name_and_src_info")):
+        return of_tile * math.prod(grid)
+    # JAX's splash attention visits square tiles of T × T, but computes only those with pairs that the mask leaves.
+    if window is None:
+        return of_tile * math.prod(grid) * (grid[-1] + 1) / (2 * grid[-1])
+    avals: list[Any] = [v.aval for v in equation.invars]
+    q, k, *_ = (a for a in avals if jnp.issubdtype(a.dtype, jnp.floating))
+    side = params["grid_mapping"].block_mappings[0].block_shape[-2].block_size
+    key_tiles = k.shape[-2] // side
+    reach = min(key_tiles, (window - 2) // side + 2)  # Tiles of keys that a tile of queries sees, if it is not early.
+    return of_tile * math.prod(q.shape[:-1]) / side * (reach - reach * (reach - 1) / (2 * key_tiles))
 
 
-def _causal_flops(equation: core.JaxprEqn, *, rank: int, products: int) -> float:
-    """Return the FLOPs of `products` matrix products over the causal half of T × T attention weights, for all heads."""
+def _causal_flops(equation: core.JaxprEqn, window: int | None, *, rank: int, products: int) -> float:
+    """Return the FLOPs of `products` matrix products over the visible part of T × T attention weights, for all heads.
+
+    Without a window, the visible part is the causal half.
+    """
     arrays: list[Any] = [v.aval for v in equation.invars]
     # The queries, `[B, T, H, …, D]`, have the largest shape with `rank` axes, because keys may have fewer heads.
     batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)
-    return products * batch * heads * tokens**2 * width
+    keys = tokens if window is None else window * (2 - window / tokens)  # Twice the mean number of visible keys.
+    return products * batch * heads * tokens * keys * width
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:

@@ -18,9 +18,10 @@ import rich.table
 from difftx.config import Config
 from difftx.data.loader import Batch
 from difftx.errors import UserError
+from difftx.kernels import cudnn
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.hlo import Collective, list_collectives
-from difftx.launch.topology import GIB, Chip
+from difftx.launch.topology import CUDNN_VERSION, GIB, Chip
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
@@ -60,9 +61,12 @@ class Estimate:
     model_flops: float  # FLOPs of the model over all devices: 6 N + 12 L T d per token.
     model_flops_causal: float  # The same with causal attention: 6 N + 6 L T d per token.
     peak_flops: float | None  # Peak FLOP/s of one device, or None if unknown.
-    collectives: dict[str, dict[str, float]]  # Kind → runs per step, and bytes sent within a slice and between slices.
-    interconnect: float | None  # Bytes/s that a device sends within its slice, or None if unknown.
-    network: float | None  # Bytes/s that a device sends to other slices, or None if unknown.
+    # Kind → runs per step, and bytes sent within a slice or GPU host and over the network.
+    collectives: dict[str, dict[str, float]]
+    cudnn: bool  # Whether cuDNN computes attention. The GPU itself compiles such calls, so their workspace is unknown.
+    hbm_bandwidth: float | None  # Bytes/s between a device and its memory, or None if unknown.
+    interconnect: float | None  # Bytes/s that a device sends within its slice or GPU host, or None if unknown.
+    network: float | None  # Bytes/s that a device sends to other slices or GPU hosts, or None if unknown.
     step_tokens: int  # Number of tokens in a global batch.
     steps: int  # Number of steps of the configured run.
 
@@ -82,17 +86,19 @@ class Estimate:
     @property
     def bound(self) -> "Bound | None":
         """Lower bound of the step's time, or None if the device's peak FLOP/s or a bandwidth is unknown."""
-        if self.peak_flops is None or self.interconnect is None or self.network is None:
+        if self.peak_flops is None or self.hbm_bandwidth is None or self.interconnect is None or self.network is None:
             return None
         inside = sum(c["interconnect_bytes"] for c in self.collectives.values())
         between = sum(c["network_bytes"] for c in self.collectives.values())
         arithmetic = self.executed_flops / self.peak_flops
         collective = max(inside / self.interconnect, between / self.network)
-        step = max(arithmetic, collective)
+        state = (self.argument_bytes + self.output_bytes) / self.hbm_bandwidth
+        step = max(arithmetic, collective, state)
         possible = self.devices * self.peak_flops * step
         return Bound(
             arithmetic_seconds=arithmetic,
             collective_seconds=collective,
+            state_seconds=state,
             step_seconds=step,
             mfu=self.model_flops / possible,
             mfu_causal=self.model_flops_causal / possible,
@@ -108,11 +114,13 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bound of a step's time: arithmetic and communication at the data sheet's speeds, fully overlapped."""
+    """Lower bound of a step's time: arithmetic, communication and memory at the data sheet's speeds, overlapped."""
 
     arithmetic_seconds: float  # Time of the executed matrix products at the device's peak FLOP/s.
-    collective_seconds: float  # Time to send all bytes. Traffic within slices overlaps with traffic between slices.
-    step_seconds: float  # The larger of arithmetic and collective seconds.
+    # Time to send all bytes. Traffic within slices or GPU hosts overlaps with traffic over the network.
+    collective_seconds: float
+    state_seconds: float  # Time to read the train state and the batch from memory and to write the new state.
+    step_seconds: float  # The largest of arithmetic, collective and state seconds.
     mfu: float  # Upper bound of the model FLOPs utilisation: model FLOPs / (devices × peak FLOP/s × step seconds).
     mfu_causal: float  # The same with `model_flops_causal`.
     days: float  # Lower bound of the configured run's time.
@@ -143,18 +151,14 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
     check_divisible(config, mesh)
     start = time.perf_counter()
     try:
-        traced = trace_step(config, mesh)
-        compiled = traced.lower().compile()
+        with cudnn.checked_for_target(CUDNN_VERSION):
+            traced = trace_step(config, mesh)
+            compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         raise _does_not_fit(str(error)) or error from None
-    except RuntimeError as error:
-        if "cuDNN not found" not in str(error):
-            raise
-        fix = "install nvidia-cudnn-cu13, or use --config.model.attention_implementation=xla"
-        raise UserError(f"cuDNN, which computes softmax attention on GPUs, is not installed: {fix}") from error
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
-    kind = devices[0].device_kind
+    kind, hlo = devices[0].device_kind, compiled.as_text() or ""
     length, tokens = config.data.sequence_length, config.train.global_batch_tokens
     return Estimate(
         device_kind=kind,
@@ -174,7 +178,9 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         model_flops=tokens * flops_per_token(config.model, length, causal=False),
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
         peak_flops=PEAK_FLOPS.get(kind),
-        collectives=_totals_by_kind(list_collectives(compiled.as_text() or "")),
+        collectives=_totals_by_kind(list_collectives(hlo, chip.host_devices)),
+        cudnn="__cudnn$fmha" in hlo,
+        hbm_bandwidth=chip.hbm_bandwidth,
         interconnect=chip.interconnect,
         network=chip.network,
         step_tokens=tokens,
@@ -206,8 +212,10 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
         ("program", format_bytes(e.code_bytes), "machine code"),
         ("memory", format_bytes(e.needed_bytes), f"total, of {format_bytes(e.capacity_bytes)}: {verdict}"),
     )
+    if e.cudnn:
+        section(("attention", "cuDNN", "not compiled here: its FLOPs are counted, and its workspace is not"))
     for kind, numbers in e.collectives.items():
-        between = f", and {format_bytes(numbers['network_bytes'])} to other slices" if numbers["network_bytes"] else ""
+        between = f", and {format_bytes(numbers['network_bytes'])} over the network" if numbers["network_bytes"] else ""
         meaning = f"sent per device, {numbers['runs']:.0f} per step{between}"
         out.add_row(kind, format_bytes(numbers["interconnect_bytes"]), meaning)
     out.add_section()
@@ -221,12 +229,18 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
     if bound is None:
         section(tokens, ("time", "", f"the peak FLOP/s of {e.device_kind} are not known: no bound"))
         return out
-    between = f" ({(e.network or 0) / 1e9:.4g} between slices)" if e.slices > 1 else ""
-    bandwidth = f"{(e.interconnect or 0) / 1e9:.4g} GB/s{between}"
+    crosses = any(numbers["network_bytes"] for numbers in e.collectives.values())
+    network = f" ({(e.network or 0) / 1e9:.4g} over the network)" if crosses else ""
+    bandwidth = f"{(e.interconnect or 0) / 1e9:.4g} GB/s{network}"
     section(
         ("arithmetic", _seconds(bound.arithmetic_seconds), f"executed / {e.peak_flops or 0:.3g} FLOP/s"),
         ("collectives", _seconds(bound.collective_seconds), f"bytes sent / {bandwidth}"),
-        ("step", f"≥ {_seconds(bound.step_seconds)}", "max(arithmetic, collectives): one hides the other"),
+        ("state", _seconds(bound.state_seconds), f"arguments and outputs / {(e.hbm_bandwidth or 0) / 1e9:.4g} GB/s"),
+        (
+            "step",
+            f"≥ {_seconds(bound.step_seconds)}",
+            "max(arithmetic, collectives, state): one hides the others",
+        ),
         ("MFU", f"≤ {bound.mfu:.1%}", "model / (devices × peak × step)"),
         ("MFU, causal", f"≤ {bound.mfu_causal:.1%}", "model, causal / (devices × peak × step)"),
     )
@@ -267,7 +281,8 @@ def _totals_by_kind(collectives: Sequence[Collective]) -> dict[str, dict[str, fl
     for c in sorted(collectives, key=lambda c: c.kind):
         total = totals.setdefault(c.kind, {"runs": 0, "interconnect_bytes": 0, "network_bytes": 0})
         total["runs"] += c.runs
-        total["network_bytes" if c.between_slices else "interconnect_bytes"] += c.sent_bytes
+        total["interconnect_bytes"] += c.interconnect_bytes
+        total["network_bytes"] += c.network_bytes
     return totals
 
 

@@ -43,6 +43,7 @@ class Collective:
     operand_bytes: float  # Size of the operands on one device.
     group: int  # Number of devices that communicate with each other.
     between_slices: bool = False  # Whether these devices belong to different slices of a multi-slice TPU pod.
+    hosts: int = 1  # Number of GPU hosts to which these devices belong.
     runs: int = 1  # Executions per step.
 
     @property
@@ -54,6 +55,23 @@ class Collective:
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.runs * self.operand_bytes
         return self.runs * self.operand_bytes * others / self.group * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def interconnect_bytes(self) -> float:
+        """Bytes that one device sends within its slice or GPU host."""
+        return 0.0 if self.between_slices or 1 < self.hosts == self.group else self.sent_bytes
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that one device sends to other slices or GPU hosts."""
+        if self.between_slices:
+            return self.sent_bytes
+        if self.hosts == 1:
+            return 0.0
+        per_host = self.group / self.hosts
+        if self.kind == "all-to-all":
+            return self.sent_bytes * (self.group - per_host) / (self.group - 1)
+        return self.sent_bytes / per_host  # The network adapters of a host share the rings that leave it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +85,20 @@ class _Instruction:
     attributes: str
 
 
-def list_collectives(text: str) -> list[Collective]:
-    """Return the collectives in the text of a compiled program, `compiled.as_text()`."""
-    program = _Program(text)
+def list_collectives(text: str, host_devices: int | None = None) -> list[Collective]:
+    """Return the collectives in the text of a compiled program, `compiled.as_text()`.
+
+    `host_devices` is the number of GPUs per host. None: all devices are on one host or in a TPU slice.
+    """
+    program = _Program(text, host_devices)
     return program.collectives_of(program.entry)
 
 
 class _Program:
-    def __init__(self, text: str):
+    def __init__(self, text: str, host_devices: int | None):
         header, _, body = text.partition("\n")
         self._devices = math.prod(map(int, _PARTITIONS.findall(header)))
+        self._host_devices = host_devices or self._devices
         self._computations, self.entry = _parse_computations(body)
         self.collectives_of = functools.cache(self._collectives_of_computation)
 
@@ -98,8 +120,9 @@ class _Program:
     def _collectives_of_instruction(self, instruction: _Instruction, types: dict[str, str]) -> Iterator[Collective]:
         kind = instruction.opcode.removesuffix("-start")
         if kind in KINDS:
-            group = replica_groups(instruction.attributes, self._devices).shape[1]
-            yield Collective(kind, _operand_bytes(instruction, types), group)
+            groups = replica_groups(instruction.attributes, self._devices)
+            hosts = max(len(set(group)) for group in (groups // self._host_devices).tolist())
+            yield Collective(kind, _operand_bytes(instruction, types), groups.shape[1], hosts=hosts)
         elif instruction.opcode == "send" and (between := _MEGASCALE.search(instruction.attributes)):
             # libtpu compiles the program of one slice. Transfers to other slices are `send` instructions to the host,
             # whose attributes name the kind of the collective and the slices.

@@ -1,4 +1,4 @@
-"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, H200s and virtual CPUs."""
+"""Descriptions of devices for which XLA compiles programs without having them: TPU slices, GPUs and virtual CPUs."""
 
 import dataclasses
 import importlib.util
@@ -21,51 +21,63 @@ class Chip:
     """Memory and bandwidths of one JAX device. Its peak FLOP/s is in `model.flops.PEAK_FLOPS`."""
 
     hbm_bytes: float
+    hbm_bandwidth: float | None  # Bytes/s between the device and its memory, or None if unknown.
     interconnect: float | None  # Bytes/s that a device sends within its TPU slice or GPU host, or None if unknown.
     network: float | None  # Bytes/s that a device sends to other TPU slices or GPU hosts, or None if unknown.
+    host_devices: int | None = None  # Largest number of GPUs that share a host. None for TPUs and CPUs.
 
 
 # Sources for TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. `interconnect` is half of the "Bidirectional
 # ICI bandwidth per chip". `network` is the "DCN bandwidth per chip" (for v5e and v6e, 1/256 of that of a pod).
 # `hbm_bytes` is the memory that libtpu 0.0.50 gives a program, a little less than the data sheet's. JAX counts a tpu7x
-# chip as two devices. Source for the H200: NVIDIA's data sheet (NVLink with 900 GB/s in both directions together), and
-# one 400 Gbit/s ConnectX-7 network adapter per GPU.
+# chip as two devices.
+#
+# Sources for GPUs: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200 (1,440 GB and 64 TB/s for eight)
+# and L4, and for the RTX 4090 the whitepaper of the Ada GPU architecture. `interconnect` is half of the NVLink
+# bandwidth, which counts both directions, or PCIe 4.0 x16 in one direction. `network`: DGX A100 has an adapter of 200
+# Gbit/s per GPU, and DGX H100, H200 and B200 have 400 Gbit/s. Eight L4 share the 100 Gbit/s of Google's g2-standard-96.
+# No data sheet states the host of an RTX 4090: four cards and 100 Gbit/s are assumed.
 CHIPS = {
-    "v4": Chip(hbm_bytes=30.75 * GIB, interconnect=300e9, network=3.125e9),
-    "v5e": Chip(hbm_bytes=15.75 * GIB, interconnect=200e9, network=3.125e9),
-    "v5p": Chip(hbm_bytes=95.73 * GIB, interconnect=600e9, network=6.25e9),
-    "v6e": Chip(hbm_bytes=31.24 * GIB, interconnect=400e9, network=12.5e9),
-    "tpu7x": Chip(hbm_bytes=94.74 * GIB, interconnect=300e9, network=6.25e9),
-    "h200": Chip(hbm_bytes=141e9, interconnect=450e9, network=50e9),
+    "v4": Chip(hbm_bytes=30.75 * GIB, hbm_bandwidth=1.2e12, interconnect=300e9, network=3.125e9),
+    "v5e": Chip(hbm_bytes=15.75 * GIB, hbm_bandwidth=0.8e12, interconnect=200e9, network=3.125e9),
+    "v5p": Chip(hbm_bytes=95.73 * GIB, hbm_bandwidth=2.765e12, interconnect=600e9, network=6.25e9),
+    "v6e": Chip(hbm_bytes=31.24 * GIB, hbm_bandwidth=1.6e12, interconnect=400e9, network=12.5e9),
+    "tpu7x": Chip(hbm_bytes=94.74 * GIB, hbm_bandwidth=3.69e12, interconnect=300e9, network=6.25e9),
+    "a100": Chip(hbm_bytes=80e9, hbm_bandwidth=2.039e12, interconnect=300e9, network=25e9, host_devices=8),
+    "h100": Chip(hbm_bytes=80e9, hbm_bandwidth=3.35e12, interconnect=450e9, network=50e9, host_devices=8),
+    "h200": Chip(hbm_bytes=141e9, hbm_bandwidth=4.8e12, interconnect=450e9, network=50e9, host_devices=8),
+    "b200": Chip(hbm_bytes=180e9, hbm_bandwidth=8e12, interconnect=900e9, network=50e9, host_devices=8),
+    "l4": Chip(hbm_bytes=24e9, hbm_bandwidth=0.3e12, interconnect=32e9, network=1.5625e9, host_devices=8),
+    "rtx4090": Chip(hbm_bytes=24e9, hbm_bandwidth=1.008e12, interconnect=32e9, network=3.125e9, host_devices=4),
 }
 
-# Properties of an H200 under CUDA 13, as an xla.GpuTargetConfigProto for JAX's CUDA plugin. libtpu needs only a name.
-H200_TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  cuda_compute_capability { major: 9 }
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Properties of a GPU that XLA reads to compile for it."""
+
+    name: str  # JAX's name of the kind.
+    cores: int  # Number of streaming multiprocessors.
+    clock_ghz: float  # Largest clock rate.
+    l2_bytes: int
+    fpus: int = 128  # Float32 units per core.
+    shared_kib: int = 228  # Shared memory per core. A block can have 1 KiB less.
+    threads: int = 2048  # Largest number of resident threads per core.
+
+
+# Sources: "Compute Capabilities" in NVIDIA's CUDA C++ Programming Guide for shared memory and threads, and what CUDA's
+# sample deviceQuery and OpenXLA's xla/backends/gpu/target_config/specs state of each GPU for the rest.
+GPUS = {
+    "a100": Gpu(name="NVIDIA A100-SXM4-80GB", cores=108, clock_ghz=1.41, l2_bytes=40 * 2**20, fpus=64, shared_kib=164),
+    "h100": Gpu(name="NVIDIA H100 80GB HBM3", cores=132, clock_ghz=1.98, l2_bytes=50 * 2**20),
+    "h200": Gpu(name="NVIDIA H200", cores=132, clock_ghz=1.98, l2_bytes=60 * 2**20),
+    "b200": Gpu(name="NVIDIA B200", cores=148, clock_ghz=1.965, l2_bytes=132_644_864),
+    "l4": Gpu(name="NVIDIA L4", cores=58, clock_ghz=2.04, l2_bytes=48 * 2**20, shared_kib=100, threads=1536),
+    "rtx4090": Gpu(
+        name="NVIDIA GeForce RTX 4090", cores=128, clock_ghz=2.52, l2_bytes=72 * 2**20, shared_kib=100, threads=1536
+    ),
 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 19 }
-runtime_version { major: 13 }
-device_description_str: "NVIDIA H200"
-"""
+CUDNN_VERSION = 91900  # Assumed on GPUs that are not attached: 9.19.0.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +96,7 @@ class Topology:
         """Memory and bandwidths of a device. A virtual CPU has a share of the host's memory and unknown bandwidths."""
         if self.kind == "cpu":
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            return Chip(hbm_bytes=host / math.prod(self.shape), interconnect=None, network=None)
+            return Chip(hbm_bytes=host / math.prod(self.shape), hbm_bandwidth=None, interconnect=None, network=None)
         return CHIPS[self.kind]
 
 
@@ -98,7 +110,7 @@ def parse_topology(text: str) -> Topology:
         raise UserError(f"--topology={text}: unknown kind of device.{did_you_mean(kind, [*CHIPS, 'cpu'])}")
     if min(*shape, slices, 1) < 1:
         raise UserError(f"--topology={text}: sizes must be positive")
-    if kind in ("cpu", "h200") and (len(shape) > 1 or slices > 1):
+    if kind in ("cpu", *GPUS) and (len(shape) > 1 or slices > 1):
         raise UserError(f"--topology={text}: {kind} takes one number, such as {kind}:{math.prod(shape) * slices}")
     return Topology(kind, shape, slices)
 
@@ -111,7 +123,7 @@ def prepare(topology: Topology) -> None:
     if topology.kind == "cpu":
         flag = f"--xla_force_host_platform_device_count={math.prod(topology.shape)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    elif topology.kind == "h200":
+    elif topology.kind in GPUS:
         if not has_cuda_plugin():
             raise UserError(f"--topology={topology}: JAX's CUDA plugin is not installed: {install_hint('cuda')}")
     elif importlib.util.find_spec("libtpu") is None:
@@ -133,9 +145,9 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
     count = math.prod(topology.shape)
     if topology.kind == "cpu":
         return jax.devices("cpu")[:count]
-    if topology.kind == "h200":
-        name = f"1x1x{count}"
-        return topologies.get_topology_desc(platform="cuda", target_config=H200_TARGET, topology=name).devices
+    if topology.kind in GPUS:
+        target, shape = gpu_target(topology.kind), f"1x1x{count}"
+        return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
     name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
     options: dict[str, object] = {"num_slices": topology.slices} if topology.slices > 1 else {}
     if topology.kind == "v4":
@@ -145,3 +157,38 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
     except Exception as error:  # libtpu raises various types, for unknown slices and for its own lock file.
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"--topology={topology}: {reason}") from error
+
+
+def gpu_target(kind: str) -> str:
+    """Return a GPU under CUDA 13 as an xla.GpuTargetConfigProto for JAX's CUDA plugin. libtpu needs only a name."""
+    from difftx.kernels import target  # Imports JAX, which must not happen before `prepare`.
+
+    gpu, chip = GPUS[kind], CHIPS[kind]
+    major, minor = target.compute_capability(gpu.name)
+    shared = gpu.shared_kib * 1024
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared - 1024}
+  shared_memory_per_core: {shared}
+  threads_per_core_limit: {gpu.threads}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {chip.hbm_bandwidth:.0f}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {chip.hbm_bytes:.0f}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {CUDNN_VERSION // 10_000} minor: {CUDNN_VERSION // 100 % 100} }}
+runtime_version {{ major: 13 }}
+device_description_str: "{gpu.name}"
+"""

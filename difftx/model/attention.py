@@ -6,8 +6,9 @@
 #   G = 2 groups of queries and keys (for the attention weights A1 and A2), d = width of a query/key (sub-)head,
 #   E = width of a value head (2d in differential attention, d in softmax attention)
 
+import dataclasses
 import functools
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,16 @@ from difftx.parallel.layout import Layout
 Angles = tuple[jax.Array, jax.Array]
 
 
-class Depth(NamedTuple):
-    """Float32 constants that depend on a layer's depth: scalars for one layer, or arrays `[L]` for all layers."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """Constants that depend on a layer's depth. Arrays are float32 scalars for one layer, or `[L]` for all layers."""
 
     lambda_init: jax.Array
     post_scale: jax.Array  # Factor after the head norm. By default 1 - λ_init, which would be zero for λ_init = 1.
+    # A token attends to itself and the `window - 1` tokens before it. None: to all tokens up to itself. `Decoder` sets
+    # the window of each layer.
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def depth_schedule(config: ModelConfig) -> Depth:
@@ -61,6 +67,9 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, rngs: nnx.Rngs):
         self.config, self.layout = config, layout
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config.d_head, config.norm_eps, layout)
+            self.key_norm = RMSNorm(config.d_head, config.norm_eps, layout)
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -126,8 +135,8 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return the residual update, keys and values of new tokens, which also attend to the cached tokens."""
         q, k, v = self.project(x_BTD, angles)
-        operands = self._resharded(q, k, v)
-        heads_BTHE = cached.mapped_attention(self._map(), *operands, cache, segments, per_query=self.per_query(depth))
+        options = {"per_query": self.per_query(depth), "window": depth.window}
+        heads_BTHE = cached.mapped_attention(self._map(), *self._resharded(q, k, v), cache, segments, **options)
         return self._update(heads_BTHE, x_BTD, depth), (k, v)
 
     def attention_rows(
@@ -143,8 +152,14 @@ class SelfAttention(nnx.Module):
         return self._resharded(*self.project(x_BTD, angles))
 
     def project(self, x_BTD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries, rotated keys, and values, in the dtype of `x_BTD`."""
+        """Return queries and keys after `rotated`, and values, in the dtype of `x_BTD`."""
         raise NotImplementedError
+
+    def rotated(self, q: jax.Array, k: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys after the norm of `model.qk_norm`, if any, and the rotary embedding."""
+        if self.config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return rotate(q, angles), rotate(k, angles)
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, depth: Depth, segment_ids_BT: jax.Array | None
@@ -152,6 +167,7 @@ class SelfAttention(nnx.Module):
         """Return the outputs of the heads, `[B, T, H, E]`, sharded by the layout."""
         options = {
             "segment_ids_BT": segment_ids_BT,
+            "window": depth.window,
             "zigzag": self.layout.zigzag,
             "implementation": self.config.attention_implementation,
         }
@@ -184,8 +200,8 @@ class SelfAttention(nnx.Module):
 
         A subclass whose `output` combines several heads of the kernel into one overrides this method.
         """
-        per_query = self.per_query(depth)
-        return map_rows(self.map_of(), q, k, queries_BC, per_query=per_query, segment_ids_BT=segment_ids_BT)
+        options = {"per_query": self.per_query(depth), "segment_ids_BT": segment_ids_BT, "window": depth.window}
+        return map_rows(self.map_of(), q, k, queries_BC, **options)
 
     def output(self, heads_BTHE: jax.Array, x_BTD: jax.Array, depth: Depth) -> jax.Array:
         """Return the residual update `[B, T, D]`, given the outputs of the heads and the layer's normalised input."""
@@ -263,7 +279,7 @@ class DiffAttention(SelfAttention):
         q_BTHGd = linear("BTD,DHGd->BTHGd", x_BTD, self.query_DHGd, self.layout.act_BTHGd)
         k_BTKGd = linear("BTD,DKGd->BTKGd", x_BTD, self.key_DKGd, self.layout.act_BTHGd)
         v_BTKE = linear("BTD,DKE->BTKE", x_BTD, self.value_DKE, self.layout.act_BTHE)
-        return rotate(q_BTHGd, angles), rotate(k_BTKGd, angles), v_BTKE
+        return *self.rotated(q_BTHGd, k_BTKGd, angles), v_BTKE
 
     def lam(self, lambda_init: jax.Array) -> jax.Array:
         """Return λ, a float32 scalar. In bfloat16, the error of λ would reach 0.01 (2,000 random draws, d = 128)."""
@@ -306,7 +322,7 @@ class Attention(SelfAttention):
             linear("BTD,DHd->BTHd", x_BTD, weight, self.layout.act_BTHE)
             for weight in (self.query_DHd, self.key_DKd, self.value_DKd)
         )
-        return rotate(q_BTHd, angles), rotate(k_BTKd, angles), v_BTKd
+        return *self.rotated(q_BTHd, k_BTKd, angles), v_BTKd
 
     def map_of(self) -> maps.Map:
         return maps.softmax

@@ -1,7 +1,10 @@
 """The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers (arXiv 2410.05258, §2.2)."""
-# Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads
+# Axes: B = batch, T = tokens, C = selected queries, D = model width, V = vocabulary, L = layers, K = key/value heads,
+#   N = groups of layers, P = layers of a group
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,7 +18,7 @@ from difftx.kernels import context
 from difftx.kernels.cached import KVCache, SegmentMask
 from difftx.kernels.rows import MapRows
 from difftx.model.attention import Angles, Depth, depth_schedule
-from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles
+from difftx.model.layers import RMSNorm, SwiGLU, rotary_angles, soft_cap
 from difftx.parallel.layout import Layout
 
 UNROLLED_LAYERS = 8  # Largest number of layers that are compiled one by one.
@@ -105,15 +108,17 @@ class Decoder(nnx.Module):
             return block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
 
         if self.config.remat != "none":
-            # XLA cannot merge the recomputation with the forward pass across scans, so prevent_cse is not needed.
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
-        x_BTD, stats = self._scan(layer, x_BTD, depth_schedule(self.config))
+            # XLA cannot merge the recomputation with the forward pass across scans. But if an iteration has several
+            # layers, XLA could recompute all of them before the last one's backward pass. `prevent_cse` forbids it.
+            is_group = len(self.config.windows) > 1
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=is_group)
+        x_BTD, stats = self._scan(layer, x_BTD)
         x_BTD = self.final_norm(x_BTD)
         return context.from_zigzag(x_BTD) if self.layout.zigzag else x_BTD, stats
 
     def fold[State](
         self,
-        visit: Callable[[State, jax.Array, jax.Array, jax.Array], State],
+        visit: Callable[[State, jax.Array, jax.Array, int | None, jax.Array], State],
         state: State,
         tokens_BT: jax.Array,
         *,
@@ -122,8 +127,9 @@ class Decoder(nnx.Module):
     ) -> State:
         """Run all layers, update a state by `visit` after each layer, and return the final state.
 
-        `visit` receives the state, the layer's queries and keys as `SelfAttention.attend` does, and the layer's output
-        `[B, T, D]`. It returns the next state, of the same shapes. Only one layer's activations exist at a time.
+        `visit` receives the state, the layer's queries and keys as `SelfAttention.attend` does, the layer's window, and
+        its output `[B, T, D]`. It returns the next state, of the same shapes. Only one layer's activations exist at a
+        time.
         """
         angles = self._angles(tokens_BT.shape[1], positions_BT)
 
@@ -131,10 +137,10 @@ class Decoder(nnx.Module):
             (x_BTD, state), (block, depth) = carry, block_and_depth
             q, k, _ = block.attention.operands(block.attention_norm(x_BTD), angles)
             x_BTD, _ = block(x_BTD, lambda h_BTD: block.attention(h_BTD, angles, depth, segment_ids_BT))
-            return (x_BTD, visit(state, q, k, x_BTD)), None
+            return (x_BTD, visit(state, q, k, depth.window, x_BTD)), None
 
         carry = (self._embed(tokens_BT), state)
-        return jax.lax.scan(layer, carry, (self.blocks, depth_schedule(self.config)))[0][1]
+        return self._scan(layer, carry, may_unroll=False)[0][1]
 
     def extend(
         self, tokens_BT: jax.Array, *, positions_BT: jax.Array, cache: KVCache, segments: SegmentMask
@@ -150,7 +156,7 @@ class Decoder(nnx.Module):
             block, depth, cache = inputs
             return block(x_BTD, lambda h_BTD: block.attention.extend(h_BTD, angles, depth, cache, segments))
 
-        x_BTD, entries = self._scan(layer, self._embed(tokens_BT), depth_schedule(self.config), cache)
+        x_BTD, entries = self._scan(layer, self._embed(tokens_BT), cache)
         return self.final_norm(x_BTD), entries
 
     def separate_layers(self) -> None:
@@ -185,7 +191,7 @@ class Decoder(nnx.Module):
             )
             return x_BTD, of_layer(rows)
 
-        x_BTD, found = jax.lax.scan(layer, self._embed(tokens_BT), (self.blocks, depth_schedule(self.config)))
+        x_BTD, found = self._scan(layer, self._embed(tokens_BT), may_unroll=False)
         return self.final_norm(x_BTD), found
 
     def entry_shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -210,26 +216,43 @@ class Decoder(nnx.Module):
         """
         weight_VD, sharding = self.unembedding().astype(x_BTD.dtype), self.layout.logits_BTV
         kind = {"preferred_element_type": jnp.float32, "out_sharding": sharding}
-        return jnp.einsum("BTD,VD->BTV", x_BTD, weight_VD, **kind)
+        return soft_cap(jnp.einsum("BTD,VD->BTV", x_BTD, weight_VD, **kind), self.config.logit_soft_cap)
 
     def unembedding(self) -> jax.Array:
-        """Return the float32 matrix `[V, D]` that maps hidden states to logits."""
+        """Return the float32 matrix `[V, D]` that maps hidden states to logits before `model.logit_soft_cap`."""
         return (self.embedding_VD if self.config.tie_embeddings else self.unembedding_VD)[...]
 
-    def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any) -> tuple[Any, Any]:
-        """Apply `layer` to the carry, and to the block and the inputs of each layer, as `jax.lax.scan` does.
+    def _scan(self, layer: Callable[..., Any], carry: Any, *inputs: Any, may_unroll: bool = True) -> tuple[Any, Any]:
+        """Apply `layer` to the carry, and to the block, the depth and the inputs of each layer, as `jax.lax.scan` does.
 
         A shallow model without remat is unrolled: the scan would copy the values saved for the backward pass into
-        stacked arrays, which took a third of a step on CPUs. Otherwise, compile time must not grow with depth.
+        stacked arrays, which took a third of a step on CPUs. Otherwise, compile time must not grow with depth. As
+        windows are static, an iteration of the scan applies a group of layers, one for each letter of the pattern.
         """
-        if not isinstance(self.blocks, nnx.List):
-            unroll = self.config.num_layers if self._is_shallow else 1
-            return jax.lax.scan(layer, carry, (self.blocks, *inputs), unroll=unroll)
-        outputs = []
-        for i, block in enumerate(self.blocks):
-            carry, output = layer(carry, (block, *_layer_of(inputs, i)))
-            outputs.append(output)
-        return carry, jax.tree.map(lambda *by_layer: jnp.stack(by_layer), *outputs)
+        windows, depths = self.config.windows, depth_schedule(self.config)
+        period = len(windows)
+
+        def group(carry: Any, layers: Iterable[Any]) -> tuple[Any, Any]:
+            outputs = []
+            for (block, depth, *others), window in zip(layers, itertools.cycle(windows), strict=False):
+                carry, output = layer(carry, (block, dataclasses.replace(depth, window=window), *others))
+                outputs.append(output)
+            return carry, jax.tree.map(lambda *by_layer: jnp.stack(by_layer), *outputs)
+
+        if isinstance(self.blocks, nnx.List):
+            return group(carry, [(block, *_layer_of((depths, *inputs), i)) for i, block in enumerate(self.blocks)])
+        count = self.config.num_layers // period
+        unroll = count if may_unroll and self._is_shallow else 1
+        if period == 1:
+            depths = dataclasses.replace(depths, window=windows[0])
+            return jax.lax.scan(layer, carry, (self.blocks, depths, *inputs), unroll=unroll)
+        stacked_NP = jax.tree.map(lambda x_L: _split_axis(x_L, period), (self.blocks, depths, *inputs))
+
+        def group_of(carry: Any, stacked_P: Any) -> tuple[Any, Any]:
+            return group(carry, _unstacked(stacked_P, period))
+
+        carry, outputs_NP = jax.lax.scan(group_of, carry, stacked_NP, unroll=unroll)
+        return carry, jax.tree.map(_merge_axes, outputs_NP)
 
     @property
     def _is_shallow(self) -> bool:
@@ -244,6 +267,23 @@ class Decoder(nnx.Module):
         tokens_BT = jax.sharding.reshard(tokens_BT, self.layout.lookup_BT)
         x_BTD = self.embedding_VD.at[tokens_BT].get(out_sharding=self.layout.lookup_BTD)
         return jax.sharding.reshard(x_BTD.astype(self.config.compute_dtype), self.layout.act_BTD)
+
+
+def _split_axis(x_L: jax.Array, period: int) -> jax.Array:
+    """Return `[L, …]` as `[L / period, period, …]`, with the sharding of the other axes."""
+    return x_L.reshape(-1, period, *x_L.shape[1:])
+
+
+def _merge_axes(x_NP: jax.Array) -> jax.Array:
+    """Return `[N, P, …]` as `[N P, …]`: the inverse of `_split_axis`."""
+    return x_NP.reshape(-1, *x_NP.shape[2:])
+
+
+def _unstacked[Stacked](stacked_P: Stacked, period: int) -> list[Stacked]:
+    """Return the layers of a group, whose gradients the backward pass stacks in one operation."""
+    leaves, tree = jax.tree.flatten(stacked_P)
+    unstacked = [jnp.unstack(x_P) for x_P in leaves]
+    return [jax.tree.unflatten(tree, [by_layer[i] for by_layer in unstacked]) for i in range(period)]
 
 
 def _layer_of[Stacked](stacked: Stacked, index: int) -> Stacked:

@@ -10,11 +10,17 @@ from difftx.config import Config, ModelConfig
 from difftx.model.abstract import count_parameters
 
 # Peak dense bfloat16 FLOP/s by JAX's device kind, from the vendors' data sheets. MFU is not reported for other devices.
+# The data sheet of the L4 states 242 TFLOP/s with sparsity, twice the dense rate. The RTX 4090's is that with float32
+# accumulation in NVIDIA's whitepaper of the Ada GPU architecture. DGX B200: 72 PFLOP/s of sparse FP8 for eight GPUs, a
+# quarter of which is dense bfloat16.
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
@@ -28,13 +34,15 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
 
     N is the number of parameters in matrix products, including the unembedding, L the number of layers, T the sequence
     length, and w the total width of the queries and of the heads' outputs. For softmax attention, w = 2 d_model usually
-    holds, which gives the well-known term 12 L T d_model.
+    holds, which gives the well-known term 12 L T d_model. In a layer with a window of W tokens, the mean number of
+    visible keys is W (1 - W / 2 T) in place of the T / 2 of causal attention, up to 1/2, so T becomes W (2 - W / T).
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.vocab_size * config.d_model
     width = (config.query_heads + config.num_heads * config.groups) * config.d_head
-    attention = (3 if causal else 6) * config.num_layers * sequence_length * width
-    return 6 * products + attention
+    T, layers = sequence_length, config.num_layers // len(config.windows)
+    keys = sum(T if window is None else window * (2 - window / T) for window in config.windows)
+    return 6 * products + (3 if causal else 6) * layers * keys * width
 
 
 def gradient_bytes(config: ModelConfig) -> int:

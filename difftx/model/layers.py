@@ -63,7 +63,8 @@ def _linear(subscripts: str, sharding: P, x: jax.Array, weight: jax.Array) -> ja
 
 
 def _linear_forward(subscripts, sharding, x, weight):
-    return _linear(subscripts, sharding, x, weight), (x, weight)
+    # This product is not a call of `_linear`, in which the remat policy "dots" would not see it.
+    return jnp.einsum(subscripts, x, weight, out_sharding=sharding), (x, weight)
 
 
 def _linear_backward(subscripts, sharding, saved, dout):
@@ -77,6 +78,11 @@ def _linear_backward(subscripts, sharding, saved, dout):
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap tanh(logits / cap), whose magnitudes are at most `cap` (arXiv 2408.00118). None: no cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def projection(

@@ -22,15 +22,7 @@ AXES = ("data", "fsdp", "context", "tensor")
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Return the mesh of a config, by default over all devices. An axis of size -1 takes the remaining devices."""
     devices = jax.devices() if devices is None else devices
-    sizes = [getattr(config, axis) for axis in AXES]
-    fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = len(devices) // fixed
-    if math.prod(sizes) != len(devices):
-        asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
-        raise UserError(
-            f"{asked}: these sizes do not multiply to the {len(devices)} devices here; {_fitting(config, len(devices))}"
-        )
+    sizes = list(mesh_sizes(config, len(devices)).values())
     if config.slices > 1:
         array = _sliced(config.slices, sizes, devices)
     else:
@@ -39,6 +31,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     # With explicit axes, Adam's moments have the sharding of the parameters, and a mismatch of shardings is an error
     # during tracing instead of a silent all-gather.
     return jax.sharding.Mesh(array, AXES, (jax.sharding.AxisType.Explicit,) * len(AXES))
+
+
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Return the size of each axis of the mesh. Raise `UserError` if they do not multiply to the number of devices."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(sizes.values()) != devices:
+        asked = ", ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in AXES)
+        raise UserError(
+            f"{asked}: these sizes do not multiply to the {devices} devices here; {_fitting(config, devices)}"
+        )
+    return sizes
 
 
 def _fitting(config: MeshConfig, devices: int) -> str:

@@ -43,7 +43,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
-    """Join the other processes, if there are any, before JAX looks for devices. Wrong flags raise `UserError`.
+    """Join the other processes, if there are any, and look for devices."""
+    join(flags, config)
+    require_devices()
+
+
+def join(flags: argparse.Namespace, config: MultihostConfig) -> None:
+    """Join the other processes, if there are any. JAX does not look for devices yet. Wrong flags raise `UserError`.
 
     If not all processes join within `multihost.initialization_timeout_seconds`, the process ends with exit code 2.
     """
@@ -52,7 +58,6 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
         raise UserError("--coordinator=HOST:PORT, --processes=N and --process=I belong together; give all three")
     if not flags.distributed and flags.coordinator is None:
         _require_single_process()
-        _require_devices()
         return
     # CPU devices need a library for collectives. Other devices ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -76,10 +81,9 @@ def start(flags: argparse.Namespace, config: MultihostConfig) -> None:
         timer.cancel()
     if distributed.global_state.num_processes > 1:
         heartbeat.start(config.heartbeat_timeout_seconds)
-    _require_devices()
 
 
-def _require_devices() -> None:
+def require_devices() -> None:
     """Raise `UserError` if JAX finds no device of the platforms that JAX_PLATFORMS names."""
     try:
         jax.devices()
@@ -150,6 +154,19 @@ def decide_on_primary(decide: Callable[[], Any], timeout_seconds: float) -> Any:
         jax.distributed.shutdown()
         raise RunError(text)
     return answer["value"]
+
+
+def gather(what: str, value: Any, timeout_seconds: float) -> list[Any]:
+    """Return the values of all processes, JSON values, in the order of the processes, in every process."""
+    if jax.process_count() == 1:
+        return [value]
+    name = f"gathering {next(_decisions)} of {what}"  # The name of each barrier must be unique.
+    _publish(f"difftx/{name}", json.dumps(value))
+    try:
+        barrier(name, timeout_seconds)
+    except TimeoutError as error:
+        raise RunError(str(error)) from error
+    return [json.loads(text) for _, text in sorted(_published(f"difftx/{name}").items())]
 
 
 def agree[T](what: str, make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], timeout_seconds: float) -> T:

@@ -36,6 +36,11 @@ PRESETS = (
     Preset(kind="NVIDIA H200", parameters=4e9, fsdp=8, tensor=1, remat="dots", tokens=16_384),  # Estimated, not run.
     Preset(kind="NVIDIA H200", parameters=14e9, fsdp=16, tensor=1, remat="full", tokens=16_384),  # Estimated, not run.
     Preset(kind="NVIDIA H100", parameters=14e9, fsdp=32, tensor=1, remat="full", tokens=8192),  # Estimated, not run.
+    Preset(kind="NVIDIA A100", parameters=14e9, fsdp=32, tensor=1, remat="full", tokens=8192),  # Estimated, not run.
+    Preset(kind="NVIDIA B200", parameters=4e9, fsdp=8, tensor=1, remat="dots", tokens=32_768),  # Estimated, not run.
+    Preset(kind="NVIDIA B200", parameters=14e9, fsdp=8, tensor=1, remat="full", tokens=32_768),  # Estimated, not run.
+    Preset(kind="NVIDIA L4", parameters=8e9, fsdp=16, tensor=1, remat="full", tokens=4096),  # Estimated, not run.
+    Preset(kind="NVIDIA GeForce RTX 4090", parameters=8e9, fsdp=16, tensor=1, remat="full", tokens=4096),  # As above.
     Preset(kind="cpu", parameters=14e9, fsdp=8, tensor=1, remat="none", tokens=4096),  # make quickstart
 )
 

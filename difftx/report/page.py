@@ -168,6 +168,8 @@ def _header(run: RunRecord) -> dict[str, str]:
     }
     if devices:
         header["devices"] = f"{devices.get('count')} × {devices.get('kind')}" + (f"; mesh {mesh}" if mesh else "")
+    if "attention_kernel" in manifest:
+        header["attention kernel"] = str(manifest["attention_kernel"])
     for name, label in (("train_tokens", "training data"), ("valid_tokens", "validation data")):
         if isinstance(data.get(name), dict):
             header[label] = ", ".join(f"{source}: {shown(count)} tokens" for source, count in data[name].items())

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import rich
 
-from difftx import kernels
-from difftx.config.architectures import ARCHITECTURES
 from difftx.data.loader import Loader
 from difftx.errors import EXIT_PREEMPTED
 from difftx.model.flops import PEAK_FLOPS, flops_per_token
@@ -22,6 +20,7 @@ from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import Goodput, format_goodput
 from difftx.training.guards import Guard, GuardJournal, Rewind, act_on_bad_steps
 from difftx.training.metrics import LAMBDA_SPLIT, LambdaRange, MetricsWriter, lambda_warning, read_newest_metrics
+from difftx.training.profile import StepTracer, out_of_memory
 from difftx.training.resume import starting_state
 from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
@@ -36,12 +35,11 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
     """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
     `evaluate` is called every `eval.every_steps`. `began` is the result of `time.perf_counter()` at the start of the
-    process. The exit code is `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps.
+    process. The exit code is `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps. Raise
+    `RunError` if a device has no more memory.
     """
     interrupt = Interrupt()
     try:
-        if ARCHITECTURES[run.config.model.architecture].kernel == "diff_attention":
-            kernels.check_gradients(run.config.model.d_head)
         run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step = jax.jit(make_train_step(run.config), donate_argnums=0)
@@ -50,6 +48,10 @@ def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_con
             while isinstance(outcome, Rewind):
                 outcome = Attempt(session, Goodput(time.perf_counter()), outcome).train()
             return outcome
+    except jax.errors.JaxRuntimeError as error:
+        if explanation := out_of_memory(run.workdir, error):
+            raise explanation from error
+        raise
     finally:
         interrupt.close()
 
@@ -94,6 +96,7 @@ class Attempt:
             run.write_description()
             goodput.resume(run.workdir / "metrics.jsonl", self._start)
         self._writer = MetricsWriter(run.workdir, config.logging, self._start, enabled=is_primary())
+        self._tracer = StepTracer(run.workdir, config.logging, enabled=is_primary())
         if rewind is not None:
             session.journal.add_rewind(rewind, self._start, self._loader.state()["examples"], self._writer.attempt)
         session.journal.resume(self._start, self._guard, self._loader)
@@ -107,6 +110,7 @@ class Attempt:
         config, steps, interrupt = self._config, self._config.train.steps, self._session.interrupt
         display = Work(enabled=is_primary(), is_output=True)
         with display, contextlib.ExitStack() as stack:
+            stack.callback(self._tracer.stop)
             attempt = self._writer.attempt
             display.note(f"{self._session.run.workdir}: attempt {attempt}, from step {self._start} to {steps}")
             self._write_goodput()
@@ -141,12 +145,14 @@ class Attempt:
         with self._goodput.section("data_wait"):
             batch = next(self._loader)
         data_wait = time.perf_counter() - waited
+        self._tracer.start(self._step + 1, reporter.wait)
         # Raise an error for an accidental transfer between host and device, because it would stall all devices.
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard("disallow"), jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
             self._state, metrics = self._session.step(self._state, batch)
         self._step += 1
         self._session.monitor.beat(self._step)
         reporter.push(self._step, metrics, data_wait)
+        self._tracer.stop_after_last(self._step, reporter.wait)
         self._checkpointer.check()
 
     def _evaluate(self, reporter: "Reporter", display: Work) -> None:
@@ -242,6 +248,11 @@ class Reporter:
         self._advance(1, f"loss {row['loss']:.4f}  grad {row['grad_norm']:.2f}  {speed}")
         if row["skipped"]:
             self._display.note(f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}: update skipped")
+
+    def wait(self) -> None:
+        """Wait until the devices have finished the last step."""
+        if self._pending is not None:
+            jax.block_until_ready(self._pending[1])
 
     def restart_clock(self) -> None:
         """Do not count the time until now in the duration of the next step."""

@@ -1,4 +1,4 @@
-"""Negative log-likelihood (NLL) of the next token, with the vocabulary sharded across devices.
+"""Negative log-likelihood (NLL) of the next token and z-loss, with the vocabulary sharded across devices.
 
 Logits are computed for one chunk of tokens at a time, because those of a row of 64K tokens would take 26 GB in float32
 for a vocabulary of 100,288 tokens. When the loss is differentiated, the forward pass also computes the gradient of each
@@ -6,12 +6,15 @@ chunk, so that the logits are neither stored nor computed again in the backward 
 """
 # Axes: B = batch, T = tokens, D = model width, V = vocabulary, N = all tokens on one device, C = tokens of a chunk.
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from difftx.data.loader import Batch
 from difftx.model.decoder import Decoder
+from difftx.model.layers import soft_cap
 from difftx.parallel.layout import Layout
 
 CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB in float32.
@@ -19,78 +22,125 @@ CHUNK_LOGITS = 2**26  # Largest number of logits per chunk and device: 256 MiB i
 
 def batch_nll(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the sum of the NLL over the targets in the loss mask, in nats, and the model's per-layer statistics."""
+    loss, _, stats = batch_loss(model, batch, 0.0)
+    return loss, stats
+
+
+def batch_loss(model: Decoder, batch: Batch, z_loss: float) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Return the sum of NLL and z-loss over the targets in the loss mask, the z-loss in it, and per-layer statistics.
+
+    The z-loss of a target is `z_loss` · log² Z, where Z is the denominator of the softmax (PaLM, arXiv 2204.02311).
+    """
     x_BTD, stats = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
+    inputs, cap = (x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), model.config.logit_soft_cap
     with jax.named_scope("loss"):
-        return weighted_nll(x_BTD, model.unembedding(), batch.targets_BT, batch.loss_mask_BT), stats
+        return *weighted_loss(*inputs, cap, z_loss), stats
 
 
-def token_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+def token_nll(
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, *, logit_soft_cap: float | None
+) -> jax.Array:
     """Return -log p(target) in nats, float32 `[B, T]`, given the last hidden state and the unembedding."""
-    return token_scores(x_BTD, table_VD, targets_BT)[0]
+    return token_scores(x_BTD, table_VD, targets_BT, logit_soft_cap=logit_soft_cap)[0]
 
 
-def token_scores(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def token_scores(
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, *, logit_soft_cap: float | None
+) -> tuple[jax.Array, jax.Array]:
     """Return the result of `token_nll`, and whether no other token is more likely, bool `[B, T]`."""
+    nll_BT, _, is_largest_BT = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
+    return nll_BT, is_largest_BT
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def weighted_loss(
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weight_BT: jax.Array,
+    logit_soft_cap: float | None,
+    z_loss: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of -log p(target) + z_loss · log² Z over all tokens, and the part of the second term.
+
+    Both are float32 scalars. The second result is constant in the backward pass.
+    """
+    nll_BT, log_z_BT, _ = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
+    return _sums(nll_BT, log_z_BT, weight_BT, z_loss)
+
+
+def _weighted_loss_forward(x_BTD, table_VD, targets_BT, weight_BT, logit_soft_cap, z_loss):
+    layout = Layout()
+    in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT, layout.act_BT)
+    out_specs = (layout.act_BT, layout.act_BT, layout.act_BTD, layout.embedding_VD)
+    local = functools.partial(_loss_and_gradients, logit_soft_cap=logit_soft_cap, z_loss=z_loss)
+    call = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    nll_BT, log_z_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT)
+    dweight_BT = nll_BT + z_loss * log_z_BT**2 if z_loss else nll_BT
+    return _sums(nll_BT, log_z_BT, weight_BT, z_loss), (dx_BTD, dtable_VD, dweight_BT)
+
+
+def _weighted_loss_backward(logit_soft_cap, z_loss, residuals, dsums):
+    dx_BTD, dtable_VD, dweight_BT = residuals
+    dloss, _ = dsums
+    no_grad = np.zeros(dweight_BT.shape, jax.dtypes.float0)
+    return (dx_BTD * dloss).astype(dx_BTD.dtype), dtable_VD * dloss, no_grad, dweight_BT * dloss
+
+
+weighted_loss.defvjp(_weighted_loss_forward, _weighted_loss_backward)
+
+
+def _sums(nll_BT, log_z_BT, weight_BT, z_loss):
+    nll = jnp.sum(nll_BT * weight_BT)
+    if not z_loss:
+        return nll, jnp.zeros_like(nll)
+    of_z = z_loss * jnp.sum(log_z_BT**2 * weight_BT)
+    return nll + of_z, of_z
+
+
+def _scores(x_BTD, table_VD, targets_BT, logit_soft_cap):
+    """Return the NLL, log Z, and whether no other token is more likely than the target, `[B, T]` each."""
+
+    def on_one_device(x_BTD, table_VD, targets_BT):
+        table_VD = _whole_rows(table_VD, x_BTD.dtype)
+
+        def chunk(rows):
+            logits_CV, log_z_C, target_C, _ = _logits(rows["x"], table_VD, rows["target"], logit_soft_cap)
+            return log_z_C - target_C, log_z_C, target_C >= jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
+
+        found = jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT))
+        return tuple(_joined(x, targets_BT.shape) for x in found)
+
     layout = Layout()
     in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT)
-    # check_vma is off here and below, because nothing differentiates through the collectives.
-    call = jax.shard_map(_scores, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
+    # check_vma is off here and above, because nothing differentiates through the collectives.
+    call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=layout.act_BT, check_vma=False)
     return call(x_BTD, table_VD, targets_BT)
 
 
-@jax.custom_vjp
-def weighted_nll(x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
-    """Return the weighted sum of -log p(target) over all tokens, in nats, as a float32 scalar."""
-    return jnp.sum(token_nll(x_BTD, table_VD, targets_BT) * weight_BT)
-
-
-def _weighted_nll_forward(x_BTD, table_VD, targets_BT, weight_BT):
-    layout = Layout()
-    in_specs = (layout.act_BTD, layout.embedding_VD, layout.act_BT, layout.act_BT)
-    out_specs = (layout.act_BT, layout.act_BTD, layout.embedding_VD)
-    call = jax.shard_map(_nll_and_gradients, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    nll_BT, dx_BTD, dtable_VD = call(x_BTD, table_VD, targets_BT, weight_BT)
-    return jnp.sum(nll_BT * weight_BT), (dx_BTD, dtable_VD, nll_BT)
-
-
-def _weighted_nll_backward(residuals, dloss):
-    dx_BTD, dtable_VD, nll_BT = residuals
-    no_grad = np.zeros(nll_BT.shape, jax.dtypes.float0)
-    return (dx_BTD * dloss).astype(dx_BTD.dtype), dtable_VD * dloss, no_grad, nll_BT * dloss
-
-
-weighted_nll.defvjp(_weighted_nll_forward, _weighted_nll_backward)
-
-
-def _scores(x_BTD, table_VD, targets_BT):
-    """Return the results of `token_scores` for the tokens on one device."""
-    table_VD = _whole_rows(table_VD, x_BTD.dtype)
-
-    def chunk(rows):
-        logits_CV, log_sum_C, target_C, _ = _logits(rows["x"], table_VD, rows["target"])
-        return log_sum_C - target_C, target_C >= jax.lax.pmax(jnp.max(logits_CV, axis=-1), "tensor")
-
-    nll, is_largest = jax.lax.map(chunk, _chunks(table_VD, x=x_BTD, target=targets_BT))
-    return _joined(nll, targets_BT.shape), _joined(is_largest, targets_BT.shape)
-
-
-def _nll_and_gradients(x_BTD, table_VD, targets_BT, weight_BT):
-    """Return the NLL of one device's tokens, and the weighted sum's gradients for its x and its shard of the table."""
+def _loss_and_gradients(x_BTD, table_VD, targets_BT, weight_BT, *, logit_soft_cap, z_loss):
+    """Return the NLL and log Z of one device's tokens, and the gradients for its x and its shard of the table."""
     table_VD = _whole_rows(table_VD, x_BTD.dtype)
 
     def chunk(dtable_VD, rows):
-        logits_CV, log_sum_C, target_C, is_target_CV = _logits(rows["x"], table_VD, rows["target"])
-        p_CV = jnp.exp(logits_CV - log_sum_C[:, None])
-        dlogits_CV = ((p_CV - is_target_CV) * rows["weight"][:, None]).astype(table_VD.dtype)
+        logits_CV, log_z_C, target_C, is_target_CV = _logits(rows["x"], table_VD, rows["target"], logit_soft_cap)
+        p_CV = jnp.exp(logits_CV - log_z_C[:, None])
+        if z_loss:  # The derivative of log² Z is 2 log Z p.
+            p_CV *= (1 + 2 * z_loss * log_z_C)[:, None]
+        dlogits_CV = (p_CV - is_target_CV) * rows["weight"][:, None]
+        if logit_soft_cap is not None:  # The derivative of c tanh(z / c) is 1 - tanh²(z / c).
+            dlogits_CV *= 1 - (logits_CV / logit_soft_cap) ** 2
+        dlogits_CV = dlogits_CV.astype(table_VD.dtype)
         dx_CD = jnp.einsum("CV,VD->CD", dlogits_CV, table_VD, preferred_element_type=jnp.float32)
         dtable_VD += jnp.einsum("CV,CD->VD", dlogits_CV, rows["x"], preferred_element_type=jnp.float32)
-        return dtable_VD, (log_sum_C - target_C, jax.lax.psum(dx_CD, "tensor").astype(x_BTD.dtype))
+        return dtable_VD, (log_z_C - target_C, log_z_C, jax.lax.psum(dx_CD, "tensor").astype(x_BTD.dtype))
 
     rows = _chunks(table_VD, x=x_BTD, target=targets_BT, weight=weight_BT)
-    dtable_VD, (nll, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), rows)
+    dtable_VD, (nll, log_z, dx) = jax.lax.scan(chunk, jnp.zeros(table_VD.shape, jnp.float32), rows)
     dtable_VD = jax.lax.psum_scatter(dtable_VD, "fsdp", scatter_dimension=1, tiled=True)
     dtable_VD = jax.lax.psum(dtable_VD, ("data", "context"))
-    return _joined(nll, targets_BT.shape), _joined(dx, x_BTD.shape), dtable_VD
+    nll_BT, log_z_BT = (_joined(x, targets_BT.shape) for x in (nll, log_z))
+    return nll_BT, log_z_BT, _joined(dx, x_BTD.shape), dtable_VD
 
 
 def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -98,9 +148,9 @@ def _whole_rows(table_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.all_gather(table_VD.astype(dtype), "fsdp", axis=1, tiled=True)
 
 
-def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array):
+def _logits(x_CD: jax.Array, table_VD: jax.Array, target_C: jax.Array, logit_soft_cap: float | None):
     """Return this device's logits, the log-sum-exp over the vocabulary, the targets' logits, and the targets' mask."""
-    logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32)
+    logits_CV = soft_cap(jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=jnp.float32), logit_soft_cap)
     first = jax.lax.axis_index("tensor") * table_VD.shape[0]
     is_target_CV = first + jnp.arange(table_VD.shape[0])[None] == target_C[:, None]
     # Compare with all rows of the table, because the target's row may be on another device.

@@ -43,6 +43,7 @@ NEUTRAL = (
     "model.attention_implementation",
     "train.accumulation",
     "train.compilation_cache",
+    "train.kernel_choice",
     "data.prefetch_batches",
     "data.verify",
     "data.cache_path",

@@ -17,7 +17,7 @@ from difftx.data.loader import Batch
 from difftx.model.abstract import one_abstract_device
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.optimizer import learning_rate, make_optimizer, updates_made
 
 Metrics = dict[str, Any]  # Name → scalar, or array with one number per layer.
@@ -59,24 +59,33 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
     The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
     have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
-    finite, the update is skipped, and the parameters, their average and the optimizer's state do not change.
+    finite, the update is skipped, and the parameters, their average and the optimizer's state do not change. The
+    gradient contains the z-loss, which the metric "loss" does not.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
-    def loss_and_grad(params: Any, batch: Batch):
-        return jax.value_and_grad(lambda p: batch_nll(nnx.merge(graphdef, p), batch), has_aux=True)(params)
+    def sums_and_grad(params: Any, batch: Batch):
+        """Return the sums of the NLL and of the z-loss, the statistics of the layers, and the gradient."""
+
+        def loss_of(params: Any):
+            loss, z_loss, stats = batch_loss(nnx.merge(graphdef, params), batch, config.train.z_loss)
+            return loss, (loss - z_loss, z_loss, stats)
+
+        grads, (nll, z_loss, stats) = jax.grad(loss_of, has_aux=True)(params)
+        return (nll, z_loss), stats, grads
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if config.train.accumulation == 1:
-            (nll, stats), grads = loss_and_grad(state.params, batch)
+            (nll, z_loss), stats, grads = sums_and_grad(state.params, batch)
         else:
 
             def add(total: Any, microbatch: Batch):
-                (nll, stats), grads = loss_and_grad(state.params, microbatch)
-                return jax.tree.map(jnp.add, total, (nll, grads)), stats
+                sums, stats, grads = sums_and_grad(state.params, microbatch)
+                return jax.tree.map(jnp.add, total, (sums, grads)), stats
 
-            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-            (nll, grads), stats = jax.lax.scan(add, zero, split_microbatches(batch, config.train.accumulation))
+            zero = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, state.params))
+            microbatches = split_microbatches(batch, config.train.accumulation)
+            ((nll, z_loss), grads), stats = jax.lax.scan(add, zero, microbatches)
             stats = jax.tree.map(lambda s: jnp.mean(s, axis=0), stats)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0)
         grads = jax.tree.map(lambda g: g / tokens, grads)
@@ -99,6 +108,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             "skipped": 1 - finite.astype(jnp.int32),
             **stats,
         }
+        if config.train.z_loss:
+            metrics["z_loss"] = z_loss / tokens
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return step

@@ -154,11 +154,8 @@ def test_without_shard_map_the_inputs_are_gathered():
 
 
 @pytest.mark.parametrize(("attention", "calls"), [(cudnn.diff_attention, 1), (cudnn.diff_attention_wide_values, 2)])
-def test_cudnn_path_compiles_with_its_gradient(attention, calls, monkeypatch):
+def test_cudnn_path_compiles_with_its_gradient(attention, calls):
     """XLA leaves cuDNN's plans for the GPU to make, so this shows the calls and shapes, not cuDNN's consent."""
-    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91900)
-    monkeypatch.setattr(cudnn.private, "check_compute_capability", lambda least: True)
-    monkeypatch.setattr(cudnn.private, "is_cuda_compute_capability_equal", lambda which: False)
     mesh = h200.mesh((2, 2), ("data", "tensor"))
     q, k, v, lam, *_ = arguments(mesh, width=128, length=1000, kv_heads=4)
     spec = q.sharding.spec
@@ -168,7 +165,8 @@ def test_cudnn_path_compiles_with_its_gradient(attention, calls, monkeypatch):
 
     gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
     sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 4)
-    hlo = jax.jit(sharded).lower(q, k, v, lam).compile().as_text()
+    with cudnn.checked_for_target(91900):
+        hlo = jax.jit(sharded).lower(q, k, v, lam).compile().as_text()
     assert hlo.count('custom_call_target="__cudnn$fmhaSoftmax"') == calls
     assert hlo.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == calls
     assert not COLLECTIVES.findall(hlo)

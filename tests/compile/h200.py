@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from difftx.launch.topology import H200_TARGET, has_cuda_plugin
+from difftx.launch.topology import gpu_target, has_cuda_plugin
 
 SHARED_MEMORY_BYTES = 232448
 
@@ -21,7 +21,7 @@ needs_plugin = pytest.mark.skipif(
 def mesh(devices, axis_names):
     """A mesh of H200s, one host, `devices` an array shape such as (2, 2); needs jax-cuda13-plugin."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200_TARGET, topology=f"1x1x{np.prod(devices)}"
+        platform="cuda", target_config=gpu_target("h200"), topology=f"1x1x{np.prod(devices)}"
     )
     return topologies.make_mesh(topology, devices, axis_names)
 

@@ -3,6 +3,7 @@
 jax 0.12.0.1 pins libtpu 0.0.50.*, jax 0.11.2 pins 0.0.48.*. Without libtpu every test here skips.
 """
 
+import functools
 import os
 import re
 
@@ -17,7 +18,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
-from difftx.kernels import pallas_tpu
+from difftx.kernels import pallas_tpu, splash
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
 
@@ -30,6 +31,13 @@ def attention(q, k, v, lam, segment_ids, dout, *, window=None):
     """Forward and backward pass of one call."""
     out, saved = pallas_tpu.forward(q, k, v, lam, segment_ids, window=window)
     return out, pallas_tpu.backward(q, k, v, lam, segment_ids, out, saved, dout, window=window)
+
+
+def splash_wide(q, k, v, lam, segment_ids, dout, *, window=None):
+    """Forward and backward pass of two splash calls."""
+    call = functools.partial(splash.diff_attention, segment_ids_BT=segment_ids, window=window)
+    out, vjp = jax.vjp(call, q, k, v, lam)
+    return out, vjp(dout)
 
 
 def shapes(b, t, h, kv_heads, d, dtype=jnp.bfloat16, *, segments=False, sharding=None):
@@ -65,7 +73,7 @@ def compile_for(chip, function, arguments):
 
 
 def kernels_in(compiled):
-    return set(re.findall(r"diff_attention_\w+?(?=[.\" /)])", compiled.as_text()))
+    return set(re.findall(r"splash_mqa_[a-z]+|diff_attention_\w+?(?=[.\" /)])", compiled.as_text()))
 
 
 @pytest.fixture(params=["v5p", pytest.param("v6e", marks=pytest.mark.exhaustive)])
@@ -106,12 +114,19 @@ def test_64k_tokens_compile_without_a_square(chip):
     assert compiled.memory_analysis().temp_size_in_bytes < HBM_BYTES / 8
 
 
-def test_sharded_over_batch_and_heads_without_collectives(chip):
+@pytest.mark.parametrize(
+    ("attend", "kernels"),
+    [
+        (attention, {"diff_attention_forward", "diff_attention_dqkv"}),
+        (splash_wide, {"splash_mqa_fwd", "splash_mqa_dkv"}),
+    ],
+)
+def test_sharded_over_batch_and_heads_without_collectives(chip, attend, kernels):
     devices = topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices
     mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("data", "heads"))
     by_head, by_row = PartitionSpec("data", None, "heads"), PartitionSpec("data")
     sharded = jax.shard_map(
-        attention,
+        attend,
         mesh=mesh,
         in_specs=(by_head, by_head, by_head, by_head, by_row, by_head),
         out_specs=by_head,
@@ -119,5 +134,23 @@ def test_sharded_over_batch_and_heads_without_collectives(chip):
     )
     arguments = shapes(4, 1024, 8, 4, 128, segments=True, sharding=mesh)
     compiled = jax.jit(sharded).lower(*arguments).compile()
-    assert kernels_in(compiled) == {"diff_attention_forward", "diff_attention_dqkv"}
+    assert kernels_in(compiled) == kernels
     assert COLLECTIVE.findall(compiled.as_text()) == []
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+@pytest.mark.parametrize(
+    ("call", "segments", "window", "passes"),
+    [
+        ((1, 1000, 2, 2, 64, jnp.float32), False, None, {"fwd", "dkv"}),
+        ((1, 4096, 2, 2, 128), False, None, {"fwd", "dkv"}),
+        ((1, 2048, 8, 2, 96), True, 700, {"fwd", "dkv"}),
+        ((1, 65536, 4, 1, 128), True, None, {"fwd", "dkv", "dq"}),
+    ],
+    ids=["float32", "one backward kernel", "segments, window and groups", "two backward kernels"],
+)
+def test_splash_wide_compiles(chip, call, segments, window, passes):
+    attend = functools.partial(splash_wide, window=window)
+    compiled = compile_for(chip, attend, lambda s: shapes(*call, segments=segments, sharding=s))
+    assert kernels_in(compiled) == {f"splash_mqa_{name}" for name in passes}
+    assert compiled.memory_analysis().temp_size_in_bytes < HBM_BYTES / 8

@@ -1,5 +1,6 @@
-"""The whole train step, compiled for four devices that are not there: it must hold the kernel that "auto" promises."""
+"""The whole train step, compiled for four devices that are not there, holds the attention kernel of its backend."""
 
+import dataclasses
 import os
 
 os.environ.update(  # read when libtpu loads; without the last one a second process would abort
@@ -10,12 +11,15 @@ import pytest
 from jax.experimental import topologies
 
 from compile import h200
-from difftx.launch.estimate import trace_step
+from difftx.config.build import override
+from difftx.launch.estimate import estimate, trace_step
+from difftx.launch.topology import find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
 
 TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are jax's.
 V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # Its kernels by themselves: tpu_compile_test.py.
 TPU_KERNELS = {"diff": ("diff_attention_forward", "diff_attention_dqkv"), "transformer": ("splash",)}
+TPU_BACKENDS = {"diff": "pallas_tpu", "transformer": "splash"}
 
 
 def compiled_step(c, devices) -> str:
@@ -42,7 +46,8 @@ def sharded(config, architecture):
 def test_on_tpu(config, architecture, topology):
     pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
     devices = topologies.get_topology_desc(topology, "tpu").devices
-    text = compiled_step(sharded(config, architecture), devices)
+    c = override(sharded(config, architecture), {"model.attention_implementation": TPU_BACKENDS[architecture]})
+    text = compiled_step(c, devices)
     for kernel in TPU_KERNELS[architecture]:
         assert kernel in text
 
@@ -55,7 +60,8 @@ def test_on_tpu_with_rows_cut(config, architecture, topology):
     axes = {"mesh__fsdp": 1, "mesh__tensor": 1, "mesh__context": 4, "mesh__context_method": "zigzag"}
     model = {"model__d_model": 512, "model__num_heads": 2 if architecture == "diff" else 4, "model__remat": "full"}
     rows = {"data__sequence_length": 8192, "train__global_batch_tokens": 8192, "data__document_mask": True}
-    c = config(architecture, **model, **rows, **axes, model__compute_dtype="bfloat16")
+    model |= {"model__compute_dtype": "bfloat16", "model__attention_implementation": TPU_BACKENDS[architecture]}
+    c = config(architecture, **model, **rows, **axes)
     text = compiled_step(c, devices)
     for kernel in TPU_KERNELS[architecture]:
         assert kernel in text
@@ -66,3 +72,17 @@ def test_on_hopper(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()
     text = compiled_step(sharded(config, "diff"), devices)
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and what remat repeats.
+
+
+@h200.needs_plugin
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", ["a100", "b200", pytest.param("l4", marks=pytest.mark.exhaustive)])
+def test_on_gpus_without_wgmma(config, kind, documents):
+    """Ampere, Ada and Blackwell compute attention by cuDNN, also the segments of packed documents."""
+    topology = parse_topology(f"{kind}:4")
+    c = sharded(config, "diff")
+    c = dataclasses.replace(c, data=dataclasses.replace(c.data, document_mask=documents))
+    found = estimate(c, find_devices(topology), topology.chip)
+    assert found.cudnn
+    assert found.fits
+    assert found.bound is not None

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.evals_params import random_params
+from helpers.model_layers import OPTIONS
 from model import oracle
 
 from difftx import evals
@@ -33,10 +34,10 @@ def everything(run, params):
             tokens += len(x_TD)
             for depth in range(config.num_layers):
                 block = nnx.merge(graphdef, jax.tree.map(lambda a, depth=depth: a[depth], weights))
-                h_TD = rms(x_TD, block.attention_norm)
-                logits += logits_of(block.attention, config, h_TD)
+                h_TD = oracle.rms(x_TD, block.attention_norm)
+                logits += logits_of(block.attention, config, h_TD, config.windows[depth % len(config.windows)])
                 x_TD = x_TD + oracle.layer(block.attention, config, h_TD, depth)
-                x_TD = x_TD + mlp(block.mlp, rms(x_TD, block.mlp_norm))
+                x_TD = x_TD + mlp(block.mlp, oracle.rms(x_TD, block.mlp_norm))
                 hidden.append(np.abs(x_TD).ravel())
     return np.sort(np.concatenate(logits)), np.sort(np.concatenate(hidden)), tokens
 
@@ -45,17 +46,13 @@ def weight(parameter):
     return np.asarray(parameter[...], np.float64)
 
 
-def rms(x_TD, norm):
-    return x_TD / np.sqrt(np.mean(x_TD**2, axis=1, keepdims=True) + 1e-5) * weight(norm.scale)
-
-
 def mlp(module, h_TD):
     gate_TF = h_TD @ weight(module.gate_DF)
     return (gate_TF * oracle.sigmoid(gate_TF) * (h_TD @ weight(module.up_DF))) @ weight(module.down_FD)
 
 
-def logits_of(attention, config, h_TD):
-    """Of every map once, |q·k / √d| for keys up to the query."""
+def logits_of(attention, config, h_TD, window):
+    """Of every map once, |q·k / √d| for the keys that a query sees."""
     grouped = hasattr(attention, "query_DHGd")
     q, k = (
         weight(attention.query_DHGd if grouped else attention.query_DHd),
@@ -68,23 +65,26 @@ def logits_of(attention, config, h_TD):
             pairs.append((q[:, n, i], k[:, kv, int(i == q.shape[2] - 1)]))
     else:
         pairs = [(q[:, n], k[:, n * k.shape[1] // q.shape[1]]) for n in range(q.shape[1])]
-    found, theta = [], config.rope_theta
+    found, position = [], np.arange(len(h_TD))
+    distance_TT = position[:, None] - position
+    seen_TT = (distance_TT >= 0) & (distance_TT < (window or np.inf))
     for query_Dd, key_Dd in pairs:
-        q_Td, k_Td = oracle.turned(h_TD @ query_Dd, theta), oracle.turned(h_TD @ key_Dd, theta)
-        found.append(np.abs(q_Td @ k_Td.T / np.sqrt(q_Td.shape[1]))[np.tril_indices(len(h_TD))])
+        q_Td, k_Td = oracle.position_encoded(attention, config, h_TD @ query_Dd, h_TD @ key_Dd)
+        found.append(np.abs(q_Td @ k_Td.T / np.sqrt(q_Td.shape[1]))[seen_TT])
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "packing", "axes"),
+    ("name", "packing", "axes", "options"),
     [
-        ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}),
-        pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
-        pytest.param("diff_v2", "best_fit", {"context": 4, "context_method": "zigzag"}, marks=pytest.mark.long),
-        pytest.param("off_by_one", "concat", {"tensor": 2}, marks=pytest.mark.long),
+        ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, {}),
+        ("diff", "concat", {}, OPTIONS),
+        pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.long),
+        pytest.param("diff_v2", "best_fit", {"context": 4, "context_method": "zigzag"}, {}, marks=pytest.mark.long),
+        pytest.param("off_by_one", "concat", {"tensor": 2}, OPTIONS, marks=pytest.mark.long),
     ],
 )
-def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, monkeypatch, name, packing, axes):
+def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, monkeypatch, name, packing, axes, options):
     if packing == "best_fit":  # Short documents, so that rows have padding.
         for i in range(60):
             (tmp_path / f"{i}.txt").write_text(f"the square of {i} is {i * i}"[: 9 + i % 13])
@@ -98,6 +98,7 @@ def test_equal_to_a_model_that_holds_everything(config, text_file, tmp_path, mon
         data__cache_path=tmp_path / "cache",
         eval__outliers__tokens=ROWS * 32 + 31,
         **oracle.SIZES.get(name, {}),
+        **options,
         **{f"mesh__{axis}": size for axis, size in axes.items()},
     )
     monkeypatch.setattr("difftx.kernels.xla.CHUNK_MAP_ELEMENTS", 1500)  # Several chunks, the last one not full.

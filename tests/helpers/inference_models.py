@@ -16,17 +16,22 @@ def language_model(config, mesh, architecture="diff", **overrides):
     """Return a model with random parameters whose attention weights are far from uniform."""
     overrides = {"train__global_batch_tokens": 1024} | overrides
     c = config(architecture, data__sequence_length=128, **overrides)
+    return LanguageModel(c, mesh, random_params(c, mesh, embedding_scale=0.02), load_tokenizer("bytes"))
+
+
+def random_params(c, mesh, *, embedding_scale):
+    """Return random parameters. In numpy: compiling an initialisation takes longer than a test."""
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: init_state(c).params)
 
-    def draw(path, leaf):  # In numpy: compiling an initialisation takes longer than a test.
-        scale = 0.02 if "embedding" in str(path) else 0.3
+    def draw(path, leaf):
+        scale = embedding_scale if "embedding" in str(path) else 0.3
         mean = 1.0 if "scale" in str(path) else 0.0
         value = (mean + scale * rng.normal(size=leaf.shape)).astype(leaf.dtype)
         return jax.device_put(value, jax.NamedSharding(mesh, leaf.sharding.spec))
 
-    return LanguageModel(c, mesh, jax.tree.map_with_path(draw, shapes), load_tokenizer("bytes"))
+    return jax.tree.map_with_path(draw, shapes)
 
 
 def full_logits(lm, mesh, tokens_BT):

@@ -1,5 +1,6 @@
 """Decoders, layers and batches with random numbers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,9 @@ from difftx.model.layers import rotary_angles
 from difftx.parallel.layout import Layout
 
 QUICKSTART = f"{ROOT}/configs/quickstart.py"
+# Options that every architecture has, in a model of two layers with a window and one without.
+WINDOWS = {"model__num_layers": 3, "model__window": 5, "model__window_pattern": "LLG"}
+OPTIONS = WINDOWS | {"model__qk_norm": "true", "model__logit_soft_cap": 2.0}
 TOKENS = 18
 X_BTD = np.random.default_rng(3).normal(size=(2, TOKENS, 32)).astype(np.float32)
 
@@ -58,6 +62,7 @@ def layer_of(name, **overrides):
         """Return outputs `[B, T, D]`, and the gradient of each token's sum in the first row, `[T, T, D]`."""
         angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
         depth = jax.tree.map(lambda a: a[layer], depth_schedule(model))
+        depth = dataclasses.replace(depth, window=model.windows[0])  # Callers use layers with the first window.
 
         def attend(x_BTD):
             return nnx.merge(graphdef, state)(x_BTD, angles, depth, ids_BT)[0]

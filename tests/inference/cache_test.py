@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.inference_models import CONTEXT, TENSOR, full_logits, language_model, prompts_of
+from helpers.model_layers import OPTIONS, WINDOWS
 
 from difftx.inference import decode
 from difftx.inference.sampling import GREEDY
@@ -34,17 +35,22 @@ def check_against_full_pass(lm, one):
         tokens_BT[b, length : length + len(new)] = new
     logits_BTV = full_logits(lm, one, tokens_BT)
 
-    embedding_VD = np.asarray(lm.params["embedding_VD"])
+    embedding_VD, cap = np.asarray(lm.params["embedding_VD"]), lm.config.model.logit_soft_cap
+
+    def logits_of(x_D):
+        logits_V = embedding_VD @ x_D
+        return logits_V if cap is None else cap * np.tanh(logits_V / cap)
+
     for b, length in enumerate(LENGTHS):
         expected_NV = logits_BTV[b, length - 1 :]
-        np.testing.assert_allclose(embedding_VD @ hidden[0][b], expected_NV[0], atol=1e-5)
+        np.testing.assert_allclose(logits_of(hidden[0][b]), expected_NV[0], atol=1e-5)
         for i, token in enumerate(new_BN[b]):
             ended = token == decode.NO_TOKEN
             assert ended or token == np.argmax(expected_NV[i, :257])
         for block, x_BD in enumerate(hidden[1:], start=1):
             at = block * decode.BLOCK_TOKENS
             if at < LIMITS[b] and not (new_BN[b, :at] == decode.NO_TOKEN).any():
-                np.testing.assert_allclose(embedding_VD @ x_BD[b], expected_NV[at], atol=1e-5)
+                np.testing.assert_allclose(logits_of(x_BD[b]), expected_NV[at], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,27 @@ def test_prefill_and_decode_equal_a_full_pass(config, mesh_of, monkeypatch, arch
     for chunk in chunks:
         monkeypatch.setattr(decode, "chunk_for", lambda longest, rows, mesh, chunk=chunk: chunk)
         check_against_full_pass(lm, mesh_of())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "options"),
+    [
+        ("diff", {}, OPTIONS),
+        ("transformer", TENSOR, OPTIONS),
+        *(
+            pytest.param("diff", {}, {name: OPTIONS[name] for name in names}, marks=pytest.mark.long)
+            for names in (["model__qk_norm"], ["model__logit_soft_cap"], list(WINDOWS))
+        ),
+        # Layers in a loop over groups, which are not separated for decoding.
+        pytest.param("diff", {}, OPTIONS | {"model__num_layers": 12}, marks=pytest.mark.long),
+    ],
+)
+def test_options_hold_over_the_cache(config, mesh_of, monkeypatch, architecture, sizes, options):
+    """A window of 5 is shorter than the prompts, so that new tokens see a part of the cache only."""
+    options = options | ({"model__logit_soft_cap": 0.1} if "model__logit_soft_cap" in options else {})
+    lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4, **options)
+    monkeypatch.setattr(decode, "chunk_for", lambda longest, rows, mesh: 32)
+    check_against_full_pass(lm, mesh_of())
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers.inference_models import CONTEXT, full_logits, language_model
+from helpers.model_layers import OPTIONS
 
 from difftx.errors import UserError
 from difftx.inference import score
@@ -38,12 +39,16 @@ def some_items(rng):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sizes", "rows", "branch_tokens"),
-    [("diff", {}, 2, 12), pytest.param("transformer", CONTEXT, 4, 256, marks=pytest.mark.long)],
+    ("architecture", "sizes", "rows", "branch_tokens", "options"),
+    [
+        ("diff", {}, 2, 12, {}),
+        ("diff", {}, 4, 256, OPTIONS | {"model__logit_soft_cap": 0.1}),
+        pytest.param("transformer", CONTEXT, 4, 256, {}, marks=pytest.mark.long),
+    ],
 )
-def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, sizes, rows, branch_tokens):
+def test_scores_equal_brute_force(config, mesh_of, monkeypatch, architecture, sizes, rows, branch_tokens, options):
     monkeypatch.setattr(score, "BRANCH_TOKENS", branch_tokens)  # 12 requires several passes, 256 one.
-    lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4)
+    lm = language_model(config, mesh_of(**sizes), architecture, model__num_heads=4, **options)
     items = some_items(np.random.default_rng(0))
     # Add an item whose continuation is the greedy one.
     best = brute_force(lm, mesh_of(), items[:1])[0][2]

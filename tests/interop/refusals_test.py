@@ -155,6 +155,7 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path):
             ["--config.model.num_layers=3"],
             r"--config\.model\.num_layers: .*config\.json determines this field; remove the flag",
         ),
+        (["--config.model.qk_norm=true"], r"--config\.model\.qk_norm: .*config\.json determines this field"),
         (["--config.model.num_layer=3"], "no such field. Did you mean"),
         (["--step=3"], "--step selects a checkpoint of a run"),
     ],
@@ -196,6 +197,9 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
             "d_model=66, .* transformers refuses",
         ),
         ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no head norm"),
+        ("diff", "hf", {"qk_norm": True}, "model.qk_norm=True cannot be converted: models of the other formats do not"),
+        ("transformer", "hf", {"window": 8}, "model.window=8 cannot be converted"),
+        ("diff", "official", {"logit_soft_cap": 30.0}, "model.logit_soft_cap=30.0 cannot be converted"),
     ],
 )
 def test_runs_that_other_formats_cannot_represent(config, architecture, format_, changes, message):

@@ -6,18 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.kernels_checks import TOLERANCE, relative_error, split
+from helpers.kernels_checks import TOLERANCE, relative_error, split, split_segments
 
 from difftx.kernels import cached, maps
-from difftx.kernels.cached import EMPTY, SegmentMask
 from kernels import oracle
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("K", "new", "lam"), [(4, 1, "scalar"), (2, 1, "per token"), (2, 5, "per token"), (1, 3, "scalar")]
+    ("K", "new", "lam", "window"),
+    [
+        (4, 1, "scalar", None),
+        (2, 1, "per token", None),
+        (2, 5, "per token", None),
+        (1, 3, "scalar", None),
+        (2, 1, "scalar", 3),  # One new token and two cached ones.
+        (2, 5, "per token", 3),
+        (1, 3, "scalar", 1),
+    ],
 )
-def test_equals_the_oracle(K, new, lam, dtype):
+def test_equals_the_oracle(K, new, lam, window, dtype):
     B, S, H, D = 2, 14, 4, 8
     rng = np.random.default_rng(0)
 
@@ -29,14 +37,12 @@ def test_equals_the_oracle(K, new, lam, dtype):
         rng.normal(size=(B, S, H)).astype(np.float32) if lam == "per token" else np.full((B, S, H), 0.4, np.float32)
     )
     segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)
-    expected = oracle.diff_attention(q, k, v, lam_BSH, segment_BS)[:, -new:]
+    expected = oracle.diff_attention(q, k, v, lam_BSH, segment_BS, window)[:, -new:]
 
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
-    slots_BS = np.full((B, 24), EMPTY, np.int32)
-    slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
-    ids = SegmentMask(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
+    ids = split_segments(segment_BS, 24, new)
     lam = jnp.asarray(lam_BSH[:, -new:]) if lam == "per token" else jnp.float32(0.4)
-    attend = jax.jit(functools.partial(cached.mapped_attention, maps.difference))
+    attend = jax.jit(functools.partial(cached.mapped_attention, maps.difference, window=window))
     actual = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
     assert actual.dtype == dtype
     assert relative_error(actual, expected) < TOLERANCE[dtype]

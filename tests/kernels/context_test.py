@@ -102,10 +102,10 @@ def test_a_window_crosses_the_shards(mesh_of, zigzag):
 @pytest.mark.parametrize(
     "segments", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["one document", "documents"]
 )
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "splash"])
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "splash_wide", "splash"])
 def test_tpu_kernels_over_sharded_rows(mesh_of, monkeypatch, implementation, zigzag, segments):
     if not segments:  # Splash's backward pass for long rows.
-        monkeypatch.setattr("difftx.kernels.baseline.SPLASH_FUSED_TOKENS", 0)
+        monkeypatch.setattr("difftx.kernels.splash.FUSED_TOKENS", 0)
     kind = "softmax" if implementation == "splash" else "diff"
     check(mesh_of(context=4), kind, implementation, tokens=1024, zigzag=zigzag, segments=segments)
 

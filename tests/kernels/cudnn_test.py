@@ -2,25 +2,18 @@
 
 #   B = batch, T = S = length, H = query heads, K = key/value heads, G = 2 maps, D = width, E = 2·D
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import targeting
 
-from difftx.kernels import cudnn
+from difftx.kernels import cudnn, target
 from difftx.kernels.backend import AttentionCall
 
 SHAPES = ((2, 100, 4, 2, 16), (2, 100, 2, 2, 16), (2, 100, 2, 32))
-
-
-@dataclasses.dataclass
-class Device:
-    compute_capability: str
-    platform: str = "gpu"
-    device_kind: str = "a test's GPU"
 
 
 def make_inputs(dtype=jnp.float32, shapes=SHAPES):
@@ -29,13 +22,15 @@ def make_inputs(dtype=jnp.float32, shapes=SHAPES):
     return q, k, v, jnp.asarray(rng.normal(size=shapes[0][:3]), jnp.float32)
 
 
-def naive(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, *, window):
+def naive(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, ids_BT=None, *, window):
     length, group = q_BTHGD.shape[1], q_BTHGD.shape[2] // k_BSKGD.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k_BSKGD, v_BSKE))
     logits = jnp.einsum("bthgd,bshgd->bhgts", q_BTHGD, k) * q_BTHGD.shape[-1] ** -0.5
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    seen = jnp.asarray((j <= i) & (i - j < (window or length)))
-    p = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    seen = jnp.asarray((j <= i) & (i - j < (window or length)))[None]
+    if ids_BT is not None:
+        seen = seen & (ids_BT[:, :, None] == ids_BT[:, None])
+    p = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -jnp.inf), axis=-1)
     out = jnp.einsum("bhgts,bshe->gbthe", p, v)
     return out[0] - lam_BTH[..., None] * out[1]
 
@@ -60,23 +55,30 @@ def xla_instead(monkeypatch):
 
 
 @pytest.fixture
-def h200_with_cudnn(monkeypatch):
-    """JAX asks the local GPU whether cuDNN can serve the call; here nobody can answer."""
-    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91900)
-    monkeypatch.setattr(cudnn.private, "check_compute_capability", lambda least: float(least) <= 9.0)
+def on_hopper():
+    """JAX asks the local GPU and cuDNN whether they can serve a call. Here the target's answer."""
+    with targeting("NVIDIA H200"), cudnn.checked_for_target(91900):
+        yield
 
 
-FUNCTIONS = [cudnn.diff_attention, cudnn.diff_attention_wide_values]
-
-
-@pytest.mark.parametrize("attention", FUNCTIONS)
 @pytest.mark.parametrize("window", [None, 1, 30])
-def test_algebra_is_exact(attention, window, xla_instead):
+@pytest.mark.parametrize(
+    ("attention", "widest", "segments"),
+    [
+        (cudnn.diff_attention, 32, False),
+        (cudnn.diff_attention, 32, True),
+        (cudnn.diff_attention, 16, True),  # V is split.
+        (cudnn.diff_attention_wide_values, 32, False),
+    ],
+)
+def test_algebra_is_exact(attention, widest, segments, window, xla_instead, monkeypatch):
+    monkeypatch.setattr(cudnn, "_widest_head", lambda: widest)
     args = make_inputs()
+    ids_BT = jnp.asarray(np.sort(np.random.default_rng(2).integers(0, 4, (2, 100)))) if segments else None
     dout = jnp.asarray(np.random.default_rng(1).normal(size=(2, 100, 4, 32)), jnp.float32)
     with jax.default_matmul_precision("highest"):
-        out, vjp = jax.vjp(functools.partial(attention, window=window), *args)
-        expected, expected_vjp = jax.vjp(functools.partial(naive, window=window), *args)
+        out, vjp = jax.vjp(lambda *args: attention(*args, ids_BT, window=window), *args)
+        expected, expected_vjp = jax.vjp(lambda *args: naive(*args, ids_BT, window=window), *args)
         assert out.dtype == args[0].dtype
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
         for actual, reference in zip(vjp(dout), expected_vjp(dout), strict=True):
@@ -84,11 +86,16 @@ def test_algebra_is_exact(attention, window, xla_instead):
 
 
 @pytest.mark.parametrize(
-    ("attention", "calls", "widths"),
-    [(cudnn.diff_attention, 1, (256, 256)), (cudnn.diff_attention_wide_values, 2, (128, 256))],
+    ("kind", "attention", "calls", "heads", "widths"),
+    [
+        ("NVIDIA H200", cudnn.diff_attention, 1, 8, (256, 256)),
+        ("NVIDIA H200", cudnn.diff_attention_wide_values, 2, 4, (128, 256)),
+        ("NVIDIA A100-SXM4-80GB", cudnn.diff_attention, 1, 16, (128, 128)),
+        ("NVIDIA B200", cudnn.diff_attention, 1, 16, (128, 128)),
+    ],
 )
 @pytest.mark.parametrize("window", [None, 512])
-def test_lowers_to_cudnn_and_nothing_quadratic(attention, calls, widths, window, h200_with_cudnn):
+def test_lowers_to_cudnn_and_nothing_quadratic(kind, attention, calls, heads, widths, window, monkeypatch):
     q, k, v, lam = (
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
@@ -103,43 +110,66 @@ def test_lowers_to_cudnn_and_nothing_quadratic(attention, calls, widths, window,
         return attention(*args, window=window).astype(jnp.float32).sum()
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
-    text = gradients.trace(q, k, v, lam).lower(lowering_platforms=("cuda",)).as_text()
+    capability = target.compute_capability(kind)  # cuDNN's calls cannot be lowered under an abstract mesh.
+    monkeypatch.setattr(target, "compute_capability", lambda: capability)
+    with cudnn.checked_for_target(91900):
+        text = gradients.trace(q, k, v, lam).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__cudnn$fmhaSoftmax(") == calls
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == calls
-    heads = 8 // calls
     for width in widths:
         assert f"tensor<2x1024x{heads}x{width}xbf16>" in text
     assert "dot_general" not in text
     assert "1024x1024x" not in text.replace('"', "")
 
 
-def test_wide_values_name_an_old_cudnn(h200_with_cudnn, monkeypatch):
-    call = AttentionCall(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in SHAPES))
-    monkeypatch.setattr(jax, "devices", lambda: [Device("8.0")])
-    assert "Hopper" in cudnn.wide_values_unsupported(call)
-    monkeypatch.setattr(jax, "devices", lambda: [Device("9.0")])
-    assert cudnn.wide_values_unsupported(call) is None
-    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91001)
-    assert "found 91001" in cudnn.wide_values_unsupported(call)
+def diff_call(width=128, dtype=jnp.bfloat16, *, segments=False, tokens=100):
+    shapes = ((2, tokens, 4, 2, width), (2, tokens, 2, 2, width), (2, tokens, 2, 2 * width))
+    ids = jax.ShapeDtypeStruct((2, tokens), jnp.int32) if segments else None
+    return AttentionCall(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), ids)
+
+
+def test_wide_values_require_hopper_and_a_new_cudnn(on_hopper, monkeypatch):
+    assert cudnn.wide_values_unsupported(diff_call()) is None
+    assert "dense mask" in cudnn.wide_values_unsupported(diff_call(segments=True))
+    assert "up to 256 wide, not 272" in cudnn.wide_values_unsupported(diff_call(136))
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA B200"):
+        with targeting(kind):
+            assert f"(compute capability 9.0), found {kind}" in cudnn.wide_values_unsupported(diff_call(64))
+    with cudnn.checked_for_target(91001):
+        assert "found 91001" in cudnn.wide_values_unsupported(diff_call())
     monkeypatch.setattr(cudnn, "private", None)
-    assert "no jax._src" in cudnn.wide_values_unsupported(call)
+    assert "no jax._src" in cudnn.wide_values_unsupported(diff_call())
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "segments", "device", "reason"),
+    ("call", "kind", "reason"),
     [
-        (16, jnp.bfloat16, False, Device("9.0"), None),
-        (16, jnp.float32, False, Device("9.0"), "not float32"),
-        (16, jnp.bfloat16, True, Device("9.0"), "dense T x S mask"),
-        (12, jnp.bfloat16, False, Device("9.0"), "not a multiple of 8"),
-        (136, jnp.bfloat16, False, Device("9.0"), "up to 256 wide"),
-        (128, jnp.bfloat16, False, Device("8.0"), "up to 128 wide"),
-        (16, jnp.bfloat16, False, jax.devices("cpu")[0], "found cpu"),
+        (diff_call(16), "NVIDIA H200", None),
+        (diff_call(256), "NVIDIA H200", None),
+        (diff_call(128), "NVIDIA A100-SXM4-80GB", None),
+        (diff_call(128, segments=True), "NVIDIA GeForce RTX 4090", None),
+        (diff_call(16, jnp.float32), "NVIDIA H200", "not float32"),
+        (diff_call(16, segments=True, tokens=20_000), "NVIDIA H200", "dense T × T mask; got 20000 tokens"),
+        (diff_call(12), "NVIDIA H200", "a multiple of 8 up to 256; got 12"),
+        (diff_call(136), "NVIDIA L4", "a multiple of 8 up to 128; got 136"),
+        (diff_call(136), "NVIDIA B200", "a multiple of 8 up to 128; got 136"),
+        (diff_call(16), "Tesla V100-SXM2-16GB", "requires Ampere"),
     ],
 )
-def test_unsupported_names_the_reason(width, dtype, segments, device, reason, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    shapes = ((2, 100, 4, 2, width), (2, 100, 2, 2, width), (2, 100, 2, 2 * width))
-    ids = jax.ShapeDtypeStruct((2, 100), jnp.int32) if segments else None
-    answer = cudnn.unsupported(AttentionCall(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), ids))
+def test_unsupported_names_the_reason(call, kind, reason):
+    with targeting(kind):
+        answer = cudnn.diff_unsupported(call)
     assert answer is None if reason is None else reason in answer
+
+
+def test_softmax_attention_with_segments_requires_an_even_length(on_hopper):
+    def why(tokens):
+        q = jax.ShapeDtypeStruct((2, tokens, 4, 64), jnp.bfloat16)
+        return cudnn.unsupported(AttentionCall(q, q, q, jax.ShapeDtypeStruct((2, tokens), jnp.int32)))
+
+    assert why(100) is None
+    assert "even number of tokens; got 101" in why(101)
+
+
+def test_without_a_gpu_the_reason_is_the_platform():
+    assert "requires an NVIDIA GPU, and JAX runs on cpu" in cudnn.diff_unsupported(diff_call())

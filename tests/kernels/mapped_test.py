@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.kernels_checks import TOLERANCE, relative_error, split
+from helpers.kernels_checks import TOLERANCE, relative_error, split, split_segments
 from model.oracle import sink_row, top_k_row
 
 from difftx import kernels
 from difftx.kernels import cached, maps, xla
-from difftx.kernels.cached import EMPTY, SegmentMask
 from kernels.oracle import softmax_row
 
 K_KEPT = 4
@@ -146,18 +145,17 @@ def test_a_long_row_holds_no_map():
     assert compiled.memory_analysis().temp_size_in_bytes < T * T  # A quarter of one float32 map.
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", MAPS)
-def test_over_a_cache_it_is_the_same(name):
-    B, S, K, new = 2, 14, 2, 5
+def test_over_a_cache_it_is_the_same(name, window):
+    S, K, new = 14, 2, 5
     q, k, v, number, _ = inputs(name, T=S, K=K)
     segment_BS = np.array([[0] * 14, [0] * 6 + [1] * 8], np.int32)
-    expected = by_hand(name, q, k, v, number, segment_BS, None)[:, -new:]
+    expected = by_hand(name, q, k, v, number, segment_BS, window)[:, -new:]
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
-    slots_BS = np.full((B, 24), EMPTY, np.int32)
-    slots_BS[:, 2 : 2 + S - new] = segment_BS[:, :-new]
-    ids = SegmentMask(jnp.asarray(segment_BS[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
-    per_query = None if number is None else number[:, -new:]
-    actual = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, per_query=per_query)
+    ids, per_query = split_segments(segment_BS, 24, new), None if number is None else number[:, -new:]
+    options = {"per_query": per_query, "window": window}
+    actual = cached.mapped_attention(MAPS[name][0], q[:, -new:], k_new, v_new, (keys, values), ids, **options)
     assert relative_error(actual, expected) < TOLERANCE["float32"]
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import targeting
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from difftx.kernels import pallas_gpu, pallas_gpu_tiles
@@ -224,12 +225,19 @@ def call_of_width(width, dtype):
     return AttentionCall(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
 
 
-def test_unsupported_names_the_reason(monkeypatch):
+def test_unsupported_names_the_reason():
     assert pallas_gpu.unsupported(call_of_width(64, jnp.float32)) is None  # The interpreter runs any dtype.
-    monkeypatch.setattr(pallas_gpu.target, "platform", lambda: "gpu")
-    monkeypatch.setattr(pallas_gpu.target, "device_kind", lambda: "NVIDIA H200")
-    assert pallas_gpu.unsupported(call_of_width(64, jnp.bfloat16)) is None
-    assert "bfloat16, not float32" in pallas_gpu.unsupported(call_of_width(64, jnp.float32))
-    assert "head width 80" in pallas_gpu.unsupported(call_of_width(80, jnp.bfloat16))
-    monkeypatch.setattr(pallas_gpu.target, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
-    assert "found NVIDIA A100" in pallas_gpu.unsupported(call_of_width(64, jnp.bfloat16))
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"):
+        with targeting(kind):
+            assert pallas_gpu.unsupported(call_of_width(64, jnp.bfloat16)) is None
+            assert "bfloat16, not float32" in pallas_gpu.unsupported(call_of_width(64, jnp.float32))
+            assert "head width 80" in pallas_gpu.unsupported(call_of_width(80, jnp.bfloat16))
+    for kind in (
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA L4",
+        "NVIDIA GeForce RTX 4090",
+        "NVIDIA B200",
+        "Tesla V100-SXM2-16GB",
+    ):
+        with targeting(kind):
+            assert f"found {kind}" in pallas_gpu.unsupported(call_of_width(64, jnp.bfloat16))

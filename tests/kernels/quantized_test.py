@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.kernels_checks import relative_error, split
+from helpers.kernels_checks import relative_error, split, split_segments
 
 from difftx import kernels
 from difftx.kernels import cached, maps, xla
-from difftx.kernels.cached import EMPTY, SegmentMask
 from kernels.oracle import softmax_row
 
 BITS = (2, 4, 6, 8)
@@ -126,10 +125,9 @@ def test_in_chunks_over_a_cache_and_by_hand(granularity, monkeypatch):
             assert relative_error(out, expected) < 2e-6
 
     (keys, k_new), (values, v_new) = split(k, 24, new), split(v, 24, new)
-    slots_BS = np.full((B, 24), EMPTY, np.int32)
-    slots_BS[:, 2 : 2 + T - new] = segment_BT[:, :-new]
-    ids = SegmentMask(jnp.asarray(segment_BT[:, -new:]), jnp.zeros((B, new), jnp.int32), jnp.asarray(slots_BS))
-    attend = jax.jit(functools.partial(cached.mapped_attention, quantized))
-    actual = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
-    expected = by_hand(q, k, v, 0.7, segment_BT, None, 4, granularity)[:, -new:]
-    assert relative_error(actual, expected) < 2e-6
+    ids = split_segments(segment_BT, 24, new)
+    for window in windows:
+        attend = jax.jit(functools.partial(cached.mapped_attention, quantized, window=window))
+        actual = attend(q[:, -new:], k_new, v_new, (keys, values), ids, per_query=lam)
+        expected = by_hand(q, k, v, 0.7, segment_BT, window, 4, granularity)[:, -new:]
+        assert relative_error(actual, expected) < 2e-6

@@ -31,22 +31,24 @@ def inputs(groups, extra, rng):
     return q, k, number, np.sort(rng.integers(0, 3, (B, T))).astype(np.int32)
 
 
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(("segments", "window"), [(False, None), (True, None), (True, 5)])
 @pytest.mark.parametrize("name", MAPS)
-def test_rows_equal_the_formula(name, segments):
+def test_rows_equal_the_formula(name, segments, window):
     map_of, groups, extra, row = MAPS[name]
     q, k, number, ids = inputs(groups, extra, np.random.default_rng(0))
     if groups == 1:
         q, k = q[:, :, :, 0], k[:, :, :, 0]
     arrays = {"per_query": number, "segment_ids_BT": ids if segments else None}
-    found = map_rows(map_of, q, k, QUERIES, **{n: None if x is None else jnp.asarray(x) for n, x in arrays.items()})
+    arrays = {n: None if x is None else jnp.asarray(x) for n, x in arrays.items()}
+    found = map_rows(map_of, q, k, QUERIES, **arrays, window=window)
     q, k = (np.asarray(x, np.float64).reshape(B, T, -1, groups, D) for x in (q, k))
     numbers = None if number is None else np.broadcast_to(np.float64(number), (B, T, H))
     assert found.map_BCHS.shape == (B, 3, H, T)
     assert found.map_BCHS.dtype == jnp.float32
     for b, c, h in np.ndindex(B, 3, H):
         t = QUERIES[b, c]
-        keys = [s for s in range(t + 1) if not segments or ids[b, s] == ids[b, t]]
+        first = 0 if window is None else max(0, t - window + 1)
+        keys = [s for s in range(first, t + 1) if not segments or ids[b, s] == ids[b, t]]
         logits = [k[b, keys, h // (H // K), g] @ q[b, t, h, g] / np.sqrt(D) for g in range(groups)]
         expected = np.zeros(T)
         expected[keys] = row(*logits, *([] if numbers is None else [numbers[b, t, h]]))

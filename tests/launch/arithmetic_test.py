@@ -9,7 +9,9 @@ import pytest
 from jax import P
 from jax.extend import core
 
-from difftx.kernels import baseline, cudnn, pallas_gpu, pallas_tpu
+from difftx import kernels
+from difftx.kernels import cudnn, pallas_gpu, pallas_tpu, splash, target
+from difftx.kernels.backend import window_scope
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.estimate import trace_step
 from difftx.parallel.mesh import make_mesh
@@ -114,12 +116,42 @@ def test_splash_counts_the_tiles_that_causality_leaves():
     q = struct(b, t, h, d)
 
     def both(q, k, v):
-        call = functools.partial(baseline.splash_attention, segment_ids_BT=None, window=None)
+        call = functools.partial(splash.attention, segment_ids_BT=None, window=None)
         out, back = jax.vjp(call, q, k, v)
         return back(out)
 
     tiles = 4 * 5 / 2  # Of 512 × 512, on and below the diagonal.
     assert flops(both, q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
+
+
+def test_windows_leave_fewer_pairs(monkeypatch):
+    """Counts by hand of tiles (splash) and of pairs (other kernels), in programs that `kernels.attention` traces."""
+    b, t, h, d, window = 2, 2048, 3, 64, 500
+    q = struct(b, t, h, d)
+
+    def both(implementation):
+        def call(q, k, v):
+            attention = functools.partial(kernels.attention, window=window, implementation=implementation)
+            out, back = jax.vjp(attention, q, k, v)
+            return back(out)
+
+        return call
+
+    tiles = 1 + 2 + 2 + 2  # Of 512 × 512: each tile of queries sees itself and the tile before it.
+    assert flops(both("splash"), q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
+    pairs = sum(min(i + 1, window) for i in range(t))
+    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91900)  # As if it were here.
+    monkeypatch.setattr(cudnn.private, "check_compute_capability", lambda least: float(least) <= 9.0)
+    monkeypatch.setattr(target, "platform", lambda: "gpu")
+    assert flops(both("cudnn"), q, q, q) == pytest.approx(2 * d * pairs * b * h * (2 + 5), rel=1e-3)
+
+    def forward(q, k, v, lam):
+        with window_scope(window):
+            return pallas_gpu.forward(q, k, v, lam, None, window=window, interpret=False)
+
+    pair = struct(b, t, h, 2, d)
+    arguments = pair, pair, struct(b, t, h, 2 * d), struct(b, t, h, dtype="float32")
+    assert flops(forward, *arguments) == pytest.approx(2 * d * pairs * b * h * 6, rel=1e-3)
 
 
 def test_cudnn_by_name(monkeypatch):
@@ -129,7 +161,7 @@ def test_cudnn_by_name(monkeypatch):
     q = struct(b, t, h, d)
 
     def both(q, k, v):
-        out, back = jax.vjp(lambda *a: baseline.cudnn_attention(*a, None, window=None), q, k, v)
+        out, back = jax.vjp(lambda *a: cudnn.attention(*a, None, window=None), q, k, v)
         return back(out)
 
     assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d

@@ -57,6 +57,24 @@ def test_bytes_that_a_device_sends(body, expected):
     assert sent(compiled(body)) == expected
 
 
+@pytest.mark.parametrize(
+    ("body", "inside", "between"),
+    [
+        # Two hosts of four GPUs: a ring over all of them leaves a host through the adapters of its four GPUs.
+        (gather, 7 * 64, 7 * 64 / 4),
+        # Each GPU keeps 1/8 of its numbers and sends 4/8 of them to the other host.
+        (lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True), 64 * 7 / 8, 64 * 4 / 8),
+        # Groups of one GPU of each host, and groups within a host.
+        (lambda x: jax.lax.psum(x, "x", axis_index_groups=[[i, i + 4] for i in range(4)]), 0, 2 * 64 / 2),
+        (lambda x: jax.lax.psum(x, "x", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]), 2 * 64 * 3 / 4, 0),
+    ],
+    ids=["all", "all-to-all", "across", "within"],
+)
+def test_gpu_hosts_share_the_network(body, inside, between):
+    (found,) = list_collectives(compiled(body), host_devices=4)
+    assert (found.interconnect_bytes, found.network_bytes) == (inside, between)
+
+
 def test_a_loop_counts_as_often_as_it_runs():
     assert sent(compiled(repeat(5, gather))) == {"all-gather": 5 * 7 * 64}
     assert sent(compiled(repeat(3, repeat(5, gather)))) == {"all-gather": 15 * 7 * 64}

@@ -17,7 +17,7 @@ from difftx.launch.topology import GIB, Chip, parse_topology
 
 MESH = {"mesh.fsdp": "4", "mesh.tensor": "2"}  # Last of FLAGS.
 FLAGS = [f"--config.{name}={value}" for name, value in (TINY | MESH).items()]
-CHIP = Chip(hbm_bytes=GIB, interconnect=None, network=None)
+CHIP = Chip(hbm_bytes=GIB, hbm_bandwidth=None, interconnect=None, network=None)
 
 
 def plan(*flags):
@@ -130,16 +130,17 @@ def estimated(planned):
     return Estimate(**{field.name: planned[1][field.name] for field in dataclasses.fields(Estimate)})
 
 
-def test_the_bound_is_the_slower_of_arithmetic_and_collectives(estimated):
+def test_the_bound_is_the_slowest_of_arithmetic_collectives_and_state(estimated):
     e = estimated
     assert e.bound is None
-    fast = dataclasses.replace(e, peak_flops=1e12, interconnect=1e30, network=1e30)
+    fast = dataclasses.replace(e, peak_flops=1e12, hbm_bandwidth=1e30, interconnect=1e30, network=1e30)
     assert fast.bound.step_seconds == e.executed_flops / 1e12
     assert fast.bound.mfu == pytest.approx(e.model_flops / 8 / e.executed_flops)
     sent = sum(c["interconnect_bytes"] for c in e.collectives.values())
     slow = dataclasses.replace(fast, interconnect=1.0)
     assert slow.bound.step_seconds == sent
     assert slow.bound.days == pytest.approx(e.steps * sent / 86_400)
+    assert dataclasses.replace(fast, hbm_bandwidth=1.0).bound.step_seconds == e.argument_bytes + e.output_bytes
 
 
 def test_search_finds_what_fits_and_skips_what_could_only_be_slower(config, estimated, monkeypatch):

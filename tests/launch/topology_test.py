@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from difftx.errors import UserError, install_hint
-from difftx.launch.topology import CHIPS, Topology, find_devices, parse_topology, prepare
+from difftx.launch.topology import CHIPS, GPUS, Topology, find_devices, gpu_target, parse_topology, prepare
 from difftx.model.flops import PEAK_FLOPS
 
 
@@ -17,6 +17,7 @@ from difftx.model.flops import PEAK_FLOPS
         ("v5e:16x16*2", "v5e", (16, 16), 2),
         ("TPU7x:2x2x1", "tpu7x", (2, 2, 1), 1),
         ("h200:8", "h200", (8,), 1),
+        ("rtx4090:4", "rtx4090", (4,), 1),
         ("cpu:8", "cpu", (8,), 1),
     ],
 )
@@ -36,6 +37,7 @@ def test_topologies(text, kind, shape, slices):
         ("v5p:0x4x4", "positive"),
         ("cpu:2x4", "cpu:8"),
         ("h200:8*2", "h200:16"),
+        ("b200:2x4", "b200:8"),
     ],
 )
 def test_a_wrong_topology_says_how_it_is_written(text, message):
@@ -44,7 +46,7 @@ def test_a_wrong_topology_says_how_it_is_written(text, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "extra"), [("v5p:2x2x1", "tpu"), ("h200:8", "cuda")])
+@pytest.mark.parametrize(("text", "extra"), [("v5p:2x2x1", "tpu"), ("h200:8", "cuda"), ("l4:8", "cuda")])
 def test_what_is_not_installed_is_named_with_its_extra(text, extra, monkeypatch):
     for name in ("libtpu", "jax_plugins", "jax_plugins.xla_cuda13"):
         monkeypatch.setitem(sys.modules, name, None)  # As if it could not be imported.
@@ -61,6 +63,32 @@ def test_virtual_cpus_share_the_memory_of_the_host():
 
 def test_every_kind_has_a_peak():
     kinds = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
-    kinds["h200"] = "NVIDIA H200"
+    kinds |= {kind: gpu.name for kind, gpu in GPUS.items()}
     assert set(kinds) == set(CHIPS)
     assert set(kinds.values()) <= set(PEAK_FLOPS)
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_peak_flops_are_those_of_the_cores(kind):
+    """The data sheet's dense bfloat16 peak = cores × tensor FLOPs per core and cycle × at most the largest clock.
+
+    A core does 2,048 FLOPs per cycle on Ampere, 1,024 on Ada (half of that on GeForce with float32 accumulation), 4,096
+    on Hopper and 8,192 on Blackwell (NVIDIA's whitepapers).
+    """
+    per_cycle = {"a100": 2048, "l4": 1024, "rtx4090": 512, "h100": 4096, "h200": 4096, "b200": 8192}[kind]
+    largest = GPUS[kind].cores * per_cycle * GPUS[kind].clock_ghz * 1e9
+    assert 0.85 * largest < PEAK_FLOPS[GPUS[kind].name] <= 1.001 * largest
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("a100", ["core_count: 108", "fpus_per_core: 64", "optin: 166912", "major: 8 minor: 0", "SXM4-80GB"]),
+        ("l4", ["core_count: 58", "optin: 101376", "threads_per_core_limit: 1536", "major: 8 minor: 9"]),
+        ("h200", ["core_count: 132", "optin: 232448", "memory_bandwidth: 4800000000000", "major: 9 minor: 0"]),
+        ("b200", ["core_count: 148", "device_memory_size: 180000000000", "major: 10 minor: 0"]),
+    ],
+)
+def test_the_target_of_a_gpu(kind, lines):
+    for line in lines:
+        assert line in gpu_target(kind)

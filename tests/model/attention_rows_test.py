@@ -1,11 +1,13 @@
 """Attention weights of selected queries, compared with their formulas, and outputs unchanged by reading them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.model_layers import TOKENS, X_BTD, layer_of, parameters_of
+from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of, parameters_of
 
 from difftx.model.attention import depth_schedule
 from difftx.model.layers import rotary_angles
@@ -22,11 +24,11 @@ def oracle_maps(monkeypatch, module, model, x_TD, depth):
     """Return the oracle's attention weights `[H, T, T]`, A1 and A2 `[H, 2, T, T]`, and λ `[H, T]`."""
     maps, softmaps, attend = [], [], oracle.attend
 
-    def recorded(row, queries_keys, v_TE):
+    def recorded(row, queries_keys, v_TE, window):
         one_hot_TT = np.eye(len(v_TE))  # These values make the output equal to the attention weights.
-        maps.append(attend(row, queries_keys, one_hot_TT))
-        softmaps.append([attend(oracle.softmax_row, [pair], one_hot_TT) for pair in queries_keys])
-        return attend(row, queries_keys, v_TE)
+        maps.append(attend(row, queries_keys, one_hot_TT, window))
+        softmaps.append([attend(oracle.softmax_row, [pair], one_hot_TT, window) for pair in queries_keys])
+        return attend(row, queries_keys, v_TE, window)
 
     monkeypatch.setattr(oracle, "attend", recorded)
     oracle.layer(module, model, x_TD, depth)
@@ -39,15 +41,17 @@ def oracle_maps(monkeypatch, module, model, x_TD, depth):
     return np.array(maps), pairs_HGTT, None
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS])
 @pytest.mark.parametrize("name", SIZES)
-def test_maps_of_a_layer_equal_the_formula(name, monkeypatch, mesh_of):
+def test_maps_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_of):
     with jax.set_mesh(mesh_of()):
-        model, module, _ = layer_of(name, **(SIZES[name] if name not in oracle.SIZES else {}))
+        model, module, _ = layer_of(name, **(SIZES[name] if name not in oracle.SIZES else {}), **options)
         graphdef, state = nnx.split(module)
         x_BTD = 0.3 * X_BTD
         queries_BC = np.array([[TOKENS - 1, 0, 7], [4, 11, 5]], np.int32)
         angles = rotary_angles(jnp.arange(TOKENS)[None], model.d_head, model.rope_theta)
         depth = jax.tree.map(lambda a: a[1], depth_schedule(model))
+        depth = dataclasses.replace(depth, window=model.windows[0])
         update, rows = jax.jit(lambda s, x, q: nnx.merge(graphdef, s).attention_rows(x, angles, depth, None, q))(
             state, x_BTD, queries_BC
         )

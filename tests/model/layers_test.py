@@ -6,6 +6,7 @@ from flax import nnx
 from helpers.evals_params import one_device
 from jax import P
 
+from difftx.model.decoder import REMAT_POLICIES
 from difftx.model.layers import linear
 
 
@@ -45,3 +46,16 @@ def test_a_linear_layer_computes_in_the_dtype_of_its_input():
         out, gradients = jax.vjp(lambda x, w: linear("BTD,DF->BTF", x, nnx.Param(w), P()), x, weight[...])
         assert out.dtype == jnp.bfloat16
         assert [gradient.dtype for gradient in gradients(out)] == [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize(("policy", "products"), [("dots", 3), ("full", 4)])
+def test_the_remat_policy_decides_whether_a_product_is_computed_again(policy, products):
+    """The backward pass of sin(x W) needs x W, and two products for the gradients."""
+
+    def loss(x, weight):
+        return jnp.sum(jnp.sin(linear("BTD,DF->BTF", x, nnx.Param(weight), P())))
+
+    loss = jax.checkpoint(loss, policy=REMAT_POLICIES[policy])
+    with jax.set_mesh(one_device()):
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((1, 2, 3)), jnp.ones((3, 4))))
+    assert jaxpr.count("dot_general[") == products

@@ -42,12 +42,32 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def attend(row: Callable[..., np.ndarray], queries_keys: list, v_TE: np.ndarray) -> np.ndarray:
-    """Return Σ_s row(q_t·k_s / √d, …)_s v_s over s ≤ t. `row` takes the logits of each pair of queries and keys."""
+def rms(x: np.ndarray, norm: nnx.Module) -> np.ndarray:
+    """Return the RMSNorm of `x` over its last axis, with the gain of a module."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...], np.float64)
+
+
+def position_encoded(
+    module: nnx.Module, model: Any, q_Td: np.ndarray, k_Td: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a query and a key of each token after the norm of `model.qk_norm`, if any, and the rotary embedding."""
+    if model.qk_norm:
+        q_Td, k_Td = rms(q_Td, module.query_norm), rms(k_Td, module.key_norm)
+    return turned(q_Td, model.rope_theta), turned(k_Td, model.rope_theta)
+
+
+def attend(
+    row: Callable[..., np.ndarray], queries_keys: list, v_TE: np.ndarray, window: int | None = None
+) -> np.ndarray:
+    """Return Σ_s row(q_t·k_s / √d, …)_s v_s over t - window < s ≤ t.
+
+    `row` takes the logits of each pair of queries and keys.
+    """
     out_TE = np.zeros_like(v_TE)
     for t in range(len(v_TE)):
-        logits = [k_Td[: t + 1] @ q_Td[t] / np.sqrt(q_Td.shape[1]) for q_Td, k_Td in queries_keys]
-        out_TE[t] = row(*logits) @ v_TE[: t + 1]
+        seen = slice(0 if window is None else max(0, t - window + 1), t + 1)
+        logits = [k_Td[seen] @ q_Td[t] / np.sqrt(q_Td.shape[1]) for q_Td, k_Td in queries_keys]
+        out_TE[t] = row(*logits) @ v_TE[seen]
     return out_TE
 
 
@@ -55,16 +75,14 @@ def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pa
     """Return the update of one row by layer `depth` + 1. `v2_pairs` = "halves" pairs the heads of V2 wrongly."""
     w = {name: np.asarray(p[...], np.float64) for name, p in vars(module).items() if isinstance(p, nnx.Param)}
     x, H, K, name = np.asarray(x_TD, np.float64), model.num_heads, model.kv_heads, model.architecture
-
-    def turn(y_Td):
-        return turned(y_Td, model.rope_theta)
+    window = model.windows[depth % len(model.windows)]
 
     if name in ("diff", "gda", "signed_mask"):
-        return _two_keys(module, model, w, x, depth, turn)
+        return _two_keys(module, model, w, x, depth, window)
 
     def head(query: int, kv: int, row: Callable[..., np.ndarray]) -> np.ndarray:
-        q, k = turn(x @ w["query_DHd"][:, query]), turn(x @ w["key_DKd"][:, kv])
-        return attend(row, [(q, k)], x @ w["value_DKd"][:, kv])
+        pair = position_encoded(module, model, x @ w["query_DHd"][:, query], x @ w["key_DKd"][:, kv])
+        return attend(row, [pair], x @ w["value_DKd"][:, kv], window)
 
     heads = []
     for i in range(H):
@@ -89,7 +107,7 @@ def layer(module: nnx.Module, model: Any, x_TD: np.ndarray, depth: int, *, v2_pa
     return np.concatenate(heads, axis=1) @ w["output_HdD"].reshape(-1, model.d_model)
 
 
-def _two_keys(module, model, w, x, depth, turn) -> np.ndarray:
+def _two_keys(module, model, w, x, depth, window) -> np.ndarray:
     """Return the update by differential, grouped differential or signed-mask attention."""
     H, K = model.num_heads, model.kv_heads
     lambda_init = 0.8 - 0.6 * np.exp(-0.3 * depth)
@@ -107,9 +125,9 @@ def _two_keys(module, model, w, x, depth, turn) -> np.ndarray:
     for i in range(H):
         kv = i * K // H
         group, signal = divmod(i, model.signal_heads or 1)  # Queries of a group: signal heads, then the noise head.
-        q1, q2 = (turn(x @ w["query_DHGd"][:, group, g]) for g in (signal, -1))
-        k1, k2 = (turn(x @ w["key_DKGd"][:, kv, g]) for g in (0, 1))
-        head = attend(row, [(q1, k1), (q2, k2)], x @ w["value_DKE"][:, kv])
+        queries, keys = (x @ w["query_DHGd"][:, group, g] for g in (signal, -1)), w["key_DKGd"][:, kv]
+        pairs = [position_encoded(module, model, q_Td, x @ keys[:, g]) for g, q_Td in enumerate(queries)]
+        head = attend(row, pairs, x @ w["value_DKE"][:, kv], window)
         head = head / np.sqrt(np.mean(head**2, axis=1, keepdims=True) + 1e-5)
         heads.append((1 - lambda_init) * head * np.asarray(module.head_norm.scale[...], np.float64))
     return np.concatenate(heads, axis=1) @ w["output_HED"].reshape(-1, model.d_model)

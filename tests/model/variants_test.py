@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
-from helpers.model_layers import QUICKSTART, TOKENS, X_BTD, layer_of
+from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 
 from difftx.config.architectures import ARCHITECTURES
 from difftx.config.recipes import load_config
@@ -28,9 +28,10 @@ def _one_device(mesh_of):
         yield
 
 
-@pytest.mark.parametrize("name", oracle.SIZES)
-def test_a_layer_equals_its_formula(name):
-    model, module, call = layer_of(name)
+@pytest.mark.parametrize("options", [{}, OPTIONS])
+@pytest.mark.parametrize("name", [*oracle.SIZES, "diff", "transformer"])
+def test_a_layer_equals_its_formula(name, options):
+    model, module, call = layer_of(name, **options)
     for layer in (0, 1):
         actual_BTD, _ = call(X_BTD, layer)
         for b in range(2):

@@ -11,6 +11,7 @@ from difftx.parallel.presets import apply_preset
 from difftx.training.state import state_bytes
 
 HBM = {"TPU v5 lite": 15.75, "TPU v5": 95.7, "TPU v6 lite": 31.2, "NVIDIA H200": 131, "NVIDIA H100 80GB HBM3": 74}
+HBM |= {"NVIDIA A100-SXM4-40GB": 39, "NVIDIA B200": 167, "NVIDIA L4": 22, "NVIDIA GeForce RTX 4090": 22}
 
 
 def resolved(spec, kind, devices, **overrides):
@@ -31,6 +32,12 @@ def resolved(spec, kind, devices, **overrides):
         ("2.8b", "NVIDIA H200", 8),
         ("13.1b", "NVIDIA H200", 16),
         ("13.1b", "NVIDIA H100 80GB HBM3", 32),
+        ("13.1b", "NVIDIA A100-SXM4-40GB", 32),
+        ("2.8b", "NVIDIA B200", 8),
+        ("13.1b", "NVIDIA B200", 8),
+        ("2.8b", "NVIDIA L4", 8),
+        ("6.8b", "NVIDIA L4", 16),
+        ("2.8b", "NVIDIA GeForce RTX 4090", 8),
     ],
 )
 def test_every_device_is_used_and_the_state_fits(size, kind, devices):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.model_layers import OPTIONS
 
 from difftx.data.loader import Batch
 from difftx.errors import UserError
@@ -73,11 +74,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "devices", "method", "packed"), CASES)
-def test_equals_one_device(config, mesh_of, architecture, devices, method, packed):
+@pytest.mark.parametrize(
+    ("architecture", "devices", "method", "packed", "options"),
+    [
+        *(pytest.param(*case.values, {}, marks=case.marks, id=case.id) for case in CASES),
+        pytest.param("diff", 4, "zigzag", True, OPTIONS, marks=pytest.mark.long, id="options"),
+        pytest.param("transformer", 2, "gather", True, OPTIONS, marks=pytest.mark.long, id="options of a Transformer"),
+    ],
+)
+def test_equals_one_device(config, mesh_of, architecture, devices, method, packed, options):
     fields = {"data__sequence_length": LENGTH, "train__global_batch_tokens": ROWS * LENGTH, "model__num_heads": 2}
     if architecture != "diff":
         fields["model__num_heads"] = 2 if architecture == "diff_v2" else 4
+    fields |= options
     expected = on_one_device(config(architecture, **fields), packed)
     c = config(architecture, **fields, mesh__context_method=method)
     mesh = mesh_of(context=devices, **{2: {"data": 2}, 4: {"tensor": 2}, 8: {}}[devices])

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 
 from difftx.parallel.layout import Layout
 from difftx.training import loss
-from difftx.training.loss import token_nll, weighted_nll
+from difftx.training.loss import token_nll, weighted_loss
 
 MESHES = [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "context": 2}]
 B, T, D, V = 4, 6, 16, 24
@@ -24,35 +26,52 @@ def inputs(mesh, dtype=np.float32):
     return [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in arrays]
 
 
-def expected(x_BTD, table_VD, targets_BT, weight_BT):
-    """Optax's loss on whole logits, in float64."""
+def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
+    """Return optax's NLL on whole logits, the sum of the loss, of the z-loss, and the loss's gradients, in float64."""
     with jax.enable_x64(True):
         x_BTD, table_VD, weight_BT = (jnp.asarray(np.asarray(a), jnp.float64) for a in (x_BTD, table_VD, weight_BT))
 
         def total(x_BTD, table_VD, weight_BT):
             logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD)
+            if cap is not None:
+                logits_BTV = cap * jnp.tanh(logits_BTV / cap)
             nll_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, np.asarray(targets_BT))
-            return jnp.sum(nll_BT * weight_BT), nll_BT
+            z = jnp.sum(z_loss * jnp.log(jnp.sum(jnp.exp(logits_BTV), axis=-1)) ** 2 * weight_BT)
+            return jnp.sum(nll_BT * weight_BT) + z, (nll_BT, z)
 
-        grads, nll_BT = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(x_BTD, table_VD, weight_BT)
-        return np.asarray(nll_BT), [np.asarray(g) for g in grads]
+        call = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+        (value, (nll_BT, z)), grads = call(x_BTD, table_VD, weight_BT)
+        return np.asarray(nll_BT), float(value), float(z), [np.asarray(g) for g in grads]
 
 
 @pytest.mark.parametrize("chunk_logits", [2**26, 5 * V, 1])  # One chunk; chunks that do not divide; a token each.
-@pytest.mark.parametrize("sizes", MESHES)
-def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, sizes, chunk_logits):
+@pytest.mark.parametrize(
+    ("sizes", "cap", "z_loss"),
+    [
+        *((sizes, *options) for sizes in MESHES for options in ((None, 0.0), (3.0, 0.1))),
+        ({}, 3.0, 0.0),
+        ({}, None, 0.1),
+    ],
+)
+def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, sizes, cap, z_loss, chunk_logits):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
     mesh = mesh_of(**sizes)
     x, table, targets, weight = inputs(mesh)
-    nll, gradients = expected(x, table, targets, weight)
+    nll, sum_of_both, sum_of_z, gradients = expected(x, table, targets, weight, cap, z_loss)
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(jax.jit(token_nll)(x, table, targets), nll, atol=1e-5)
+        found = jax.jit(functools.partial(token_nll, logit_soft_cap=cap))(x, table, targets)
+        np.testing.assert_allclose(found, nll, atol=1e-5)
 
         def scaled(x, table, weight):
-            return 3 * weighted_nll(x, table, targets, weight)
+            total, of_z = weighted_loss(x, table, targets, weight, cap, z_loss)
+            return 3 * total, of_z
 
-        total, grads = jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2)))(x, table, weight)
-    assert float(total) == pytest.approx(3 * np.sum(nll * np.asarray(weight)), rel=1e-6)
+        call = jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2), has_aux=True))
+        (total, of_z), grads = call(x, table, weight)
+        without_gradient = jax.jit(scaled)(x, table, weight)
+    assert float(total) == pytest.approx(3 * sum_of_both, rel=1e-6)
+    assert float(of_z) == pytest.approx(sum_of_z, rel=1e-6)
+    assert list(map(float, without_gradient)) == pytest.approx([float(total), float(of_z)], rel=1e-6)
     for gradient, wanted, like in zip(grads, gradients, (x, table, weight), strict=True):
         np.testing.assert_allclose(gradient, 3 * wanted, atol=3e-5)
         assert gradient.sharding.is_equivalent_to(like.sharding, like.ndim)
@@ -61,9 +80,13 @@ def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, size
 def test_in_bfloat16_the_table_still_learns_in_float32(mesh_of):
     mesh = mesh_of(fsdp=2)
     x, table, targets, weight = inputs(mesh)
-    _, gradients = expected(x, table, targets, weight)
+    *_, gradients = expected(x, table, targets, weight)
+
+    def total(x, table):
+        return weighted_loss(x, table, targets, weight, None, 0.0)[0]
+
     with jax.set_mesh(mesh):
-        grads = jax.jit(jax.grad(weighted_nll, argnums=(0, 1)))(x.astype(jnp.bfloat16), table, targets, weight)
+        grads = jax.jit(jax.grad(total, argnums=(0, 1)))(x.astype(jnp.bfloat16), table)
     assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
     for gradient, wanted in zip(grads, gradients[:2], strict=True):
         error = np.linalg.norm(np.asarray(gradient, np.float64) - wanted) / np.linalg.norm(wanted)
@@ -77,4 +100,5 @@ def test_large_logits_are_finite(mesh_of):
     arrays = (x, table, np.array([[1, 0]], np.int32))
     with jax.set_mesh(mesh):
         placed = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
-        np.testing.assert_allclose(token_nll(*placed), [[2e4, 0.0]])
+        np.testing.assert_allclose(token_nll(*placed, logit_soft_cap=None), [[2e4, 0.0]])
+        np.testing.assert_allclose(token_nll(*placed, logit_soft_cap=30.0), [[60.0, 0.0]], atol=1e-6)

@@ -86,15 +86,17 @@ def results(hlo, operation):
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "options"),
     [
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ({"fsdp": 8}, {"context": 2, "fsdp": 4})),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"model__window": 9, "model__window_pattern": "LLLLG"}),
+        *(pytest.param(sizes, {}, marks=pytest.mark.long) for sizes in ({"fsdp": 8}, {"context": 2, "fsdp": 4})),
     ],
 )
-def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of, monkeypatch, sizes):
+def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of, monkeypatch, sizes, options):
     """No collective has a layer axis in its result, and nothing anywhere has both all tokens and the vocabulary."""
-    layers, vocabulary, length, rows = 5, 1664, 64, 16
+    vocabulary, length, rows = 1664, 64, 16
+    layers, in_group = 15 if options else 5, 5
     monkeypatch.setattr("difftx.training.loss.CHUNK_LOGITS", 16 * vocabulary)
     c = config(
         model__num_layers=layers,
@@ -102,6 +104,7 @@ def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of
         data__sequence_length=length,
         train__global_batch_tokens=rows * length,
         model__remat="full",
+        **options,
     )
     mesh = mesh_of(**sizes)
     with jax.set_mesh(mesh):
@@ -110,7 +113,7 @@ def test_compiled_step_gathers_one_layer_at_a_time_and_no_logits(config, mesh_of
         hlo = jax.jit(make_train_step(c), donate_argnums=0).lower(state, batch).compile().as_text()
     gathered = results(hlo, "all-gather")
     assert gathered, "weights are cut, so something must be gathered"
-    assert not [shape for shape in gathered if layers in shape]
+    assert not [shape for shape in gathered if {layers, in_group} & {*shape}]
     local_tokens = rows * length // (mesh.size // mesh.shape["tensor"])
     per_device = vocabulary // mesh.shape["tensor"]
     logits = [s for s in results(hlo, "") if {per_device, vocabulary} & {*s} and c.model.d_model not in s]

@@ -100,12 +100,15 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
     assert metrics["lambda"].shape == (2,)
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
-def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture):
-    """One scanned layer: 24 layers make the same program as 2, but for the sizes in it."""
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("diff", {}), ("transformer", {}), ("diff", {"model__window": 5, "model__window_pattern": "LG"})],
+)
+def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture, options):
+    """One scanned layer, or group of layers: 24 layers make the same program as 2, but for the sizes in it."""
     lines = {}
     for layers in (2, 24):
-        c, mesh = config(architecture, model__num_layers=layers), mesh_of()
+        c, mesh = config(architecture, model__num_layers=layers, **options), mesh_of()
         with jax.set_mesh(mesh):
             state = jax.eval_shape(functools.partial(init_state, c))
             lowered = jax.jit(make_train_step(c)).lower(state, ragged_batch(mesh, c))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.model_layers import batch_on
+from helpers.model_layers import OPTIONS, batch_on
 from jax.sharding import reshard
 from model.oracle import SIZES
 
@@ -14,7 +14,7 @@ from difftx.inference.cache import empty_cache, write_chunk
 from difftx.kernels.cached import EMPTY, SegmentMask
 from difftx.parallel.layout import Layout
 from difftx.training.checkpoint.checkpointer import Checkpointer
-from difftx.training.loss import batch_nll
+from difftx.training.loss import batch_loss
 from difftx.training.state import graph, init_state, make_train_step
 
 pytestmark = pytest.mark.long
@@ -24,7 +24,7 @@ FOUR_KV_HEADS = {"model__num_heads": 12}  # Four devices share the heads; elsewh
 # The output of a token that sees only itself is tanh(z) v. Its head norm hardly depends on z, so the float32 gradient
 # of a small z is ill-conditioned. A large epsilon reduces the errors from 1e-4 to 1e-5.
 LARGE_HEAD_NORM_EPS = {"model__head_norm_eps": 1.0}
-OPTIONS = {"gda": FOUR_KV_HEADS, "signed_mask": LARGE_HEAD_NORM_EPS}
+OF_VARIANT = {"gda": FOUR_KV_HEADS, "signed_mask": LARGE_HEAD_NORM_EPS}
 ROWS, TOKENS = 2, 7
 
 
@@ -50,7 +50,7 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
     for start, end in [(0, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)]:
         new = [reshard(jnp.asarray(x[:, start:end]), CACHE_ROWS) for x in (tokens_BT, positions_BT, segment_BT)]
         cached_BS = np.where(np.arange(16) < start, np.pad(segment_BT, [(0, 0), (0, 16 - TOKENS)]), EMPTY)
-        segments = SegmentMask(new[2], jnp.zeros_like(new[2]), reshard(jnp.asarray(cached_BS), CACHE_ROWS))
+        segments = SegmentMask(new[2], jnp.zeros_like(new[2]), new[1], reshard(jnp.asarray(cached_BS), CACHE_ROWS))
         x_BTD, entries = model.extend(new[0], positions_BT=new[1], cache=cache, segments=segments)
         cache = write_chunk(cache, entries, jnp.int32(start))
         parts.append(x_BTD)
@@ -58,11 +58,23 @@ def hidden_both_ways(model, tokens_BT, positions_BT, segment_BT):
     return whole_BTD, jnp.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if name != "diff_fixed_lambda"])
-def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name):
+VARIANTS = [name for name in SIZES if name != "diff_fixed_lambda"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pytest.param(name, {}, id=name) for name in VARIANTS),
+        *(
+            pytest.param(name, OPTIONS | {"train__z_loss": 0.01}, id=f"{name} with options")
+            for name in ("diff", "transformer", *VARIANTS)
+        ),
+    ],
+)
+def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name, options):
     # No clipping: Adam's first moment is then the gradient, but for a factor.
-    options = SIZES[name] | {"model__num_kv_heads": None, "optimizer__clip_norm": None} | OPTIONS.get(name, {})
-    c = config(name, **options)
+    sizes = SIZES.get(name, {"model__num_heads": 4}) | {"model__num_kv_heads": None, "optimizer__clip_norm": None}
+    c = config(name, **sizes | OF_VARIANT.get(name, {}) | options)
     eight, one = mesh_of(**EIGHT), mesh_of()
     with jax.set_mesh(eight):
         state, metrics = jax.jit(make_train_step(c))(state_on(eight, c), batch_on(eight, c))
@@ -83,11 +95,15 @@ def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, n
 
         @jax.jit
         def on_one_device(params, batch, trained):
-            grads = jax.value_and_grad(lambda p: batch_nll(nnx.merge(graphdef, p), batch), has_aux=True)(params)
-            return *grads, hidden_both_ways(nnx.merge(inference, trained), tokens_BT, positions_BT, segment_BT)
+            def loss(params):
+                loss, of_z, _ = batch_loss(nnx.merge(graphdef, params), batch, c.train.z_loss)
+                return loss, loss - of_z
+
+            grads, nll = jax.grad(loss, has_aux=True)(params)
+            return nll, grads, hidden_both_ways(nnx.merge(inference, trained), tokens_BT, positions_BT, segment_BT)
 
         batch = batch_on(one, c)
-        (nll, _), grads, (whole_BTD, cached_BTD) = on_one_device(state_on(one, c).params, batch, restored.params)
+        nll, grads, (whole_BTD, cached_BTD) = on_one_device(state_on(one, c).params, batch, restored.params)
     np.testing.assert_allclose(cached_BTD, whole_BTD, atol=2e-5)
     count = float(np.sum(batch.loss_mask_BT))
     assert float(metrics["loss"]) == pytest.approx(float(nll) / count, rel=1e-5)

@@ -15,9 +15,20 @@ def prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
     """Return needle prompts with the length and the numbers of needles and queries in `eval.attention`.
 
     If all validation sets are synthetic, one of them is the task `retrieval`, and `eval.needle.haystack` is None, the
-    prompts are examples of that task instead.
+    prompts are examples of that task instead. Raise `UserError` if a window of the model is shorter than the prompts.
     """
     chosen_layers(run)
+    prompts = _unchecked_prompts_of(run)
+    window, length = run.config.model.window, max(prompts.lengths)
+    if window is not None and window < length:
+        raise UserError(
+            f"model.window={window}: the suite 'attention' requires that the last of the {length} tokens of a prompt "
+            "attends to all others; lower eval.attention.length, or leave out the suite"
+        )
+    return prompts
+
+
+def _unchecked_prompts_of(run: Run) -> "NeedlePrompts | RetrievalPrompts":
     settings, needle = run.config.eval.attention, run.config.eval.needle
     tasks = [rows for rows in run.data.valid.values() if isinstance(rows, SyntheticRows)]
     retrieval = [rows for rows in tasks if rows.task == "retrieval"]

@@ -85,10 +85,12 @@ def _add_batch(
     own_HG = jax.sharding.reshard(jnp.asarray(_is_own(model.config)), P(over_heads))
     by_row = jax.sharding.reshard((real_BT, ids_BT), P(over_rows))
 
-    def visit(counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, out_BTD: jax.Array) -> dict[str, Counts]:
+    def visit(
+        counts: Mapping[str, Counts], q: jax.Array, k: jax.Array, window: int | None, out_BTD: jax.Array
+    ) -> dict[str, Counts]:
         spec = layout.attend_BTHGd if q.ndim == 5 else layout.attend_BTHE
         add = functools.partial(jax.shard_map, out_specs=per_device, check_vma=False)
-        add_logits = functools.partial(_add_logits, shared="context" not in over_heads)
+        add_logits = functools.partial(_add_logits, window=window, shared="context" not in over_heads)
         count_logits = add(add_logits, in_specs=(per_device, spec, spec, P(over_heads), P(over_rows), P()))
         count_hidden = add(_add_hidden, in_specs=(per_device, layout.act_BTD, layout.act_BT, P()))
         return {
@@ -107,7 +109,7 @@ def _is_own(config: ModelConfig) -> np.ndarray:
     return np.stack([np.ones_like(is_first_H), is_first_H], axis=1)
 
 
-def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
+def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, window, shared):
     """Add one device's logits to its counts, in chunks of queries."""
     real_BT, ids_BT = by_row
     q_BTHGd, k_BTKGd = (x if x.ndim == 5 else x[:, :, :, None] for x in (q, k))
@@ -118,7 +120,7 @@ def _add_logits(counts_1P2V, q, k, own_HG, by_row, digit, *, shared):
         counted_BTHG &= jax.lax.axis_index("context") == 0
 
     def chunk(counts_P2V: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, None]:
-        logits_BKRGCS = jnp.stack(xla.masked_logits(rows, k_BTKGd, ids_BT, None), axis=3)
+        logits_BKRGCS = jnp.stack(xla.masked_logits(rows, k_BTKGd, ids_BT, window), axis=3)
         counted_BKRGC = jnp.moveaxis(rows["counted"].reshape(B, -1, K, H // K, G), 1, 4)
         counted_BKRGCS = counted_BKRGC[..., None] & (logits_BKRGCS > xla.MASKED)
         return add_counts(counts_P2V, logits_BKRGCS, counted_BKRGCS, digit), None

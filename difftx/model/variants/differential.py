@@ -62,7 +62,7 @@ class DiffAttentionV2(Attention):
         B, T, H, d = q.shape
         q_BTHGd = jax.lax.reshape(q, (B, T, H // 2, 2, d), out_sharding=self.layout.attend_BTHGd)
         k_BTKGd, lam_BTH = jnp.stack([k, k], axis=3), self.lam(x_BTD)
-        options = {"per_query": lam_BTH, "segment_ids_BT": segment_ids_BT}
+        options = {"per_query": lam_BTH, "segment_ids_BT": segment_ids_BT, "window": depth.window}
         return map_rows(maps.difference, q_BTHGd, k_BTKGd, queries_BC, **options)
 
     def output(self, heads_BTHE, x_BTD, depth):

@@ -1,10 +1,12 @@
-"""Softmax attention of the baseline Transformer by library functions: cuDNN through `jax.nn`, and splash on TPUs.
+"""Attention by JAX's splash attention on TPUs: softmax attention, and differential attention as a difference of two.
 
-Splash attention is JAX's flash attention for TPUs with sparse masks. It skips tiles that the mask hides.
+Splash attention is flash attention with sparse masks: it skips tiles that the mask hides. Its values may be wider than
+its keys, so differential attention takes two calls, one per group, each with all of V.
 """
 # Axes: B = batch, T = query tokens on one device, S = key tokens of a whole row (= T unless rows are
 #   sharded along their tokens), X = S padded to whole tiles, Y = T padded to whole tiles, H = query heads,
-#   K = key/value heads, R = H / K = query heads per key/value head, D = width of a head
+#   K = key/value heads, R = H / K = query heads per key/value head, G = 2 groups (A1, A2), D = query/key width,
+#   E = value width (D, or 2 D in differential attention)
 
 import functools
 
@@ -15,64 +17,47 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from difftx.kernels import target
-from difftx.kernels.backend import AttentionCall, pad_to
+from difftx.kernels.backend import AttentionCall, difference, pad_to
 from difftx.kernels.pallas_tpu_kernels import block_tokens
 
-SPLASH_TILE = 512  # Largest side of a tile in tokens.
-SPLASH_FUSED_TOKENS = 4096  # Longest row for splash's fused backward pass, which stores one copy of dQ per key tile.
-DENSE_MASK_TOKENS = 16_384  # Longest row with segments for cuDNN: `jax.nn` passes a T × T mask, 0.5 GiB at this length.
+TILE = 512  # Largest side of a tile in tokens.
+FUSED_TOKENS = 4096  # Longest row for the fused backward pass, which stores one copy of dQ per key tile.
 
 
-def cudnn_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window) -> jax.Array:
-    """Compute softmax attention by cuDNN."""
-    mask_B1TS = None
-    if segment_ids_BT is not None:
-        mask_B1TS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
-    reach = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q_BTHD, k_BSKD, v_BSKD, mask=mask_B1TS, is_causal=True, local_window_size=reach, implementation="cudnn"
+def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+    """Compute (A1 - λ A2) V by two calls of `attention`, one per group."""
+    out1_BTHE, out2_BTHE = (
+        attention(q_BTHGD[..., m, :], k_BSKGD[..., m, :], v_BSKE, segment_ids_BT, window=window, sharding=sharding)
+        for m in range(2)
     )
+    return difference(out1_BTHE, out2_BTHE, lam_BTH)
 
 
-def cudnn_unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why cuDNN cannot serve a call of softmax attention, or None."""
-    _, T, _, D = call.q.shape
-    if target.platform() != "gpu":
-        return f"cuDNN requires an NVIDIA GPU, and JAX runs on {target.platform()}"
-    if call.q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's attention supports bfloat16 and float16, not {call.q.dtype}"
-    if D % 8 or D > 256:
-        return f"cuDNN requires a head width that is a multiple of 8 up to 256; got {D}"
-    if call.segment_ids_BT is not None and (T % 2 or T > DENSE_MASK_TOKENS):
-        return f"cuDNN with segment ids requires rows of an even number of up to {DENSE_MASK_TOKENS} tokens; got {T}"
-    return None
-
-
-def splash_attention(q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *, window, sharding=None) -> jax.Array:
-    """Compute softmax attention by splash attention, in the Pallas interpreter on other platforms than TPU."""
+def attention(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+    """Compute softmax attention `[B, T, H, E]`, in the Pallas interpreter on other platforms than TPU."""
     # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√D.
     B, T, H, D = q_BTHD.shape
     S, K = k_BSKD.shape[1:3]
-    tile = block_tokens(S, sharding, SPLASH_TILE)
+    tile = block_tokens(S, sharding, TILE)
     X = -(-S // tile) * tile
     Y = X if sharding is None else T
-    kernel = _splash_kernel(X, T, H // K, tile, window=window, is_fused=S <= SPLASH_FUSED_TOKENS, sharding=sharding)
+    kernel = _kernel(X, T, H // K, tile, window=window, is_fused=S <= FUSED_TOKENS, sharding=sharding)
 
     # Copies of the last token pad the rows. The causal mask hides the copies from all real queries.
     padded = functools.partial(pad_to, axis=1, mode="edge")
     q_BKRYD = (padded(q_BTHD, Y) * jnp.asarray(D**-0.5, q_BTHD.dtype)).reshape(B, Y, K, H // K, D)
     q_BKRYD = q_BKRYD.transpose(0, 2, 3, 1, 4)
-    k_BKXD, v_BKXD = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKD, v_BSKD))
+    k_BKXD, v_BKXE = (jnp.moveaxis(padded(x, X), 1, 2) for x in (k_BSKD, v_BSKE))
     ids = None
     if segment_ids_BT is not None:
         ids_BX = padded(segment_ids_BT, X)
         ids = splash.SegmentIds(q=ids_BX if sharding is None else segment_ids_BT[:, sharding.positions(T)], kv=ids_BX)
     per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-    out_BKRYD = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYD, k_BKXD, v_BKXD, ids)
-    return jnp.moveaxis(jnp.asarray(out_BKRYD), 3, 1).reshape(B, Y, H, D)[:, :T]
+    out_BKRYE = jax.vmap(per_head, in_axes=(0, 0, 0, None if ids is None else 0))(q_BKRYD, k_BKXD, v_BKXE, ids)
+    return jnp.moveaxis(jnp.asarray(out_BKRYE), 3, 1).reshape(B, Y, H, -1)[:, :T]
 
 
-def _splash_kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
+def _kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttentionKernel:
     """Return splash's kernel for one key/value head. If `is_fused`, one kernel computes all gradients, else two do."""
     mask = splash_mask.CausalMask((X, X))
     if window is not None:
@@ -104,10 +89,10 @@ def _splash_kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.Splas
     return jax.tree.map(of_this_device, kernel)
 
 
-def splash_unsupported(call: AttentionCall) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Return the reason why splash attention cannot serve a call, or None."""
     T = call.q.shape[1]
-    if call.sharding is not None and not block_tokens(T, call.sharding, SPLASH_TILE):
+    if call.sharding is not None and not block_tokens(T, call.sharding, TILE):
         return f"{T} tokens in {call.sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"splash attention supports bfloat16 and float32, not {call.q.dtype}"

@@ -1,0 +1,322 @@
+"""Check whether a training can start on this machine, and measure how fast it will be.
+
+python -m difftx doctor [--config=FILE.py[:ARG]] [--workdir=DIR] [--json]
+
+The command measures the devices, the attention kernels and the folder of the run. Its exit code is 1 if a training
+cannot start. Start it on every host of a job with the flags of train.py to check all of them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from difftx.commands.flags import parse_command
+from difftx.config import Config, MeshConfig
+from difftx.config.recipes import load_config
+from difftx.errors import EXIT_FAILED, UserError, explained, install_hint, printable
+from difftx.files import require_writable
+from difftx.parallel import multihost
+
+WIDTH = 100  # Columns of the page.
+EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
+DEFAULT = {"cpu": "quickstart:diff", "accelerator": "diff_3b:diff"}  # Recipes whose kernels are measured.
+SLOW_WRITES = 50e6  # Bytes/s below which checkpoints take long.
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the page, or one JSON object with --json. Exit codes: 0 a run can start, 1 it cannot, 2 bad input."""
+    parser = argparse.ArgumentParser(prog="difftx doctor", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.py[:ARG]", help="also check this config, and estimate its speed")
+    parser.add_argument("--workdir", type=Path, default=Path(), help="folder of the run; default: the current folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    multihost.add_flags(parser)
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
+    options, overrides = parse_command(parser, arguments, "config")
+    config = None if options.config is None else load_config(options.config, overrides)
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    if options.json:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.
+    found = examine(options, config)
+    if multihost.is_primary():
+        if options.json:
+            print(json.dumps(dataclasses.asdict(found) | {"ok": not found.problems}, indent=2), file=out, flush=True)
+        else:
+            show(found)
+    return EXIT_FAILED if found.problems else 0
+
+
+@dataclasses.dataclass
+class Findings:
+    """What the command has found. Speeds are in bytes/s and FLOP/s."""
+
+    software: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: dict[str, Any] = dataclasses.field(default_factory=dict)
+    collectives: dict[str, float] = dataclasses.field(default_factory=dict)  # Bytes/s received, by axis of the mesh.
+    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    storage: dict[str, Any] = dataclasses.field(default_factory=dict)
+    folders: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)  # Why a training cannot start.
+    advice: list[str] = dataclasses.field(default_factory=list)  # What to change, the most important first.
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[None]:
+        """Turn an error that difftx can explain into a problem."""
+        try:
+            yield
+        except Exception as error:
+            if (explanation := explained(error)) is None:
+                raise
+            self.problems.append(str(explanation))
+
+
+def examine(options: argparse.Namespace, config: Config | None) -> Findings:
+    """Examine this machine, and the others of the job, for a config or for a default one."""
+    from difftx.training import kernel_choice
+
+    gpus, found = kernel_choice.gpu_identity(), Findings(software=_software(), folders=_folders())
+    multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
+    # Before this process takes the memory of the GPUs.
+    measured = {} if gpus is None else _measured(config or load_config(DEFAULT["accelerator"], {}))
+    multihost.require_devices()
+
+    import jax
+
+    from difftx.launch import health
+    from difftx.parallel.mesh import make_mesh
+
+    on_cpu = jax.default_backend() == "cpu"
+    shown = config or load_config(DEFAULT["cpu" if on_cpu else "accelerator"], {})
+    size, count = (1024, 2**22) if on_cpu else (8192, 2**27)
+    dtype = shown.model.compute_dtype
+    found.devices = {
+        "kind": jax.devices()[0].device_kind,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+        "driver": gpus or jax.devices()[0].client.platform_version.splitlines()[0],
+        "memory_bytes": _memory_bytes(),
+        "dtype": dtype,
+        "matmul_flops": health.matmul_flops(dtype, size),
+        "memory_bandwidth": health.memory_bandwidth(count),
+    }
+    if on_cpu and kernel_choice.has_nvidia_gpu():
+        found.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
+    with found.part():
+        found.kernels = _kernels(shown, measured or _measured(shown), found.devices["matmul_flops"])
+    with found.part():
+        mesh = shown.mesh if config is not None else MeshConfig()
+        found.collectives = health.collective_bandwidths(make_mesh(mesh), count)
+    with found.part():
+        require_writable(options.workdir)
+        found.storage = _storage(options.workdir, found.advice)
+    if config is not None:
+        with found.part():
+            found.config = _config(options, config, found)
+    if not any(kernel["correct"] for kernel in found.kernels):
+        found.problems.append("no attention kernel gives right results on this device")
+    timeout = shown.multihost.barrier_timeout_seconds
+    everywhere = multihost.gather("findings", [found.problems, found.advice], timeout)
+    found.problems, found.advice = (
+        list(dict.fromkeys(itertools.chain(*lists))) for lists in zip(*everywhere, strict=True)
+    )
+    return found
+
+
+def _software() -> dict[str, str]:
+    from difftx.training.checkpoint.manifest import package_versions
+
+    return {"python": platform.python_version(), "system": platform.platform(), **package_versions()}
+
+
+def _memory_bytes() -> int:
+    """Return the memory of a device, or of the machine if its devices are CPUs."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _folders() -> dict[str, str | None]:
+    """Return the folders of caches. None: compiled programs or vocabularies are not kept."""
+    return {
+        "compiled programs": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
+        "tokenizers": os.environ.get("TIKTOKEN_CACHE_DIR", str(Path(tempfile.gettempdir()) / "data-gym-cache")),
+    }
+
+
+def _measured(config: Config) -> dict[str, Any]:
+    """Return (milliseconds, rejected) of the kernels of a config and of its counterpart, by attention function."""
+    from difftx.evals.throughput import COMPARED, pair
+    from difftx.training import kernel_choice
+
+    both = pair(config).values() if config.model.architecture in COMPARED else [config]
+    return {kernel_choice.kernel_function(one): (one, *kernel_choice.measured(one)) for one in both}
+
+
+def _kernels(config: Config, measured: dict[str, Any], matmul_flops: float) -> list[dict[str, Any]]:
+    """Return a row for each backend of the platform: function, name, correct, milliseconds, ratio_to_floor, reason."""
+    import jax
+
+    from difftx.kernels import api
+    from difftx.training.kernel_choice import workload
+
+    rows = []
+    for function, (one, milliseconds, rejected) in measured.items():
+        shapes = workload(one, jax.devices()[0].device_kind, jax.device_count())
+        floor = 1e3 * shapes.flops / matmul_flops
+        for backend in api.candidates(function):
+            time, reason = milliseconds.get(backend.name), rejected.get(backend.name)
+            rows.append(
+                {
+                    "function": function,
+                    "name": backend.name,
+                    "correct": time is not None,
+                    "milliseconds": time,
+                    "ratio_to_floor": None if time is None else time / floor,
+                    "reason": reason or backend.why_unsupported(shapes.call()),
+                }
+            )
+    return rows
+
+
+def _storage(workdir: Path, advice: list[str]) -> dict[str, Any]:
+    from difftx.launch import health
+
+    folder = workdir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    speeds = health.file_speeds(folder)
+    if speeds["write"] < SLOW_WRITES:
+        advice.append(f"{folder} writes {speeds['write'] / 1e6:.0f} MB/s, so checkpoints take long; use a faster disk")
+    atomic = health.renames_are_atomic(folder)
+    if not atomic:
+        raise UserError(
+            f"--workdir={workdir}: renames there are not atomic, so a crash could corrupt a run; use another"
+        )
+    free = shutil.disk_usage(folder).free
+    return {"folder": str(folder), **speeds, "atomic_renames": atomic, "free_bytes": free}
+
+
+def _config(options: argparse.Namespace, config: Config, found: Findings) -> dict[str, Any]:
+    """Return what a training of the config would use, and its expected speed. Raise `UserError` if it cannot start."""
+    import jax
+
+    from difftx.commands.cost import format_cost
+    from difftx.model.abstract import count_parameters
+    from difftx.model.flops import PEAK_FLOPS, flops_per_token
+    from difftx.training.run import Run, attention_kernel, fit_to_devices
+    from difftx.training.state import state_bytes
+
+    fitted = fit_to_devices(config)
+    cost = format_cost(fitted)
+    run = Run.open(fitted, options.workdir)
+    on_cpu = jax.default_backend() == "cpu"
+    kernel = next((row["name"] for row in sorted(found.kernels, key=_milliseconds) if row["correct"]), None)
+    named = config.model.attention_implementation != "auto"
+    warnings = [line.removeprefix("warning").strip() for line in cost.splitlines() if line.startswith("warning")]
+    found.advice += warnings
+    if not on_cpu:
+        peak = PEAK_FLOPS.get(found.devices["kind"])
+        if config.model.compute_dtype == "float32":
+            found.advice.append("model.compute_dtype=float32 does not use the fast matrix units; set it to bfloat16")
+        elif peak is not None and found.devices["matmul_flops"] < peak / 2:
+            reached = found.devices["matmul_flops"] / peak
+            found.advice.append(f"matrix products reach {reached:.0%} of the data sheet; look for other processes")
+        if config.mesh.preset == "none":
+            found.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
+    saving = state_bytes(fitted) / found.storage["write"] if found.storage else 0
+    flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
+    return {
+        "config": options.config,
+        "parameters": count_parameters(fitted.model).total,
+        "mesh": dict(run.mesh.shape),
+        "remat": fitted.model.remat,
+        "accumulation": fitted.train.accumulation,
+        "kernel": attention_kernel(fitted) if named or kernel is None else kernel,
+        "tokens_per_second": EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops,
+        "save_seconds": saving,
+    }
+
+
+def _milliseconds(row: dict[str, Any]) -> float:
+    return row["milliseconds"] or 0.0
+
+
+def show(found: Findings) -> None:
+    """Print the findings as a page of `WIDTH` columns."""
+    import rich.console
+    import rich.table
+
+    console = rich.console.Console(width=WIDTH, highlight=False, markup=False)
+
+    def table(title: str, rows: Iterable[Sequence[str]], *headers: str) -> None:
+        grid = rich.table.Table(title=title, title_justify="left", show_header=bool(headers), width=WIDTH)
+        for number, header in enumerate(headers or ("", "")):
+            grid.add_column(header, justify="left" if number == 0 or not headers else "right", overflow="fold")
+        for row in rows:
+            grid.add_row(*row)
+        console.print(grid)
+
+    def bandwidth(value: float) -> str:
+        return f"{value / 1e9:,.2f} GB/s"
+
+    measured = found.devices
+    devices = {
+        "devices": f"{measured['count']} × {measured['kind']}, {measured['processes']} processes",
+        "driver": measured["driver"],
+        "memory": f"{measured['memory_bytes'] / 2**30:.1f} GiB",
+        f"matrix products ({measured['dtype']})": f"{measured['matmul_flops'] / 1e12:,.3f} TFLOP/s",
+        "memory bandwidth": bandwidth(measured["memory_bandwidth"]),
+    }
+    devices |= {f"all-gather over {axis}": bandwidth(rate) for axis, rate in found.collectives.items()}
+    table("Software", found.software.items())
+    table("Devices", devices.items())
+    kernels = [
+        (
+            f"{row['function']}: {row['name']}",
+            "yes" if row["correct"] else "no",
+            "–" if row["milliseconds"] is None else f"{row['milliseconds']:.2f}",
+            "–" if row["ratio_to_floor"] is None else f"{row['ratio_to_floor']:.1f}",
+            row["reason"] or "",
+        )
+        for row in found.kernels
+    ]
+    table("Attention kernels, forward and backward", kernels, "kernel", "right", "ms", "× floor", "reason")
+    storage = [(name.replace("_", " "), str(value)) for name, value in found.storage.items() if name not in RATES]
+    storage += [
+        (name.replace("_bytes", ""), RATES[name](found.storage[name])) for name in RATES if name in found.storage
+    ]
+    table("Folders", [*storage, *((name, folder or "not kept") for name, folder in found.folders.items())])
+    if found.config is not None:
+        fields = {name.replace("_", " "): str(value) for name, value in found.config.items()}
+        fields["parameters"] = f"{found.config['parameters']:,}"
+        fields["mesh"] = ", ".join(f"{axis} {size}" for axis, size in found.config["mesh"].items())
+        fields["tokens per second"] = (
+            f"about {found.config['tokens_per_second']:,.0f}, at half of the matrix products' speed"
+        )
+        fields["save seconds"] = f"about {found.config['save_seconds']:.1f}"
+        table("Config", fields.items())
+    for title, lines in (("A training cannot start", found.problems), ("What to change first", found.advice)):
+        if lines:
+            console.print(
+                f"{title}:", *(f"  {number}. {printable(line)}" for number, line in enumerate(lines, 1)), sep="\n"
+            )
+    if not found.problems:
+        console.print("A training can start here.")
+
+
+RATES: dict[str, Callable[[float], str]] = {
+    "write": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "read": lambda rate: f"{rate / 1e6:,.0f} MB/s",
+    "free_bytes": lambda count: f"{count / 2**30:,.0f} GiB",
+}

@@ -1,0 +1,171 @@
+"""Measurement of attention backends on this device: is a backend right, and how fast is it?
+
+Compilers and libraries have returned wrong gradients with correct outputs (TransformerEngine#3216, cudnn-frontend#160),
+and no fixed order of backends is the fastest on every device. So `measure` compares a backend with the reference and
+times it, for the shapes of a run. `api.use` then makes "auto" follow the results.
+"""
+# Axes: B = batch, T = tokens, H = query heads, K = key/value heads, R = H / K = query heads per key/value head,
+#   G = 2 groups of queries and keys, D = width of a query/key (sub-)head, E = width of a value head
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from difftx.kernels import api
+from difftx.kernels.backend import AttentionCall
+
+# Largest accepted relative error of a block of tokens. bfloat16 causes errors of 0.01, and wrong kernels over 0.05.
+TOLERANCE = 0.05
+BLOCK_TOKENS = 64  # Errors are computed by block, because one wrong tile of a long row hardly changes the row's norm.
+REFERENCE_TOKENS = 4096  # Longest row for the reference, whose memory is quadratic. Longer rows use "xla" in float32.
+ARGUMENTS, OUTPUT = ("q", "k", "v", "lam"), "the output"
+REPEATS, REPEAT_SECONDS = 5, 0.05  # The time of a call is the median over repeats of at least this length.
+
+
+class WrongResultError(Exception):
+    """An error for a backend whose output or gradients differ from those of the reference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The shapes of one call of an attention function on one device."""
+
+    function: Literal["diff_attention", "attention"]
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int  # D.
+    dtype: str
+    has_segments: bool
+    window: int | None = None
+
+    def call(self) -> AttentionCall:
+        """Return the call with arrays that have a shape and a dtype, but no values."""
+        groups, wide = ((2,), 2) if self.function == "diff_attention" else ((), 1)
+
+        def struct(heads: int, *widths: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.batch, self.tokens, heads, *widths), self.dtype)
+
+        q, k = struct(self.heads, *groups, self.width), struct(self.kv_heads, *groups, self.width)
+        ids_BT = jax.ShapeDtypeStruct((self.batch, self.tokens), jnp.int32) if self.has_segments else None
+        return AttentionCall(q, k, struct(self.kv_heads, wide * self.width), ids_BT, self.window)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matrix products of a forward and a backward pass over the causal half of the pairs of tokens.
+
+        Kernels with an online softmax multiply both maps of a differential head with V: 6 products of width D, and 10
+        in the backward pass. A softmax head has 2 and 5.
+        """
+        products = 16 if self.function == "diff_attention" else 7
+        return products * self.batch * self.heads * self.width * self.tokens**2
+
+    def candidates(self) -> list[str]:
+        """Return the backends that "auto" may select on this platform and that support the call."""
+        backends = api.candidates(self.function)
+        return [backend.name for backend in backends if backend.why_unsupported(self.call()) is None]
+
+
+def measure(workload: Workload, name: str) -> float:
+    """Return the milliseconds of a forward and a backward pass of a backend.
+
+    Raise `WrongResultError` if its output or a gradient is wrong. Errors of compilers and devices are passed on.
+    """
+    inputs, dout_BTHE = _inputs(workload)
+    program = jax.jit(_with_gradients(workload, name)).lower(inputs, dout_BTHE).compile()
+    results = program(inputs, dout_BTHE)
+    check(workload, results)
+
+    def seconds(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            program(inputs, dout_BTHE)
+        jax.block_until_ready(program(inputs, dout_BTHE))
+        return (time.perf_counter() - start) / calls
+
+    calls = max(1, int(REPEAT_SECONDS / seconds(1)))
+    return 1e3 * statistics.median(seconds(calls) for _ in range(REPEATS))
+
+
+def check(workload: Workload, results: dict[str, jax.Array]) -> None:
+    """Compare results of a backend with the reference for the first row and key/value head, block by block.
+
+    Raise `WrongResultError` if a block differs by more than `TOLERANCE`, or if any value is not finite.
+    """
+    expected = _expected(workload)
+    for name in sorted(expected, key=lambda name: name != OUTPUT):  # A wrong output explains wrong gradients.
+        expected_1TR = expected[name]
+        value = results[name].astype(jnp.float32)
+        if not bool(jnp.isfinite(value).all()):
+            raise WrongResultError(f"{name} has values that are not finite")
+        error = float(_largest_error(value[:1, :, : expected_1TR.shape[2]], expected_1TR))
+        if not error < TOLERANCE:
+            raise WrongResultError(f"{name} is off by {error:.1%}")
+
+
+def _largest_error(value_1TR: jax.Array, expected_1TR: jax.Array) -> jax.Array:
+    """Return the largest relative error of a block of `BLOCK_TOKENS` tokens."""
+
+    def norms(x_1TR: jax.Array) -> jax.Array:
+        padded = jnp.pad(x_1TR[0].reshape(x_1TR.shape[1], -1), ((0, -x_1TR.shape[1] % BLOCK_TOKENS), (0, 0)))
+        return jnp.linalg.norm(padded.reshape(-1, BLOCK_TOKENS * padded.shape[1]), axis=1)
+
+    expected_N = norms(expected_1TR)
+    # A block with small values, such as the gradient of the last keys, has larger relative errors by rounding.
+    scale_N = jnp.maximum(expected_N, jnp.sqrt(jnp.mean(expected_N**2)) / 4)
+    return jnp.max(norms(value_1TR - expected_1TR) / scale_N)
+
+
+@functools.cache
+def _inputs(workload: Workload) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return random inputs of the attention function by name, and a random gradient of its output."""
+    call = workload.call()
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v = (
+        jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys[:3], (call.q, call.k, call.v), strict=True)
+    )
+    inputs = {"q": q, "k": k, "v": v}
+    rows = (workload.batch, workload.tokens, workload.heads)
+    if workload.function == "diff_attention":
+        inputs["lam"] = jax.random.uniform(keys[3], rows, jnp.float32, 0.2, 0.8)
+    return inputs, jax.random.normal(keys[4], (*rows, v.shape[-1]), v.dtype)
+
+
+def _segment_ids(workload: Workload, batch: int) -> jax.Array | None:
+    """Return ids of documents of 384 tokens, whose borders are not those of the kernels' tiles."""
+    if not workload.has_segments:
+        return None
+    return jnp.broadcast_to(jnp.arange(workload.tokens, dtype=jnp.int32) // 384, (batch, workload.tokens))
+
+
+def _with_gradients(workload: Workload, name: str) -> Callable[..., dict[str, jax.Array]]:
+    """Return a function from inputs and the gradient of the output to the output and the gradients of the inputs."""
+    function: Any = getattr(api, workload.function)
+
+    def results(inputs: dict[str, jax.Array], dout_BTHE: jax.Array) -> dict[str, jax.Array]:
+        ids_BT = _segment_ids(workload, dout_BTHE.shape[0])
+        call = functools.partial(function, segment_ids_BT=ids_BT, window=workload.window, implementation=name)
+        out_BTHE, pull = jax.vjp(lambda inputs: call(*(inputs[name] for name in ARGUMENTS if name in inputs)), inputs)
+        (gradients,) = pull(dout_BTHE)
+        return {OUTPUT: out_BTHE} | {f"the gradient of {name}": x for name, x in gradients.items()}
+
+    return results
+
+
+@functools.cache
+def _expected(workload: Workload) -> dict[str, jax.Array]:
+    """Return the results for the first row and the first key/value head, with its query heads, in float32."""
+    inputs, dout_BTHE = _inputs(workload)
+    heads = {"k": 1, "v": 1}
+    queries = workload.heads // workload.kv_heads
+    first = {name: x[:1, :, : heads.get(name, queries)].astype(jnp.float32) for name, x in inputs.items()}
+    name = "reference" if workload.tokens <= REFERENCE_TOKENS else "xla"
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(_with_gradients(workload, name))(first, dout_BTHE[:1, :, :queries].astype(jnp.float32))

@@ -1,0 +1,108 @@
+"""Measurements of a machine: matrix products, memory, collectives, and the folder of a run."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+
+from difftx.files import new_file
+
+REPEATS = 5  # The fastest of these repeats counts, because other work on the machine only slows a repeat down.
+RENAMES = 200  # Renames onto a file that another thread reads.
+FILE_BYTES = 64 * 2**20
+
+
+def fastest_seconds(call: Callable[[], Any]) -> float:
+    """Return the seconds of the fastest of `REPEATS` calls, after one that compiles."""
+    jax.block_until_ready(call())
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        return time.perf_counter() - start
+
+    return min(seconds() for _ in range(REPEATS))
+
+
+def matmul_flops(dtype: str, size: int) -> float:
+    """Return the FLOP/s of one device for the product of two square matrices with `size` rows."""
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a: a @ a)
+    return 2 * size**3 / fastest_seconds(lambda: product(a))
+
+
+def memory_bandwidth(count: int) -> float:
+    """Return the bytes/s that one device reads and writes when it adds 1 to `count` float32 numbers."""
+    x = jnp.zeros(count, jnp.float32)
+    add = jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / fastest_seconds(lambda: add(x))
+
+
+def collective_bandwidths(mesh: jax.sharding.Mesh, count: int) -> dict[str, float]:
+    """Return the bytes/s that each device receives when it gathers `count` float32 numbers, by axis of the mesh.
+
+    Axes of size 1 do not communicate, and are left out.
+    """
+    found = {}
+    for axis, size in mesh.shape.items():
+        if size > 1:
+            shard = count // size * size
+            with jax.set_mesh(mesh):
+                x = jax.device_put(jnp.zeros(shard, jnp.float32), jax.NamedSharding(mesh, P(axis)))
+                gather = jax.jit(lambda x: jax.sharding.reshard(x, P()))
+                found[axis] = x.nbytes * (size - 1) / size / fastest_seconds(lambda x=x, gather=gather: gather(x))
+    return found
+
+
+def file_speeds(folder: Path) -> dict[str, float]:
+    """Return the bytes/s at which a file in `folder` is written to the disk and read back."""
+    path, content = folder / f".difftx-doctor-{os.getpid()}", os.urandom(2**20)
+    try:
+        start = time.perf_counter()
+        with new_file(path) as file:
+            for _ in range(FILE_BYTES // len(content)):
+                file.write(content)
+        written = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):  # Read from the disk, not from the memory of the kernel.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(len(content)):
+                pass
+        return {"write": FILE_BYTES / (written - start), "read": FILE_BYTES / (time.perf_counter() - written)}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def renames_are_atomic(folder: Path) -> bool:
+    """Return whether a reader always finds one of two complete files while one is renamed onto the other."""
+    path, fresh = folder / f".difftx-doctor-{os.getpid()}", folder / f".difftx-doctor-{os.getpid()}-new"
+    contents, torn, done = (b"1" * 4096, b"2" * 4096), threading.Event(), threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                if path.read_bytes() not in contents:
+                    torn.set()
+            except OSError:
+                torn.set()
+
+    try:
+        path.write_bytes(contents[0])
+        reader = threading.Thread(target=read)
+        reader.start()
+        for number in range(RENAMES):
+            fresh.write_bytes(contents[number % 2])
+            fresh.replace(path)
+        done.set()
+        reader.join()
+        return not torn.is_set()
+    finally:
+        done.set()
+        for file in (path, fresh):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,355 @@
+"""The start of the processes of a command, with the choice of the attention kernel.
+
+On accelerators, with `train.kernel_choice = "measured"`, each process compares all kernels with the reference and times
+them, for the shapes of the run. All processes then use one ranking: if one process rejects a kernel, all do.
+
+A kernel may hang, or leave the device in a state in which every later call fails. On GPUs, a child process therefore
+measures the kernels before this process opens the device; after a failure, a new child measures the remaining ones. A
+TPU belongs to one process, so the process itself measures there, and ends with an advice if a kernel hangs.
+
+The ranking is stored in the user's cache folder and in the manifest of the run. A run that resumes on the same kind of
+device uses the recorded ranking, so that its results stay the same bit for bit.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import flax.traverse_util
+import jax
+from jax._src import distributed  # For the number of processes before JAX opens the devices.
+
+from difftx import kernels
+from difftx.compilation_cache import user_folder
+from difftx.config import Config
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.fields import values_of
+from difftx.errors import EXIT_FAILED, printable
+from difftx.files import json_sha256, read_record, schema_error, write_record
+from difftx.kernels import target
+from difftx.kernels.backend import Ranking
+from difftx.kernels.measure import Workload, measure
+from difftx.model.abstract import count_parameters
+from difftx.parallel import multihost
+from difftx.parallel.mesh import mesh_sizes
+from difftx.parallel.presets import apply_preset
+from difftx.registry import load_extensions, loaded_extensions
+from difftx.training.checkpoint.manifest import MANIFEST
+
+DEADLINE_SECONDS = 60.0  # Time for all kernels.
+KERNEL_SECONDS = 25.0  # Time for one kernel, including its compilation.
+SHAPE = {"function": str, "device": str, "milliseconds": {str: float}, "rejected": {str: str}}
+Measured = tuple[dict[str, float], dict[str, str]]  # Milliseconds, or else the reason for a rejection, by kernel.
+# Groups and fields that determine the shapes of a call.
+SHAPE_FIELDS = (
+    "model.",
+    "mesh.",
+    "train.global_batch_tokens",
+    "train.accumulation",
+    "data.sequence_length",
+    "data.doc",
+)
+
+
+def start(flags: argparse.Namespace, configs: Sequence[Config], workdir: Path | None) -> None:
+    """Join the other processes, choose the attention kernels of the configs, and look for devices.
+
+    `flags` are those of `multihost.add_flags`. `workdir` is the run of the first config, which may have recorded a
+    ranking.
+    """
+    multihost.join(flags, configs[0].multihost)
+    choose(configs, workdir)
+
+
+def choose(configs: Sequence[Config], workdir: Path | None = None) -> None:
+    """Choose the attention kernels of the configs, and look for devices."""
+    measurable = {kernel_function(config): config for config in configs if _is_measured(config)}
+    recorded = {function: _recorded(workdir, function) for function in measurable}
+    gpus = gpu_identity() if measurable else None
+    own: dict[str, Ranking | None] = {}
+    if gpus is not None:  # Before this process takes the memory of the GPUs.
+        for function, config in measurable.items():
+            if not _is_of(recorded[function], gpus):
+                own[function] = _ranked(gpus, config)
+    multihost.require_devices()
+    if measurable and gpus is None and target.platform() == "tpu":
+        device = jax.devices()[0]
+        tpus = f"{jax.device_count()} × {device.device_kind}, {device.client.platform_version.splitlines()[0]}"
+        for function, config in measurable.items():
+            if not _is_of(recorded[function], tpus):
+                own[function] = _ranked(tpus, config)
+    for function, config in measurable.items():
+        pair = [r and dataclasses.asdict(r) for r in (recorded[function], own.get(function))]
+        _use(multihost.gather(f"kernels of {function}", pair, config.multihost.barrier_timeout_seconds))
+
+
+def kernel_function(config: Config) -> str:
+    """Return the name of the attention function that the config's model calls."""
+    if config.model.attention_logit_bits is not None:
+        return "mapped_attention"
+    return ARCHITECTURES[config.model.architecture].kernel
+
+
+def workload(config: Config, kind: str, devices: int) -> Workload:
+    """Return the shapes of a microbatch's attention on one of `devices` devices of a kind."""
+    config = apply_preset(config, kind=kind, devices=devices, parameters=count_parameters(config.model).total)
+    model, sizes = config.model, mesh_sizes(config.mesh, devices)
+    is_differential = kernel_function(config) == "diff_attention"
+    # Each device attends with whole rows to a part of the heads, or with a part of the rows' tokens. Both are the same
+    # number of pairs, and only the first can be measured on one device.
+    shards = sizes["tensor"] * (sizes["context"] if config.mesh.context_method == "heads" else 1)
+    return Workload(
+        function="diff_attention" if is_differential else "attention",
+        batch=max(1, config.batch_rows // config.train.accumulation // (sizes["data"] * sizes["fsdp"])),
+        tokens=config.data.sequence_length,
+        heads=max(1, (model.num_heads if is_differential else model.query_heads) // shards),
+        kv_heads=max(1, model.kv_heads // shards),
+        width=model.d_head,
+        dtype=model.compute_dtype,
+        has_segments=config.data.document_mask,
+        window=None if None in model.windows else model.window,  # Layers without a window take the most time.
+    )
+
+
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine has the driver of NVIDIA GPUs, which JAX may not use."""
+    return shutil.which("nvidia-smi") is not None
+
+
+def gpu_identity() -> str | None:
+    """Return the number and names of the NVIDIA GPUs that JAX will use, with their driver, or None.
+
+    JAX does not open the devices.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "").split(",")
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    if platforms[0] not in ("", "cuda", "gpu") or not has_nvidia_gpu() or not any("cuda" in p.name for p in plugins):
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = found.stdout.strip().splitlines()
+    return f"{len(names)} × {names[0]}" if found.returncode == 0 and names else None
+
+
+def _is_measured(config: Config) -> bool:
+    is_auto = config.model.attention_implementation == "auto"
+    # `mapped_attention` has one kernel.
+    return config.train.kernel_choice == "measured" and is_auto and kernel_function(config) != "mapped_attention"
+
+
+def _recorded(workdir: Path | None, function: str) -> Ranking | None:
+    """Return the ranking of a function in the manifest of a run, if there is one."""
+    try:
+        found: Any = json.loads((workdir / MANIFEST).read_bytes())["kernels"][function] if workdir else None
+    except (OSError, ValueError, LookupError, TypeError):  # `Run.check_records` reports a manifest that is not one.
+        return None
+    return None if schema_error(found, SHAPE) else Ranking(**found)
+
+
+def _is_of(ranking: Ranking | None, device: str) -> bool:
+    return ranking is not None and ranking.device == device
+
+
+def _ranked(device: str, config: Config) -> Ranking | None:
+    """Return the ranking of the user's cache folder, or else measure and store it. None: nothing was measured."""
+    values = flax.traverse_util.flatten_dict(values_of(config), sep=".")
+    shapes = {name: value for name, value in values.items() if name.startswith(SHAPE_FIELDS)}
+    sources = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(kernels.__file__).parent.glob("*.py"))
+    ]
+    key = json_sha256([device, jax.__version__, _process_count(), sources, shapes])
+    path = user_folder() / f"kernels-{key[:16]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        found = read_record(path)
+        if found is not None and schema_error(found, SHAPE) is None:
+            return Ranking(**found)
+    milliseconds, rejected = measured(config)
+    if not (milliseconds or rejected):
+        return None
+    ordered = dict(sorted(milliseconds.items(), key=lambda item: item[1]))
+    ranking = Ranking(kernel_function(config), device, ordered, rejected)
+    if config.train.compilation_cache != "off":
+        with contextlib.suppress(OSError):  # The user may have no home folder.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_record(path, dataclasses.asdict(ranking))
+    return ranking
+
+
+def measured(config: Config) -> Measured:
+    """Measure the kernels of a config. On GPUs, call this before JAX opens the devices."""
+    return _measured_here(config) if gpu_identity() is None else _measured_by_children(config)
+
+
+def _measured_by_children(config: Config) -> Measured:
+    """Measure the kernels in child processes. After a failure, a new child measures the remaining kernels."""
+    context, deadline = multiprocessing.get_context("spawn"), time.monotonic() + DEADLINE_SECONDS
+    milliseconds: dict[str, float] = {}
+    rejected: dict[str, str] = {}
+    todo: list[str] | None = None
+    extensions = [extension.path for extension in loaded_extensions()]
+    devices = jax.config.read(
+        "jax_cuda_visible_devices"
+    )  # Set by `jax.distributed` if each process has some of the GPUs.
+    while todo is None or todo:
+        pipe, end = context.Pipe(duplex=False)
+        child = context.Process(
+            target=_child, args=(end, config, extensions, devices, _process_count(), todo), daemon=True
+        )
+        child.start()
+        end.close()
+        try:
+            todo = _received(pipe, deadline)
+            while todo:
+                outcome = _received(pipe, min(deadline, time.monotonic() + KERNEL_SECONDS))
+                if isinstance(outcome, str):
+                    raise _FailedError(outcome)
+                milliseconds[todo.pop(0)] = outcome
+        except _FailedError as error:
+            if todo is None:
+                print(printable(f"attention kernels cannot be measured: {error}"), file=sys.stderr, flush=True)
+                break
+            rejected[todo.pop(0)] = str(error)
+            if time.monotonic() > deadline:
+                rejected |= _not_tried(todo)
+                break
+        finally:
+            child.kill()
+            child.join()
+    return milliseconds, rejected
+
+
+class _FailedError(Exception):
+    """A kernel failed in a child process."""
+
+
+def _received(pipe: Connection, deadline: float) -> Any:
+    """Return what a child sends. Raise `_FailedError` if it sends nothing until the deadline, or ends."""
+    began = time.monotonic()
+    try:
+        if pipe.poll(max(0.0, deadline - began)):
+            return pipe.recv()
+    except (EOFError, OSError):
+        raise _FailedError("the process that measured it crashed") from None
+    raise _FailedError(f"it did not finish within {time.monotonic() - began:.0f} s")
+
+
+def _child(
+    end: Connection, config: Config, extensions: list[str], devices: str, processes: int, todo: list[str] | None
+):
+    """Send the names of the kernels to measure, and then, for each, its milliseconds or the reason why it failed."""
+    # A hung kernel must not keep the GPU if the parent dies.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax.config.update("jax_cuda_visible_devices", devices)
+    load_extensions([Path(path) for path in extensions])
+    shapes = workload(config, target.device_kind(), jax.local_device_count() * processes)
+    names = shapes.candidates() if todo is None else todo
+    end.send(names)
+    for name in names:
+        end.send(_outcome(shapes, name))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(EXIT_FAILED)
+
+
+def _outcome(shapes: Workload, name: str) -> float | str:
+    """Return the milliseconds of a kernel, or the reason why it failed."""
+    try:
+        return measure(shapes, name)
+    except Exception as error:  # A kernel may raise any exception.
+        return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
+def _measured_here(config: Config) -> Measured:
+    """Measure the kernels in this process. If one hangs, the process ends with exit code 1 and an advice."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    shapes = workload(config, target.device_kind(), jax.device_count())
+    milliseconds: dict[str, float] = {}
+    rejected: dict[str, str] = {}
+    for name in shapes.candidates():
+        if time.monotonic() > deadline:
+            rejected |= _not_tried([name])
+            continue
+        watchdog = threading.Timer(DEADLINE_SECONDS, _abort, [name])
+        watchdog.daemon = True
+        watchdog.start()
+        outcome = _outcome(shapes, name)
+        watchdog.cancel()
+        if isinstance(outcome, str):
+            rejected[name] = outcome
+        else:
+            milliseconds[name] = outcome
+    return milliseconds, rejected
+
+
+def _not_tried(names: list[str]) -> dict[str, str]:
+    # Without "xla", which compiles for every device, there might be no kernel at all.
+    return {name: f"not tried within {DEADLINE_SECONDS:.0f} s" for name in names if name != "xla"}
+
+
+def _abort(name: str) -> None:
+    print(
+        f"error: attention kernel {name!r} did not finish within {DEADLINE_SECONDS:.0f} s; name another one, such as "
+        "model.attention_implementation=xla, or set train.kernel_choice=fixed",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_FAILED)
+
+
+def _process_count() -> int:
+    """Return the number of processes, without opening the devices."""
+    return distributed.global_state.num_processes or 1
+
+
+def _use(everywhere: list[list[dict[str, Any] | None]]) -> None:
+    """Let "auto" follow the ranking that process 0 has recorded, or else the worst of all rankings. Log it.
+
+    `everywhere` has the recorded and the measured ranking of each process.
+    """
+    recorded, own = everywhere[0]
+    if own is None and recorded is None:
+        return
+    if own is None:
+        ranking = Ranking(**cast(dict[str, Any], recorded))
+    else:
+        ranking = worst([Ranking(**measured) for _, measured in everywhere if measured is not None])
+        if recorded is not None:
+            before, now = (next(iter(one["milliseconds"]), "none") for one in (recorded, own))
+            multihost.say(f"changed since the run began: attention kernel {before} → {now}, for other devices (safe)")
+    kernels.use(ranking)
+    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in ranking.milliseconds.items())
+    multihost.say(f"kernels  {ranking.function}: {times or 'no measured kernel is right'}")
+    for name, reason in ranking.rejected.items():
+        multihost.say(f"         {name} is not used: {reason}")
+
+
+def worst(rankings: list[Ranking]) -> Ranking:
+    """Return the ranking with the largest time of each kernel, without kernels that a ranking rejects."""
+    rejected = {}
+    for process, ranking in enumerate(rankings):
+        for name, reason in ranking.rejected.items():
+            rejected.setdefault(name, reason if len(rankings) == 1 else f"process {process}: {reason}")
+    names = [name for name in rankings[0].milliseconds if name not in rejected]
+    slowest = {name: max(ranking.milliseconds.get(name, math.inf) for ranking in rankings) for name in names}
+    ordered = dict(sorted(slowest.items(), key=lambda item: item[1]))
+    return dataclasses.replace(rankings[0], milliseconds=ordered, rejected=rejected)

@@ -1,0 +1,65 @@
+"""Traces of train steps, and a profile of the devices' memory after an out-of-memory error."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from difftx.config import LoggingConfig
+from difftx.errors import RunError
+from difftx.files import new_file
+
+TRACE_FOLDER = "profile"
+MEMORY_PROFILE = "device_memory-{process}.prof"
+
+
+class StepTracer:
+    """A writer of a trace of the steps in `logging.profile_steps` to `<workdir>/profile`, for xprof and Perfetto.
+
+    It does nothing unless `enabled`. Of a run that starts again, each attempt writes a trace of its own.
+    """
+
+    def __init__(self, workdir: Path, config: LoggingConfig, *, enabled: bool):
+        first, count = config.profile_steps or (0, 0)
+        self._steps = range(first, first + count)
+        self._folder, self._enabled, self._is_tracing = workdir / TRACE_FOLDER, enabled, False
+
+    def start(self, step: int, wait: Callable[[], None]) -> None:
+        """Start the trace before the first of the steps. `wait` waits until the devices have finished earlier steps."""
+        if self._enabled and not self._is_tracing and step in self._steps:
+            wait()
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = (
+                0  # Events of all Python functions would slow down the steps that are measured.
+            )
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
+            self._is_tracing = True
+
+    def stop_after_last(self, step: int, wait: Callable[[], None]) -> None:
+        """Write the trace if `step` is the last of the steps. `wait` waits until the devices have finished it."""
+        if self._is_tracing and step == self._steps[-1]:
+            wait()
+            self.stop()
+
+    def stop(self) -> None:
+        """Write the trace, if one was started."""
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+
+def out_of_memory(workdir: Path, error: jax.errors.JaxRuntimeError) -> RunError | None:
+    """Write a profile of the memory of this process's devices if `error` says that they have no more memory.
+
+    Return an error that names the file, or None for another error.
+    """
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    path = workdir / MEMORY_PROFILE.format(process=jax.process_index())
+    with new_file(path) as file:
+        file.write(jax.profiler.device_memory_profile())
+    return RunError(
+        f"{message.splitlines()[0]} {path} lists the arrays in the devices' memory; raise train.accumulation, lower "
+        'train.global_batch_tokens, or set model.remat to full (see "Out of memory" in docs/operations.md)'
+    )

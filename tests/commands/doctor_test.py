@@ -1,0 +1,138 @@
+"""`difftx doctor` in real processes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, child_environment, write_text
+from helpers.command_server import commands
+from processes import free_port
+
+from difftx.files import schema_error
+
+SCHEMA = {
+    "software": {str: str},
+    "devices": {
+        "kind": str,
+        "count": int,
+        "processes": int,
+        "driver": str,
+        "memory_bytes": int,
+        "dtype": str,
+        "matmul_flops": float,
+        "memory_bandwidth": float,
+    },
+    "collectives": {str: float},
+    "kernels": [{"function": str, "name": str, "correct": bool, "milliseconds": float, "ratio_to_floor": float}],
+    "storage": {"folder": str, "write": float, "read": float, "atomic_renames": bool, "free_bytes": int},
+    "folders": {str: str},
+    "problems": [str],
+    "advice": [str],
+    "ok": bool,
+}
+CONFIG_SCHEMA = {
+    "config": str,
+    "parameters": int,
+    "mesh": {str: int},
+    "remat": str,
+    "accumulation": int,
+    "kernel": str,
+    "tokens_per_second": float,
+    "save_seconds": float,
+}
+
+
+@pytest.fixture
+def doctor(tmp_path):
+    """Run the command with a tiny config on 2 devices, and return its result."""
+    text = tmp_path / "text.txt"
+    write_text(text)
+    fields = TINY | {"data.path": str(text), "mesh.fsdp": "2"}
+
+    def run(*flags, **changes):
+        changed = fields | {name.replace("__", "."): str(value) for name, value in changes.items()}
+        config = [
+            "--config=configs/quickstart.py:diff",
+            *(f"--config.{name}={value}" for name, value in changed.items()),
+        ]
+        command = ["difftx", "doctor", f"--workdir={tmp_path / 'run'}", *config, *flags]
+        return commands().run(command, environment=child_environment(2), folder=ROOT)
+
+    return run
+
+
+def test_json_is_one_object_with_the_documented_fields(doctor):
+    result = doctor("--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert schema_error(found, SCHEMA) is None, schema_error(found, SCHEMA)
+    assert schema_error(found["config"], CONFIG_SCHEMA) is None, schema_error(found["config"], CONFIG_SCHEMA)
+    assert found["ok"]
+    assert found["problems"] == []
+    assert [(row["function"], row["name"], row["correct"]) for row in found["kernels"]] == [
+        ("attention", "xla", True),
+        ("diff_attention", "xla", True),
+    ]
+    assert list(found["collectives"]) == ["fsdp"]
+    assert found["config"]["mesh"] == {"data": 1, "fsdp": 2, "context": 1, "tensor": 1}
+    assert found["config"]["kernel"] == "xla"
+
+
+def test_the_page_fits_100_columns(doctor):
+    result = doctor()
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) == 100
+    for text in ("all-gather over fsdp", "diff_attention: xla", "tokens per second", "A training can start here."):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "problem"),
+    [
+        ((), {"data__path": "/nowhere/text.txt"}, "data.path='/nowhere/text.txt': "),
+        ((), {"mesh__fsdp": 3}, "these sizes do not multiply to the 2 devices here"),
+        (("--workdir=/proc/run",), {}, "No file can be created there"),
+        ((), {"model__vocab_size": 128}, "model.vocab_size=128 is less than the 257 tokens"),
+    ],
+)
+def test_what_keeps_a_training_from_starting_gives_exit_code_1(doctor, flags, changes, problem):
+    result = doctor("--json", *flags, **changes)
+    assert result.returncode == 1, result.stderr
+    found = json.loads(result.stdout)
+    assert not found["ok"]
+    assert any(problem in line for line in found["problems"]), found["problems"]
+
+
+def test_bad_flags_give_exit_code_2(doctor):
+    result = doctor(model__width=3)
+    assert result.returncode == 2
+    assert "model.width: no such field" in result.stderr
+
+
+@pytest.mark.long
+def test_two_processes_report_what_one_of_them_lacks(tmp_path):
+    text, missing = tmp_path / "text.txt", tmp_path / "nowhere.txt"
+    write_text(text)
+    fields = TINY | {"mesh.fsdp": "4"}
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--json"]
+    started = []
+    for process, path in enumerate((text, missing)):
+        overrides = [f"--config.{name}={value}" for name, value in (fields | {"data.path": path}).items()]
+        command = ["-m", "difftx", "doctor", "--config=configs/quickstart.py:diff", f"--workdir={tmp_path / 'run'}"]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *command, *together, "--process", str(process), *overrides],
+                cwd=ROOT,
+                env=child_environment(2),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    first, second = (process.communicate(timeout=240) for process in started)
+    assert [process.returncode for process in started] == [1, 1], (first, second)
+    assert second[0] == ""
+    found = json.loads(first[0])
+    assert found["devices"]["count"] == 4
+    assert any(f"data.path='{missing}'" in line for line in found["problems"]), found["problems"]

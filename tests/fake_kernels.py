@@ -1,0 +1,83 @@
+"""train.py on a machine that seems to have a GPU, whose attention kernels are fakes.
+
+The variable FAKES is a JSON object: kernel → behaviour, a key of `BEHAVIOURS`. Each kernel that is traced in a child
+process is appended as a line to the file FAKES_LOG. FAKES_GPU is the name of the GPU.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+
+from difftx.kernels import xla
+from difftx.kernels.api import BACKENDS
+from difftx.training import kernel_choice
+
+
+def slow(q, *operands, **options):
+    def wait(q):
+        time.sleep(0.05)
+        return q
+
+    return xla.forward(jax.pure_callback(wait, jax.typeof(q), q), *operands, **options)
+
+
+def raises(*operands, **options):
+    raise RuntimeError("INTERNAL: no such instruction\nand a second line")
+
+
+def hangs(*operands, **options):
+    time.sleep(3600)
+
+
+def crashes(*operands, **options):
+    os.abort()
+
+
+def wrong_gradient(*operands, **options):
+    dq, dk, *rest = xla.backward(*operands, **options)
+    return dq, -dk, *rest
+
+
+# Behaviour → fields of the backend that differ from those of "xla".
+BEHAVIOURS = {
+    "right": {},
+    "slow": {"forward": slow},
+    "raises": {"forward": raises},
+    "hangs": {"forward": hangs},
+    "crashes": {"forward": crashes},
+    "wrong": {"backward": wrong_gradient},
+}
+
+
+def logged(name, forward):
+    def call(*operands, **options):
+        if multiprocessing.parent_process() is not None:
+            with Path(os.environ["FAKES_LOG"]).open("a") as file:
+                print(name, file=file)
+        return forward(*operands, **options)
+
+    return call
+
+
+real = BACKENDS["diff_attention"]["xla"]
+for name, behaviour in json.loads(os.environ["FAKES"]).items():
+    fake = dataclasses.replace(real, name=name, **BEHAVIOURS[behaviour])
+    BACKENDS["diff_attention"][name] = dataclasses.replace(fake, forward=logged(name, fake.forward))
+BACKENDS["diff_attention"]["xla"] = BACKENDS["diff_attention"].pop("xla")  # The last, as ever.
+kernel_choice.gpu_identity = lambda: os.environ["FAKES_GPU"]
+kernel_choice.KERNEL_SECONDS = float(os.environ.get("FAKES_KERNEL_SECONDS", "20"))
+kernel_choice.DEADLINE_SECONDS = float(os.environ.get("FAKES_DEADLINE_SECONDS", "60"))
+
+if __name__ == "__main__":
+    from difftx.errors import run_command
+    from train import main
+
+    run_command(main)

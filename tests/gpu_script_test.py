@@ -1,0 +1,66 @@
+"""benchmarks/gpu.sh with programs that only print their arguments, in place of a GPU's."""
+
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+PROGRAMS = {
+    "nvidia-smi": "echo NVIDIA TEST, 1.0, 1980 MHz",
+    "compute-sanitizer": 'echo sanitizer "$@"',
+    # The sweep is interrupted once, and the tests of the kernels fail.
+    "python": """echo python "$@"
+case "$*" in
+*sweep*) [[ -e $CALLS/swept ]] || { touch $CALLS/swept; exit 75; } ;;
+*tests/device*) exit 1 ;;
+esac""",
+}
+PIECES = ["doctor", "kernels", "long", "racecheck", "throughput", "small"]
+
+
+@pytest.fixture
+def gpu_sh(tmp_path):
+    """Call the script, and return its exit code and the records."""
+    programs, records = tmp_path / "bin", tmp_path / "records"
+    programs.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    def call(*arguments):
+        variables = {"PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(records), "CALLS": str(tmp_path)}
+        command = ["bash", "benchmarks/gpu.sh", *arguments]
+        ended = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+        return ended.returncode, {path.stem.split("_gpu_")[1]: path.read_text() for path in records.glob("*")}
+
+    return call
+
+
+def test_all_continues_where_the_last_call_ended(gpu_sh):
+    code, records = gpu_sh("all")
+    assert code == 75  # The sweep was interrupted, and has no record.
+    assert sorted(records) == sorted(PIECES[:-1])
+    assert "NVIDIA TEST, 1.0" in records["doctor"]
+    assert "python -m difftx doctor --config=configs/diff_3b.py:diff" in records["doctor"]
+    assert "Exit code 0." in records["doctor"]
+    assert "Exit code 1." in records["kernels"]
+    assert "benchmarks/kernels.py" not in records["kernels"]  # Wrong kernels are not timed.
+    assert "sanitizer --tool racecheck" in records["racecheck"]
+    code, records = gpu_sh("all")
+    assert code == 0
+    assert sorted(records) == sorted(PIECES)
+    assert "difftx sweep --config=configs/small.py --grid size=10m,20m" in records["small"]
+
+
+def test_one_piece_with_arguments(gpu_sh):
+    code, records = gpu_sh("small", "size=10m", "seed=0")
+    assert (code, records) == (75, {})
+    code, records = gpu_sh("small", "size=10m", "seed=0")
+    assert code == 0
+    assert "--grid size=10m seed=0 --out=runs/small" in records["small"]
+
+
+def test_an_unknown_piece_is_refused(gpu_sh):
+    code, records = gpu_sh("kernel")
+    assert (code, records) == (2, {})

@@ -1,0 +1,178 @@
+"""Options of the model, each alone and all together, against a plain decoder with dense masks, in float64."""
+# Axes: B = rows, T = query tokens, S = key tokens, L = layers. In einsum: h = heads, g = groups, x = model width.
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+from flax import nnx
+from helpers.inference_models import random_params
+from helpers.model_layers import OPTIONS, WINDOWS, batch_on
+
+from difftx.config.recipes import load_config
+from difftx.errors import UserError
+from difftx.evals.throughput import counterpart
+from difftx.model.abstract import count_parameters
+from difftx.model.flops import flops_per_token
+from difftx.training.loss import batch_loss
+from difftx.training.state import graph, init_state, make_train_step
+
+TOLERANCE = 1e-4  # Relative to the largest value, of float32 against float64 through six layers.
+CASES = {
+    "none": {},
+    "qk_norm": {"model__qk_norm": "true"},
+    "logit_soft_cap": {"model__logit_soft_cap": 2.0},
+    "z_loss": {"train__z_loss": 0.03},
+    "windows": WINDOWS,
+    "a window in all layers": {"model__window": 3},
+    "all": OPTIONS | {"train__z_loss": 0.03},
+    "all, two groups in a loop": OPTIONS | {"train__z_loss": 0.03, "model__num_layers": 6, "model__remat": "full"},
+}
+
+
+def rms(x, gain, eps=1e-5):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+
+
+def turned(x, theta):
+    """The rotary embedding, for x [B, T, H, G, d], as a product of complex numbers."""
+    half = x.shape[-1] // 2
+    angle_Td = np.outer(np.arange(x.shape[1]), theta ** (-np.arange(half) / half))
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle_Td)[None, :, None, None]
+    return jnp.concatenate([z.real, z.imag], axis=-1)
+
+
+def plain_attention(p, model, h_BTD, layer):
+    """Eq. 1 to 3 of arXiv 2410.05258, or softmax attention, with the whole matrix of logits and a mask."""
+    if model.architecture == "diff":
+        query, key, value, output = (p[n] for n in ("query_DHGd", "key_DKGd", "value_DKE", "output_HED"))
+    else:  # One group.
+        query, key, value, output = (p[n] for n in ("query_DHd", "key_DKd", "value_DKd", "output_HdD"))
+        query, key = query[:, :, None], key[:, :, None]
+    q, k = (jnp.einsum("btx,xhgd->bthgd", h_BTD, weight) for weight in (query, key))
+    v = jnp.einsum("btx,xhe->bthe", h_BTD, value)
+    if model.qk_norm:
+        q, k = rms(q, p["query_norm"]["scale"]), rms(k, p["key_norm"]["scale"])
+    q, k = turned(q, model.rope_theta), turned(k, model.rope_theta)
+    k, v = (jnp.repeat(x, model.num_heads // model.kv_heads, axis=2) for x in (k, v))
+    logits = jnp.einsum("bthgd,bshgd->bhgts", q, k) / np.sqrt(model.d_head)
+    distance_TS = np.subtract.outer(np.arange(h_BTD.shape[1]), np.arange(h_BTD.shape[1]))
+    seen_TS = distance_TS >= 0
+    if model.window is not None and (model.window_pattern * model.num_layers)[layer] == "L":
+        seen_TS &= distance_TS < model.window
+    weights = jax.nn.softmax(jnp.where(seen_TS, logits, -jnp.inf), axis=-1)
+    if model.architecture == "transformer":
+        return jnp.einsum("bhts,bshe,hex->btx", weights[:, :, 0], v, output)
+    lambda_init = 0.8 - 0.6 * np.exp(-0.3 * layer)
+    exponents = jnp.sum(p["lambda_query_Gd"] * p["lambda_key_Gd"], axis=-1)
+    lam = jnp.exp(exponents[0]) - jnp.exp(exponents[1]) + lambda_init
+    heads = jnp.einsum("bhts,bshe->bthe", weights[:, :, 0] - lam * weights[:, :, 1], v)
+    return (1 - lambda_init) * jnp.einsum("bthe,hex->btx", rms(heads, p["head_norm"]["scale"]), output)
+
+
+def plain_loss(params, c, tokens, targets, weight):
+    """Return the sum of NLL and z-loss, and the sum of the z-loss, by their definitions."""
+    model, x = c.model, params["embedding_VD"][tokens]
+    for layer in range(model.num_layers):
+        p = jax.tree.map(lambda w_L, layer=layer: w_L[layer], params["blocks"])
+        x = x + plain_attention(p["attention"], model, rms(x, p["attention_norm"]["scale"]), layer)
+        h = rms(x, p["mlp_norm"]["scale"])
+        x = x + (jax.nn.silu(h @ p["mlp"]["gate_DF"]) * (h @ p["mlp"]["up_DF"])) @ p["mlp"]["down_FD"]
+    logits = rms(x, params["final_norm"]["scale"]) @ params["embedding_VD"].T
+    if model.logit_soft_cap is not None:
+        logits = model.logit_soft_cap * jnp.tanh(logits / model.logit_soft_cap)
+    log_z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+    nll = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    z_loss = jnp.sum(c.train.z_loss * log_z**2 * weight)
+    return jnp.sum(nll * weight) + z_loss, z_loss
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, architecture, case):
+    c = config(architecture, model__num_heads=4, model__num_kv_heads=2, data__sequence_length=16, **CASES[case])
+    mesh = mesh_of()
+    # Embeddings so large that soft cap and z-loss matter.
+    params = random_params(c, mesh, embedding_scale=0.3)
+    with jax.set_mesh(mesh):
+        batch, graphdef = batch_on(mesh, c, rows=2), graph(c)
+
+        def loss(params):
+            return batch_loss(nnx.merge(graphdef, params), batch, c.train.z_loss)[:2]
+
+        (total, of_z), grads = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
+    arrays = [np.asarray(x) for x in (batch.tokens_BT, batch.targets_BT, batch.loss_mask_BT)]
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        call = jax.jit(jax.value_and_grad(lambda p: plain_loss(p, c, *arrays), has_aux=True))
+        (expected, expected_z), expected_grads = jax.device_get(call(wide))
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    assert float(of_z) == pytest.approx(expected_z, rel=1e-5)
+    assert (expected_z > 0) == (c.train.z_loss > 0)
+    for (path, found), wanted in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
+        largest = np.abs(wanted).max()
+        assert largest > 0, jax.tree_util.keystr(path)
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE * largest, err_msg=jax.tree_util.keystr(path))
+
+
+def test_the_step_reports_the_z_loss_beside_the_loss(config, mesh_of):
+    """The metric "loss" is the same with and without z-loss, in one and in two microbatches."""
+    mesh, found = mesh_of(), []
+    for options in ({}, {"train__z_loss": 0.03}, {"train__z_loss": 0.03, "train__accumulation": 2}):
+        c = config(**options)
+        with jax.set_mesh(mesh):
+            state = jax.jit(lambda c=c: init_state(c))()
+            found.append(jax.device_get(jax.jit(make_train_step(c))(state, batch_on(mesh, c))[1]))
+    plain, whole, halves = found
+    assert "z_loss" not in plain
+    assert whole["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert halves["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    # Initial logits are near 0, so Z is near the size of the vocabulary.
+    assert whole["z_loss"] == pytest.approx(0.03 * np.log(264) ** 2, rel=1e-2)
+    assert halves["z_loss"] == pytest.approx(whole["z_loss"], rel=1e-5)
+    assert whole["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    assert halves["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+
+
+def test_parameters_flops_and_counterpart(config):
+    """QK-norm adds two gains of width d per layer, and windows leave fewer pairs of tokens."""
+    plain, c = config(model__num_layers=3), config(**OPTIONS)
+    added = count_parameters(c.model).vectors - count_parameters(plain.model).vectors
+    assert added == 3 * 2 * c.model.d_head
+    assert count_parameters(c.model).projections == count_parameters(plain.model).projections
+    T, W, width = 4096, 1000, 64  # 32 of the queries and 32 of the heads' outputs.
+    c = config(**OPTIONS | {"model__window": W}, data__sequence_length=T, train__global_batch_tokens=T)
+    visible = [sum(min(t + 1, reach) for t in range(T)) / T for reach in (W, T)]  # Mean number of keys of a query.
+    saved = flops_per_token(plain.model, T, causal=True) - flops_per_token(c.model, T, causal=True)
+    assert saved == pytest.approx(2 * 6 * width * (visible[1] - visible[0]), rel=1e-3)
+    full = flops_per_token(plain.model, T, causal=False) - flops_per_token(c.model, T, causal=False)
+    assert full == pytest.approx(2 * saved)
+    other = counterpart(c).model
+    assert other.architecture == "transformer"
+    for name in ("qk_norm", "window", "window_pattern", "logit_soft_cap"):
+        assert getattr(other, name) == getattr(c.model, name)
+    assert count_parameters(other).projections == count_parameters(c.model).projections
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.window": "256"}, r"model\.window=256 is not less than data\.sequence_length=256"),
+        ({"model.window": "0"}, r"model\.window=0 must be positive"),
+        ({"model.window_pattern": "LG"}, r"model\.window_pattern='LG' requires model\.window; set it"),
+        ({"model.window": "8", "model.window_pattern": "GG"}, r"model\.window=8: .*'GG' has no layer L"),
+        ({"model.window": "8", "model.window_pattern": "LX"}, r"model\.window_pattern=LX: write L for a layer"),
+        ({"model.window": "8", "model.window_pattern": ""}, r"model\.window_pattern=: write L for a layer"),
+        (
+            {"model.window": "8", "model.window_pattern": "LLG"},
+            r"'LLG' has 3 letters, which do not divide model\.num_layers=4; use .* lengths: 1, 2, 4",
+        ),
+        ({"model.logit_soft_cap": "0"}, r"model\.logit_soft_cap=0\.0 must be positive"),
+        ({"train.z_loss": "-1"}, r"train\.z_loss=-1\.0 must not be negative"),
+    ],
+)
+def test_mistakes_name_field_value_and_fix(changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        load_config(f"{ROOT}/configs/quickstart.py:diff", changes)
+    assert "\n" not in str(error.value)

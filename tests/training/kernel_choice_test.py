@@ -1,0 +1,158 @@
+"""The measured choice of attention kernels, with faked kernels in real processes (tests/fake_kernels.py)."""
+
+import json
+import re
+import shutil
+
+import jax
+import pytest
+from conftest import TINY, write_text
+from processes import Processes
+
+from difftx.config import Config
+from difftx.config.recipes import load_config
+from difftx.kernels.backend import Ranking
+from difftx.training.kernel_choice import workload, worst
+
+FAKES = {"ours": "right", "tardy": "slow", "bad": "wrong", "broken": "raises", "dead": "crashes", "stuck": "hangs"}
+REASONS = {
+    "bad": r"WrongResultError: the gradient of k is off by [\d.]+%",
+    "broken": "RuntimeError: INTERNAL: no such instruction",
+    "dead": "the process that measured it crashed",
+    "stuck": r"it did not finish within \d+ s",
+}
+
+ABOUT_KERNELS = re.compile("^kernels |^changed since the run began|is not used:")
+
+
+class Machine:
+    """A machine with a faked GPU, on which train.py runs to a step."""
+
+    def __init__(self, tmp_path):
+        self.text, self.workdir, self.logs = tmp_path / "text.txt", tmp_path / "run", tmp_path
+        self.cache, self.measured = tmp_path / "cache", tmp_path / "measured"
+        write_text(self.text)
+
+    def train(self, steps, fakes=FAKES, gpu="1 × Fake", count=1, own_fakes=(), **environment):
+        """Train, and return the lines that name kernels, of each process, and the kernels that were measured."""
+        self.measured.write_text("")
+        changes = {
+            "train__steps": steps,
+            "optimizer__warmup_steps": 1,
+            "model__attention_implementation": "auto",
+            "train__compilation_cache": "auto",
+        }
+        variables = {"FAKES": json.dumps(fakes), "FAKES_GPU": gpu, "FAKES_LOG": str(self.measured)}
+        variables |= {"XDG_CACHE_HOME": str(self.cache), **environment}
+        processes = Processes(
+            self.text,
+            self.workdir,
+            self.logs,
+            devices=1,
+            count=count,
+            script=("tests/fake_kernels.py",),
+            environment=variables,
+            own_environment={process: {"FAKES": json.dumps(fakes | own)} for process, own in own_fakes},
+            multihost__barrier_timeout_seconds=120,
+            **changes,
+        )
+        try:
+            ended = [processes.wait(process) for process in range(count)]
+        finally:
+            processes.kill()
+        assert all(code == 0 for code, _ in ended), ended
+        said = [[line for line in text.splitlines() if ABOUT_KERNELS.search(line)] for _, text in ended]
+        return said, self.measured.read_text().split()
+
+    @property
+    def manifest(self):
+        return json.loads((self.workdir / "manifest.json").read_text())
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+@pytest.mark.long
+def test_kernels_that_are_wrong_raise_crash_or_hang_are_not_used_and_the_choice_lasts(machine):
+    (said,), measured = machine.train(2, FAKES_KERNEL_SECONDS="12")
+    assert measured == list(FAKES)  # Each one once, although three children ended.
+    first, *others = said
+    assert re.fullmatch(r"kernels  diff_attention: (ours|xla) [\d.]+ ms, (ours|xla) [\d.]+ ms, tardy [\d.]+ ms", first)
+    assert len(others) == len(REASONS)
+    for name, reason in REASONS.items():
+        assert any(re.fullmatch(f" +{name} is not used: {reason}", line) for line in others), others
+    ranking = machine.manifest["kernels"]["diff_attention"]
+    fastest = next(iter(ranking["milliseconds"]))
+    assert machine.manifest["attention_kernel"] == fastest
+    assert ranking["milliseconds"]["tardy"] > 50 > ranking["milliseconds"][fastest]
+
+    # Another run finds the ranking in the user's cache folder.
+    kept = machine.workdir.rename(machine.workdir.with_name("kept"))
+    (again,), measured = machine.train(2)
+    assert (again, measured) == (said, [])
+    # A resumed run uses the recorded one.
+    shutil.rmtree(machine.workdir)
+    kept.rename(machine.workdir)
+    shutil.rmtree(machine.cache / "difftx")
+    (resumed,), measured = machine.train(3)
+    assert (resumed, measured) == (said, [])
+    # On another device, it measures again and reports the change.
+    (elsewhere,), measured = machine.train(4, {"tardy": "slow"}, gpu="1 × Other")
+    assert measured == ["tardy"]
+    change = f"changed since the run began: attention kernel {fastest} → xla, for other devices (safe)"
+    assert elsewhere[0] == change
+    assert machine.manifest["kernels"]["diff_attention"]["device"] == "1 × Other"
+
+
+@pytest.mark.long
+def test_kernels_that_were_not_tried_in_time_are_named(machine):
+    fakes = {"stuck": "hangs", "ours": "right"}
+    (said,), measured = machine.train(2, fakes, FAKES_DEADLINE_SECONDS="15", FAKES_KERNEL_SECONDS="30")
+    assert measured == ["stuck"]
+    assert said[0] == "kernels  diff_attention: no measured kernel is right"
+    assert re.fullmatch(r" +stuck is not used: it did not finish within \d+ s", said[1])
+    assert said[2:] == ["         ours is not used: not tried within 15 s"]
+    assert machine.manifest["attention_kernel"] == "xla"
+
+
+@pytest.mark.long
+def test_two_processes_use_the_worst_of_both_verdicts(machine):
+    said, _ = machine.train(2, {"ours": "right", "other": "right"}, count=2, own_fakes=[(1, {"ours": "wrong"})])
+    first, second = said
+    assert second == []  # The primary process speaks for all.
+    assert "ours" not in first[0]
+    assert re.fullmatch(r" +ours is not used: process 1: WrongResultError: the gradient of k is off by .*", first[1])
+    assert machine.manifest["attention_kernel"] in ("other", "xla")
+
+
+def test_the_worst_of_rankings():
+    rankings = [
+        Ranking("attention", "GPU", {"a": 1.0, "b": 2.0, "c": 3.0}, {}),
+        Ranking("attention", "GPU", {"b": 5.0, "c": 3.5}, {"a": "it is wrong"}),
+    ]
+    expected = Ranking("attention", "GPU", {"c": 3.5, "b": 5.0}, {"a": "process 1: it is wrong"})
+    assert worst(rankings) == expected
+    assert list(worst(rankings).milliseconds) == ["c", "b"]
+    assert worst(rankings[:1]) == rankings[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("diff", {}, ("diff_attention", 8, 2, 2)),
+        ("transformer", {"mesh.fsdp": "4"}, ("attention", 2, 2, 2)),
+        ("diff", {"mesh.data": "2", "mesh.tensor": "2", "train.accumulation": "2"}, ("diff_attention", 2, 1, 1)),
+        ("diff", {"mesh.context": "2", "mesh.context_method": "zigzag"}, ("diff_attention", 8, 2, 2)),
+        ("diff", {"mesh.context": "2"}, ("diff_attention", 8, 1, 1)),
+    ],
+)
+def test_the_shapes_on_one_device(architecture, changes, expected):
+    config: Config = load_config(f"configs/quickstart.py:{architecture}", TINY | changes)
+    mesh = config.mesh
+    found = workload(config, "cpu", mesh.data * mesh.fsdp * mesh.context * mesh.tensor)
+    assert (found.function, found.batch, found.heads, found.kv_heads) == expected
+    assert (found.tokens, found.width) == (32, config.model.d_head)
+    assert found.call().q.shape[-1] == config.model.d_head
+    assert jax.numpy.dtype(found.dtype) == config.model.compute_dtype
