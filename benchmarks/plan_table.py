@@ -2,9 +2,10 @@
 
     python benchmarks/plan_table.py [--only=830m] [--out=runs/plan_table] [--write] [--config.path.to.field=value …]
 
-Needs libtpu and JAX's CUDA plugin (pip install 'difftx[tpu]' 'difftx[cuda]'). For each row, one `difftx plan` runs in its own process, whose peak memory is
-measured. Rows whose numbers exist in --out are not compiled again. --write replaces the tables between their markers in
-docs/operations.md; rows without numbers are left out. All rows take more than an hour on two cores.
+Needs libtpu and JAX's CUDA plugin (pip install 'difftx[tpu]' 'difftx[cuda]'). For each row, one `difftx plan` runs in
+its own process, whose peak memory is measured. Rows whose numbers exist in --out are not compiled again. --write
+replaces the tables between their markers in docs/operations.md; rows without numbers are left out. All rows take more
+than an hour on two cores.
 
 --only=long compiles the 3B models with rows of up to 64K tokens. A microbatch then has one row of tokens per group of
 `mesh.context` devices.

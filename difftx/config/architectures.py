@@ -8,7 +8,18 @@ if TYPE_CHECKING:
     from difftx.model.attention import SelfAttention
 
 Implementation = Literal[
-    "auto", "reference", "xla", "pallas_tpu", "splash_wide", "pallas_gpu", "cudnn_wide", "cudnn", "splash"
+    "auto",
+    "reference",
+    "xla",
+    "splash_wide",
+    "splash_wide_1024",
+    "pallas_tpu",
+    "pallas_tpu_1024",
+    "cudnn_wide",
+    "cudnn",
+    "pallas_gpu",
+    "splash",
+    "splash_1024",
 ]
 Granularity = Literal["query", "token"]
 

@@ -98,7 +98,7 @@ class ModelConfig(Extensible, path="model"):
     attention_implementation: Implementation = "auto"
     """Attention kernel. "auto" selects one. "reference" and "xla" support all architectures, "cudnn" all except
     off_by_one, sink, top_k and signed_mask, "pallas_tpu", "splash_wide", "pallas_gpu" and "cudnn_wide" diff and gda,
-    and "splash" (on TPUs) transformer, diff_v2 and gated."""
+    and "splash" (on TPUs) transformer, diff_v2 and gated. "_1024" means tiles of up to 1,024 tokens, not 512."""
     attention_logit_bits: int | None = None
     """Number of bits (2 to 15) to which attention logits are rounded, scaled by their largest magnitude. None: no
     rounding. The suite quantize sets this field, which requires the kernel "auto", "reference" or "xla"."""

@@ -30,7 +30,18 @@ from difftx.kernels.maps import Map
 
 # Names of all backends. A test compares them with `BACKENDS`.
 Implementation = Literal[
-    "auto", "reference", "xla", "splash_wide", "pallas_tpu", "cudnn_wide", "cudnn", "pallas_gpu", "splash"
+    "auto",
+    "reference",
+    "xla",
+    "splash_wide",
+    "splash_wide_1024",
+    "pallas_tpu",
+    "pallas_tpu_1024",
+    "cudnn_wide",
+    "cudnn",
+    "pallas_gpu",
+    "splash",
+    "splash_1024",
 ]
 
 
@@ -38,17 +49,30 @@ def _by_name(*backends: Backend) -> dict[str, Backend]:
     return {backend.name: backend for backend in backends}
 
 
-def _imported(name: str) -> Callable[..., Any]:
-    """Return a function "module:function" of this package, whose module is imported at the first call.
+def _imported(name: str, **options: Any) -> Callable[..., Any]:
+    """Return a function "module:function" of this package with some keyword arguments.
 
-    Pallas takes more than half a second to import, and commands on CPUs do not use it.
+    The first call imports the module. Pallas takes more than half a second to import, and commands on CPUs do not use
+    it.
     """
     module, function = name.split(":")
 
-    def call(*args: Any, **options: Any) -> Any:
-        return getattr(importlib.import_module(f"difftx.kernels.{module}"), function)(*args, **options)
+    def call(*args: Any, **more: Any) -> Any:
+        return getattr(importlib.import_module(f"difftx.kernels.{module}"), function)(*args, **more, **options)
 
     return call
+
+
+def _pallas_tpu(name: str, **tiles: int) -> Backend:
+    forward, backward, unsupported = (
+        _imported(f"pallas_tpu:{function}", **tiles) for function in ("forward", "backward", "unsupported")
+    )
+    return Backend(name, forward, backward, unsupported, platform="tpu")
+
+
+def _splash(name: str, function: str, **tiles: int) -> Backend:
+    unsupported = _imported("splash:unsupported", **tiles)
+    return Backend(name, _imported(f"splash:{function}", **tiles), unsupported=unsupported, platform="tpu")
 
 
 def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
@@ -60,7 +84,6 @@ def _pallas_gpu_unsupported(call: AttentionCall) -> str | None:
 
 
 _for_gpu = functools.partial(Backend, platform="gpu", whole_rows=True)
-_for_tpu = functools.partial(Backend, platform="tpu")
 
 # The backends of each attention function by name. Without a ranking, "auto" tries them in this order, in which library
 # kernels come before ours until a record in benchmarks/records proves ours on a device. "auto" never tries "reference",
@@ -68,13 +91,10 @@ _for_tpu = functools.partial(Backend, platform="tpu")
 BACKENDS = {
     "diff_attention": _by_name(
         Backend("reference", reference.diff_attention, auto=False),
-        _for_tpu("splash_wide", _imported("splash:diff_attention"), unsupported=_imported("splash:unsupported")),
-        _for_tpu(
-            "pallas_tpu",
-            _imported("pallas_tpu:forward"),
-            _imported("pallas_tpu:backward"),
-            _imported("pallas_tpu:unsupported"),
-        ),
+        _splash("splash_wide", "diff_attention"),
+        _splash("splash_wide_1024", "diff_attention", side=1024),
+        _pallas_tpu("pallas_tpu"),
+        _pallas_tpu("pallas_tpu_1024", side=1024),
         _for_gpu(
             "cudnn_wide",
             _imported("cudnn:diff_attention_wide_values"),
@@ -91,7 +111,8 @@ BACKENDS = {
     ),
     "attention": _by_name(
         Backend("reference", reference.attention, auto=False),
-        _for_tpu("splash", _imported("splash:attention"), unsupported=_imported("splash:unsupported")),
+        _splash("splash", "attention"),
+        _splash("splash_1024", "attention", side=1024),
         _for_gpu("cudnn", _imported("cudnn:attention"), unsupported=_imported("cudnn:unsupported")),
         Backend("xla", xla.softmax_forward, xla.softmax_backward),
     ),

@@ -60,15 +60,17 @@ _MEASURED_WIDTHS = (64, 96, 128)
 _SMEM_WORDS = 2**17  # Limit for the visits and the segment bounds in 32-bit words: half of the 1 MiB of scalar memory.
 
 
-def unsupported(call: AttentionCall) -> str | None:
-    """Return the reason why this backend cannot serve a call, or None."""
+def unsupported(call: AttentionCall, side: int | None = None) -> str | None:
+    """Return the reason why this backend cannot serve a call, or None. `side` is that of `forward`."""
     batch, t, _, _, d = call.q.shape
     sharding = call.sharding
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the TPU's matrix units support bfloat16 and float32, not {call.q.dtype}"
     if d % 8 or not 8 <= d <= 128:
         return f"the width of a sub-head must be a multiple of 8 up to 128; got {d}"
-    block = kernels.block_tokens(t, sharding, _tiles(d).side)
+    block = kernels.block_tokens(t, sharding, side or _tiles(d).side)
+    if side is not None and block == kernels.block_tokens(t, sharding, _tiles(d).side):
+        return f"rows of {t} tokens get the tiles of pallas_tpu"
     if sharding is not None and not block:
         return f"{t} tokens in {sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
     tiles = pl.cdiv(t, block)
@@ -79,13 +81,15 @@ def unsupported(call: AttentionCall) -> str | None:
     return None
 
 
-def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, interpret=None):
+def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=None, side=None, interpret=None):
     """Return the output O [B, T, H, E] in the dtype of q, and a `Saved` with O2 = A2 V and the log-sum-exps.
 
-    `interpret` is False, True or a `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
+    `side` is the largest side of a tile in tokens. None: that of the device's `Tiles`. `interpret` is False, True or a
+    `pltpu.InterpretParams`. None interprets the kernel unless the target is a TPU.
     """
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, _tiles(d).side, keys_outer=False)
+    side = side or _tiles(d).side
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, keys_outer=False)
     heads, e, block = call.kv_heads * call.group, 2 * d, call.block
     out_spec = _spec(call, (block, e), of="query", axis=0)
     out_shape = jax.ShapeDtypeStruct((call.batch, heads, call.y, e), call.dtype)
@@ -108,14 +112,27 @@ def forward(q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, *, window, sharding=
 
 
 def backward(
-    q_BTHGD, k_BTKGD, v_BTKE, lam_BTH, segments_BT, out_BTHE, saved, dout_BTHE, *, window, sharding=None, interpret=None
+    q_BTHGD,
+    k_BTKGD,
+    v_BTKE,
+    lam_BTH,
+    segments_BT,
+    out_BTHE,
+    saved,
+    dout_BTHE,
+    *,
+    window,
+    sharding=None,
+    side=None,
+    interpret=None,
 ):
-    """Return the gradients of q, k and v in the dtype of q, and of lam in float32."""
+    """Return the gradients of q, k and v in the dtype of q, and of lam in float32. Arguments are those of `forward`."""
     (out2_BHTE,), (lse_BHGT,) = saved.by_head, saved.by_group
     delta1_BTH, delta2_BTH = deltas(out_BTHE, jnp.moveaxis(out2_BHTE, 1, 2), lam_BTH, dout_BTHE)
     t, d = q_BTHGD.shape[1], q_BTHGD.shape[-1]
     tiles = _tiles(d)
-    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, tiles.side, keys_outer=True)
+    side = side or tiles.side
+    call = kernels.TileCall.of(q_BTHGD, k_BTKGD, segments_BT, window, sharding, side, keys_outer=True)
     per_query_BH1T = [x.transpose(0, 2, 1)[:, :, None] for x in (delta1_BTH, delta2_BTH, lam_BTH)]
     rows_BHRT = jnp.concatenate([lse_BHGT * kernels.LOG2_E, *per_query_BH1T], axis=2)
     inputs = kernels.Inputs(

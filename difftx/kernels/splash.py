@@ -20,25 +20,26 @@ from difftx.kernels import target
 from difftx.kernels.backend import AttentionCall, difference, pad_to
 from difftx.kernels.pallas_tpu_kernels import block_tokens
 
-TILE = 512  # Largest side of a tile in tokens.
+TILE = 512  # Largest side of a tile in tokens, unless a backend names another one.
 FUSED_TOKENS = 4096  # Longest row for the fused backward pass, which stores one copy of dQ per key tile.
 
 
-def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None) -> jax.Array:
+def diff_attention(q_BTHGD, k_BSKGD, v_BSKE, lam_BTH, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
     """Compute (A1 - λ A2) V by two calls of `attention`, one per group."""
-    out1_BTHE, out2_BTHE = (
-        attention(q_BTHGD[..., m, :], k_BSKGD[..., m, :], v_BSKE, segment_ids_BT, window=window, sharding=sharding)
-        for m in range(2)
-    )
+    call = functools.partial(attention, window=window, sharding=sharding, side=side)
+    out1_BTHE, out2_BTHE = (call(q_BTHGD[..., m, :], k_BSKGD[..., m, :], v_BSKE, segment_ids_BT) for m in range(2))
     return difference(out1_BTHE, out2_BTHE, lam_BTH)
 
 
-def attention(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, *, window, sharding=None) -> jax.Array:
-    """Compute softmax attention `[B, T, H, E]`, in the Pallas interpreter on other platforms than TPU."""
+def attention(q_BTHD, k_BSKD, v_BSKE, segment_ids_BT, *, window, sharding=None, side=TILE) -> jax.Array:
+    """Compute softmax attention `[B, T, H, E]`, in the Pallas interpreter on other platforms than TPU.
+
+    `side` is the largest side of a tile in tokens.
+    """
     # A call of splash serves one key/value head and its R query heads, without a batch axis and the factor 1/√D.
     B, T, H, D = q_BTHD.shape
     S, K = k_BSKD.shape[1:3]
-    tile = block_tokens(S, sharding, TILE)
+    tile = block_tokens(S, sharding, side)
     X = -(-S // tile) * tile
     Y = X if sharding is None else T
     kernel = _kernel(X, T, H // K, tile, window=window, is_fused=S <= FUSED_TOKENS, sharding=sharding)
@@ -89,10 +90,13 @@ def _kernel(X, T, R, tile, *, window, is_fused, sharding) -> splash.SplashAttent
     return jax.tree.map(of_this_device, kernel)
 
 
-def unsupported(call: AttentionCall) -> str | None:
+def unsupported(call: AttentionCall, side: int = TILE) -> str | None:
     """Return the reason why splash attention cannot serve a call, or None."""
     T = call.q.shape[1]
-    if call.sharding is not None and not block_tokens(T, call.sharding, TILE):
+    tile = block_tokens(T, call.sharding, side)
+    if side != TILE and tile == block_tokens(T, call.sharding, TILE):
+        return f"rows of {T} tokens get tiles of {tile} tokens in any case"
+    if call.sharding is not None and not tile:
         return f"{T} tokens in {call.sharding.row_chunks} chunks per row leave no tile of a multiple of 128 tokens"
     if call.q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"splash attention supports bfloat16 and float32, not {call.q.dtype}"

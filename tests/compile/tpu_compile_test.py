@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 
-from difftx.kernels import pallas_tpu, splash
+from difftx.kernels import diff_attention, pallas_tpu, splash
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: nothing can be compiled for TPU")
 
@@ -154,3 +154,21 @@ def test_splash_wide_compiles(chip, call, segments, window, passes):
     compiled = compile_for(chip, attend, lambda s: shapes(*call, segments=segments, sharding=s))
     assert kernels_in(compiled) == {f"splash_mqa_{name}" for name in passes}
     assert compiled.memory_analysis().temp_size_in_bytes < HBM_BYTES / 8
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("pallas_tpu_1024", {"diff_attention_forward", "diff_attention_dqkv"}),
+        ("splash_wide_1024", {"splash_mqa_fwd", "splash_mqa_dkv"}),
+    ],
+)
+def test_tiles_of_1024_tokens_compile(chip, name, kernels):
+    def attend(q, k, v, lam, segment_ids, dout):
+        call = functools.partial(diff_attention, segment_ids_BT=segment_ids, implementation=name)
+        out, vjp = jax.vjp(call, q, k, v, lam)
+        return out, vjp(dout)
+
+    compiled = compile_for(chip, attend, lambda s: shapes(1, 4096, 2, 2, 128, segments=True, sharding=s))
+    assert kernels_in(compiled) == kernels

@@ -88,6 +88,19 @@ def test_a_backend_that_ignores_the_window_is_found(backend):
         measure.measure(WORKLOADS["window"], "xla")
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [("diff_attention", "pallas_tpu_1024"), ("diff_attention", "splash_wide_1024"), ("attention", "splash_1024")],
+)
+def test_tiles_of_1024_tokens_are_right_and_measured_only_for_longer_rows(function, name):
+    workload = Workload(function, 1, 1100, 2, 1, 16, "float32", has_segments=True)
+    backend = kernels.BACKENDS[function][name]
+    assert backend.why_unsupported(workload.call()) is None
+    assert measure.measure(workload, name) > 0  # In the interpreter. It raises an error for wrong results.
+    short = dataclasses.replace(workload, tokens=400)
+    assert "rows of 400 tokens get" in backend.why_unsupported(short.call())
+
+
 def test_auto_follows_a_ranking(monkeypatch):
     monkeypatch.setattr(api, "_rankings", {})
     right = kernels.BACKENDS["attention"]["xla"]
