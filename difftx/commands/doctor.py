@@ -214,7 +214,8 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
     from difftx.commands.cost import format_cost
     from difftx.model.abstract import count_parameters
     from difftx.model.flops import PEAK_FLOPS, flops_per_token
-    from difftx.training.run import Run, attention_kernel, fit_to_devices
+    from difftx.training.kernel_choice import attention_kernel
+    from difftx.training.run import Run, fit_to_devices
     from difftx.training.state import state_bytes
 
     fitted = fit_to_devices(config)
@@ -242,7 +243,7 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
         "mesh": dict(run.mesh.shape),
         "remat": fitted.model.remat,
         "accumulation": fitted.train.accumulation,
-        "kernel": attention_kernel(fitted) if named or kernel is None else kernel,
+        "kernel": attention_kernel(fitted, run.mesh) if named or kernel is None else kernel,
         "tokens_per_second": EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops,
         "save_seconds": saving,
     }

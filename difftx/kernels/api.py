@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import reference, target, xla
-from difftx.kernels.backend import AttentionCall, Backend, Ranking, Struct, lam_per_token, per_shard
+from difftx.kernels.backend import AttentionCall, Backend, Ranking, lam_per_token, per_shard
 from difftx.kernels.context import SequenceSharding
 from difftx.kernels.maps import Map
 
@@ -229,18 +229,18 @@ def mapped_attention(
     return per_shard(forward, q_BTHGD, k_BSKGD, v_BSKE, per_query_BTH, segment_ids_BT, sharding=call.sharding)
 
 
-def why_unavailable(implementation: str, q: Struct, k: Struct, v: Struct) -> str | None:
+def why_unavailable(implementation: str, call: AttentionCall) -> str | None:
     """Return the reason why a backend cannot train or generate on this device, or None.
 
     "auto" is always available. Queries `[B, T, H, 2, D]` belong to `diff_attention`, and `[B, T, H, D]` to `attention`.
     """
     if implementation == "auto":
         return None
-    backend = BACKENDS["diff_attention" if q.ndim == 5 else "attention"][implementation]
+    backend = BACKENDS["diff_attention" if call.q.ndim == 5 else "attention"][implementation]
     platform = target.platform()
     if backend.platform is not None and backend.platform != platform:
         return f"this backend requires a {backend.platform.upper()}, and JAX runs on {platform.upper()} here"
-    return backend.why_unsupported(AttentionCall(q, k, v))
+    return backend.why_unsupported(call)
 
 
 def use(ranking: Ranking) -> None:

@@ -25,6 +25,7 @@ from difftx.launch.topology import CUDNN_VERSION, GIB, Chip
 from difftx.model.flops import PEAK_FLOPS, flops_per_token, format_bytes
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import check_divisible, make_mesh
+from difftx.training.kernel_choice import attention_kernel
 from difftx.training.state import init_state, make_train_step
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -63,6 +64,7 @@ class Estimate:
     peak_flops: float | None  # Peak FLOP/s of one device, or None if unknown.
     # Kind → runs per step, and bytes sent within a slice or GPU host and over the network.
     collectives: dict[str, dict[str, float]]
+    attention: str  # Name of the attention kernel.
     cudnn: bool  # Whether cuDNN computes attention. The GPU itself compiles such calls, so their workspace is unknown.
     hbm_bandwidth: float | None  # Bytes/s between a device and its memory, or None if unknown.
     interconnect: float | None  # Bytes/s that a device sends within its slice or GPU host, or None if unknown.
@@ -154,6 +156,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         with cudnn.checked_for_target(CUDNN_VERSION):
             traced = trace_step(config, mesh)
             compiled = traced.lower().compile()
+            attention = attention_kernel(config, mesh)
     except jax.errors.JaxRuntimeError as error:
         raise _does_not_fit(str(error)) or error from None
     seconds = time.perf_counter() - start
@@ -179,6 +182,7 @@ def estimate(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Estim
         model_flops_causal=tokens * flops_per_token(config.model, length, causal=True),
         peak_flops=PEAK_FLOPS.get(kind),
         collectives=_totals_by_kind(list_collectives(hlo, chip.host_devices)),
+        attention=attention,
         cudnn="__cudnn$fmha" in hlo,
         hbm_bandwidth=chip.hbm_bandwidth,
         interconnect=chip.interconnect,
@@ -212,8 +216,10 @@ def plan_table(e: Estimate, title: str, efficiency: float) -> rich.table.Table:
         ("program", format_bytes(e.code_bytes), "machine code"),
         ("memory", format_bytes(e.needed_bytes), f"total, of {format_bytes(e.capacity_bytes)}: {verdict}"),
     )
+    how = "a run measures the kernels and may select another one"
     if e.cudnn:
-        section(("attention", "cuDNN", "not compiled here: its FLOPs are counted, and its workspace is not"))
+        how = "not compiled here: its FLOPs are counted, and its workspace is not"
+    section(("attention", e.attention, how))
     for kind, numbers in e.collectives.items():
         between = f", and {format_bytes(numbers['network_bytes'])} over the network" if numbers["network_bytes"] else ""
         meaning = f"sent per device, {numbers['runs']:.0f} per step{between}"

@@ -43,6 +43,7 @@ from difftx.errors import EXIT_FAILED, printable
 from difftx.files import json_sha256, read_record, schema_error, write_record
 from difftx.kernels import target
 from difftx.kernels.backend import Ranking
+from difftx.kernels.context import SequenceSharding
 from difftx.kernels.measure import Workload, measure
 from difftx.model.abstract import count_parameters
 from difftx.parallel import multihost
@@ -124,6 +125,22 @@ def workload(config: Config, kind: str, devices: int) -> Workload:
         has_segments=config.data.document_mask,
         window=None if None in model.windows else model.window,  # Layers without a window take the most time.
     )
+
+
+def attention_call(config: Config, mesh: jax.sharding.Mesh) -> kernels.AttentionCall:
+    """Return the arguments of the attention function in a train step on a mesh, with shapes in place of arrays."""
+    call = workload(config, mesh.devices.flat[0].device_kind, mesh.size).call()
+    if config.mesh.context_method == "heads" or mesh.shape["context"] == 1:
+        return call
+    zigzag = config.mesh.context_method == "zigzag"
+    return call._replace(sharding=SequenceSharding("context", mesh.shape["context"], zigzag))
+
+
+def attention_kernel(config: Config, mesh: jax.sharding.Mesh) -> str:
+    """Return the name of the attention backend in a train step on a mesh, whose devices need not be attached."""
+    with jax.set_mesh(mesh):
+        call = attention_call(config, mesh)
+        return kernels.selected(kernel_function(config), config.model.attention_implementation, call)
 
 
 def has_nvidia_gpu() -> bool:

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -44,7 +43,7 @@ from difftx.parallel.multihost import agree, barrier, decide_on_primary, is_prim
 from difftx.parallel.presets import apply_preset
 from difftx.registry import loaded_extensions, require_extensions
 from difftx.training.checkpoint.manifest import EXTENSIONS_SHAPE, MANIFEST, package_versions
-from difftx.training.kernel_choice import kernel_function
+from difftx.training.kernel_choice import attention_call, attention_kernel
 from difftx.training.optimizer import make_optimizer
 
 # Version of the format of a run's files, except checkpoints. Increase it if difftx can no longer read older files.
@@ -78,7 +77,7 @@ class Run:
         def opened() -> Run:
             run_mesh = mesh or make_mesh(config.mesh)
             check_divisible(config, run_mesh)
-            check_attention(config)
+            check_attention(config, run_mesh)
             make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown.
             tokenizer = load_tokenizer(config.data.tokenizer)
             check_vocabulary(config, tokenizer)
@@ -126,7 +125,7 @@ class Run:
     def write_description(self) -> None:
         devices = self.mesh.devices.flatten()
         manifest = {
-            "attention_kernel": attention_kernel(self.config),
+            "attention_kernel": attention_kernel(self.config, self.mesh),
             "kernels": {function: dataclasses.asdict(ranking) for function, ranking in kernels.rankings().items()},
             "devices": {"kind": devices[0].device_kind, "count": len(devices), "mesh": dict(self.mesh.shape)},
             "data": {
@@ -181,36 +180,16 @@ def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
         )
 
 
-def check_attention(config: Config) -> None:
+def check_attention(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raise `UserError` if the configured attention backend cannot run on this machine's devices."""
-    model, (_, call) = config.model, _attention_call(config)
-    if why := kernels.why_unavailable(model.attention_implementation, call.q, call.k, call.v):
+    model, call = config.model, attention_call(config, mesh)
+    if why := kernels.why_unavailable(model.attention_implementation, call):
         backends = ARCHITECTURES[model.architecture].backends(quantized=model.attention_logit_bits is not None)
-        usable = [name for name in backends if kernels.why_unavailable(name, call.q, call.k, call.v) is None]
+        usable = [name for name in backends if kernels.why_unavailable(name, call) is None]
         raise UserError(
             f"model.attention_implementation={model.attention_implementation!r}: {why}; use one of "
             f"{', '.join(usable)} (eval.py: --model.attention_implementation={usable[0]})"
         )
-
-
-def attention_kernel(config: Config) -> str:
-    """Return the name of the attention backend that serves the config's model on this machine's devices."""
-    function, call = _attention_call(config)
-    return kernels.selected(function, config.model.attention_implementation, call)
-
-
-def _attention_call(config: Config) -> tuple[str, kernels.AttentionCall]:
-    """Return the attention function of the config's model, and its arguments for one row."""
-    model, function = config.model, kernel_function(config)
-    is_differential = ARCHITECTURES[model.architecture].kernel == "diff_attention"
-    widths = (2, model.d_head) if is_differential else (model.d_head,)
-    heads = model.num_heads if is_differential else model.query_heads
-
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, config.data.sequence_length, *shape), model.compute_dtype)
-
-    q, k = array(heads, *widths), array(model.kv_heads, *widths)
-    return function, kernels.AttentionCall(q, k, array(model.kv_heads, math.prod(widths)))
 
 
 def fit_to_devices(config: Config) -> Config:

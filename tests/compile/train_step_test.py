@@ -12,9 +12,11 @@ from jax.experimental import topologies
 
 from compile import h200
 from difftx.config.build import override
+from difftx.kernels import api, cudnn
 from difftx.launch.estimate import estimate, trace_step
-from difftx.launch.topology import find_devices, parse_topology
+from difftx.launch.topology import CUDNN_VERSION, find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
+from difftx.training.kernel_choice import attention_kernel
 
 TRANSFORMER = pytest.param("transformer", marks=pytest.mark.exhaustive)  # Its kernels are jax's.
 V6E = pytest.param("v6e:2x2", marks=pytest.mark.exhaustive)  # Its kernels by themselves: tpu_compile_test.py.
@@ -70,7 +72,8 @@ def test_on_tpu_with_rows_cut(config, architecture, topology):
 @h200.needs_plugin
 def test_on_hopper(config):
     devices = h200.mesh((2, 2), ("fsdp", "tensor")).devices.flatten()
-    text = compiled_step(sharded(config, "diff"), devices)
+    c = override(sharded(config, "diff"), {"model.attention_implementation": "pallas_gpu"})
+    text = compiled_step(c, devices)
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3  # Forward, dK/dV, dQ, and what remat repeats.
 
 
@@ -86,3 +89,31 @@ def test_on_gpus_without_wgmma(config, kind, documents):
     assert found.cudnn
     assert found.fits
     assert found.bound is not None
+
+
+DOCUMENTS = {"data.document_mask": "True"}
+ZIGZAG = {"mesh.fsdp": "1", "mesh.context": "2", "mesh.context_method": "zigzag"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "fields", "expected"),
+    [
+        ("v5p:2x2x1", {}, "splash_wide"),
+        ("v5p:2x2x1", DOCUMENTS | ZIGZAG, "splash_wide"),
+        pytest.param("h100:4", {}, "cudnn_wide", marks=h200.needs_plugin),
+        pytest.param("h100:4", DOCUMENTS, "cudnn", marks=h200.needs_plugin),
+        pytest.param("h100:4", ZIGZAG, "xla", marks=h200.needs_plugin),
+    ],
+)
+def test_the_named_kernel_is_the_one_in_the_step(config, caplog, topology, fields, expected):
+    """`attention_kernel` does not trace the step, so its answer is compared with the log of a traced step."""
+    c = override(sharded(config, "diff"), fields)
+    mesh = make_mesh(c.mesh, find_devices(parse_topology(topology)))
+    api._log_once.cache_clear()
+    with caplog.at_level("INFO", logger=api.log.name), cudnn.checked_for_target(CUDNN_VERSION):
+        assert attention_kernel(c, mesh) == expected
+        named = caplog.messages.copy()
+        api._log_once.cache_clear()
+        caplog.clear()
+        trace_step(c, mesh)
+        assert caplog.messages == named

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.kernels_checks import targeting
 from jax import P
 from jax.extend import core
 
 from difftx import kernels
-from difftx.kernels import cudnn, pallas_gpu, pallas_tpu, splash, target
+from difftx.kernels import cudnn, pallas_gpu, pallas_tpu, splash
 from difftx.kernels.backend import window_scope
 from difftx.launch.arithmetic import executed_flops
 from difftx.launch.estimate import trace_step
@@ -124,7 +125,7 @@ def test_splash_counts_the_tiles_that_causality_leaves():
     assert flops(both, q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
 
 
-def test_windows_leave_fewer_pairs(monkeypatch):
+def test_windows_leave_fewer_pairs():
     """Counts by hand of tiles (splash) and of pairs (other kernels), in programs that `kernels.attention` traces."""
     b, t, h, d, window = 2, 2048, 3, 64, 500
     q = struct(b, t, h, d)
@@ -140,10 +141,8 @@ def test_windows_leave_fewer_pairs(monkeypatch):
     tiles = 1 + 2 + 2 + 2  # Of 512 × 512: each tile of queries sees itself and the tile before it.
     assert flops(both("splash"), q, q, q) == pytest.approx(b * h * tiles * 512**2 * 2 * d * (2 + 5), rel=1e-3)
     pairs = sum(min(i + 1, window) for i in range(t))
-    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91900)  # As if it were here.
-    monkeypatch.setattr(cudnn.private, "check_compute_capability", lambda least: float(least) <= 9.0)
-    monkeypatch.setattr(target, "platform", lambda: "gpu")
-    assert flops(both("cudnn"), q, q, q) == pytest.approx(2 * d * pairs * b * h * (2 + 5), rel=1e-3)
+    with targeting("NVIDIA H200"), cudnn.checked_for_target(91900):
+        assert flops(both("cudnn"), q, q, q) == pytest.approx(2 * d * pairs * b * h * (2 + 5), rel=1e-3)
 
     def forward(q, k, v, lam):
         with window_scope(window):
@@ -154,9 +153,7 @@ def test_windows_leave_fewer_pairs(monkeypatch):
     assert flops(forward, *arguments) == pytest.approx(2 * d * pairs * b * h * 6, rel=1e-3)
 
 
-def test_cudnn_by_name(monkeypatch):
-    monkeypatch.setattr(cudnn.private, "check_cudnn_version", lambda: 91900)  # As if it were here.
-    monkeypatch.setattr(cudnn.private, "check_compute_capability", lambda least: float(least) <= 9.0)
+def test_cudnn_by_name():
     b, t, h, d = 2, 512, 3, 64
     q = struct(b, t, h, d)
 
@@ -164,7 +161,8 @@ def test_cudnn_by_name(monkeypatch):
         out, back = jax.vjp(lambda *a: cudnn.attention(*a, None, window=None), q, k, v)
         return back(out)
 
-    assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d
+    with targeting("NVIDIA H200"), cudnn.checked_for_target(91900):
+        assert flops(both, q, q, q) == (2 + 5) * b * h * t**2 * d
 
 
 def test_mosaic_gpu_kernels_by_name():
