@@ -9,7 +9,7 @@ from difftx.errors import run_command
 def main() -> int:
     """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
     # Imported here, so that `run_command` can explain what to do if a package is missing.
-    from difftx.commands.flags import parse_command
+    from difftx.commands.flags import add_weights_flag, parse_command
     from difftx.config import extras, suites
     from difftx.files import require_run, require_writable, require_writable_file
     from difftx.parallel import multihost
@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, help="directory of the run; with --report also several, A,B")
     parser.add_argument("--suite", help="suites to run, such as loss,sample")
     parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
+    add_weights_flag(parser)
     parser.add_argument("--again", action="store_true", help="evaluate again even if there is a result")
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
     parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points to fit scaling laws to")
@@ -25,8 +26,7 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="write an HTML page about --workdir")
     parser.add_argument("--out", type=Path, help="folder of the figures, or file of the report (WORKDIR/report.html)")
     parser.add_argument("--list", action="store_true", help="list the suites")
-    trust = "use the addresses, key variables and code that the run's config names, and print them"
-    parser.add_argument("--trust_run_config", action="store_true", help=trust)
+    parser.add_argument("--trust_run_config", action="store_true", help="use and print the run's addresses, keys, code")
     multihost.add_flags(parser)
     parser.epilog = "--eval.field=, --mesh.field= and --model.attention_implementation=value change the run's config"
     args, overrides = parse_command(parser, None, "eval", "mesh", "model")

@@ -78,6 +78,14 @@ def test_arms_have_as_many_parameters_and_tokens(spec, arms):
         ("optimizer.learning_rate", "nan", ["optimizer.learning_rate=nan"]),
         ("train.global_batch_tokens", "1000", ["train.global_batch_tokens=1000", "use 1024"]),
         ("optimizer.warmup_steps", "100000", ["optimizer.warmup_steps=100000", "train.steps"]),
+        (
+            "optimizer.warmup_steps",
+            "none",
+            ["optimizer.warmup_steps=None, optimizer.warmup_fraction=None", "exactly one"],
+        ),
+        ("optimizer.warmup_fraction", "0.9999", ["optimizer.warmup_fraction=0.9999", "train.steps=550"]),
+        ("optimizer.warmup_fraction", "1", ["optimizer.warmup_fraction=1.0"]),
+        ("optimizer.muon.split", "head", ["optimizer.muon.split", "Did you mean 'heads'"]),
         ("data.valid_fraction", "1.5", ["data.valid_fraction=1.5"]),
         ("mesh.data", "-1", ["mesh=", "only one axis"]),
         ("mesh.tensor", "0", ["mesh.tensor=0"]),
@@ -132,6 +140,36 @@ def test_a_wrong_config_file_names_field_or_line(tmp_path, line, expected):
     with pytest.raises(UserError) as error:
         load_config(str(path), {})
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "steps"),
+    [
+        ({}, {}, 275),
+        ({}, {"warmup_fraction": "0.25"}, 100),
+        ({"warmup_fraction": 0.5}, {}, 200),
+        ({"warmup_steps": 7, "warmup_fraction": 0.5}, {}, 200),
+        ({"warmup_fraction": 0.5, "warmup_steps": 7}, {}, 7),
+        ({"warmup_fraction": 0.5}, {"warmup_steps": "9"}, 9),
+        ({"warmup_fraction": 0.5}, {"warmup_steps": "9", "warmup_fraction": "0.25"}, 100),
+        ({"warmup_steps": 7}, {"warmup_fraction": "0.25", "warmup_steps": "9"}, 9),
+        ({"warmup_fraction": 0.5, "warmup_steps": None}, {}, 200),
+    ],
+)
+def test_of_steps_and_fraction_the_one_that_is_set_last_holds(tmp_path, recipe, overrides, steps):
+    """In a recipe that changes another, and on the command line; the length of the run comes last of all."""
+    changes = "".join(f"    c.optimizer.{name} = {value}\n" for name, value in recipe.items())
+    path = tmp_path / "recipe.py"
+    path.write_text(
+        "from difftx.configs import quickstart\n\n"
+        f"def get_config():\n    c = quickstart.get_config()\n{changes}    return c\n"
+    )
+    changed = {f"optimizer.{name}": value for name, value in overrides.items()} | {"train.steps": "400"}
+    config = load_config(str(path), changed)
+    assert config.warmup_steps == steps
+    assert config_from_dict(json.loads(config.to_json())) == config
+    assert override(config, {"optimizer.warmup_fraction": "0.1"}).warmup_steps == 40
+    assert config_from_dict({"optimizer": {"warmup_fraction": 0.5}}).warmup_steps == 20_000  # Instead of the default.
 
 
 def test_missing_fields_take_the_defaults_of_the_schema():

@@ -249,16 +249,13 @@ def test_an_optimizer_and_a_schedule(place):
     run(place, train)
     rows = [json.loads(line) for line in (place / "runs" / "lion" / "metrics.jsonl").read_text().splitlines()]
     rates = {row["step"]: row["learning_rate"] for row in rows if row["split"] == "train"}
-    # After 2 updates of warm-up, the last of the 4 other updates is at 3/4 of the half period: cos(3π/4) = -1/√2.
-    assert rates[6] == pytest.approx(4e-4 * 0.5 * (1 - 2**-0.5), rel=1e-5)
+    assert rates[1] == pytest.approx(4e-4 / 2, rel=1e-5)  # Two updates of warm-up.
+    assert rates[6] == pytest.approx(4e-4 * (2 / 6) ** 0.5, rel=1e-5)
     run(place, evaluate)
     run(place, report)
-    error = run(
-        place,
-        f"python train.py --config=quickstart --dry_run --config.optimizer.schedule=cosin {flags(train, 'extension')}",
-        code=2,
-    )
-    assert "'cosin': no such schedule. Did you mean 'cosine'?" in error
+    line = "python train.py --config=quickstart --dry_run --config.optimizer.schedule=inverse_sqr"
+    error = run(place, line, flags(train, "extension"), code=2)
+    assert "'inverse_sqr': no such schedule. Did you mean 'inverse_sqrt'?" in error
 
 
 @pytest.mark.long

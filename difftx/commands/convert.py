@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from difftx.commands.flags import parse_command
+from difftx.commands.flags import add_weights_flag, parse_command
 from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="run directory, or folder of a model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
+    add_weights_flag(parser)
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
     parser.add_argument("--shard_mib", type=int, default=4096, help="largest size of a safetensors file")
     verify = "compare logits with the package transformers; both models must fit in memory"
@@ -35,9 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     from difftx.interop import runs
 
     if config is None:
-        lines = runs.export_run(
-            options.input, options.out, options.step, options.target, options.shard_mib * 2**20, options.verify
-        )
+        shard_bytes, step, part = options.shard_mib * 2**20, options.step, options.weights
+        lines = runs.export_run(options.input, options.out, step, options.target, shard_bytes, options.verify, part)
     else:
         given = {name.partition(".")[2] for name in overrides if name.startswith("model.")}
         lines = runs.import_run(options.input, options.out, options.source, config, given, options.verify)
@@ -63,6 +63,8 @@ def _checked(options: argparse.Namespace, overrides: Mapping[str, str]) -> Confi
     if options.target == OURS:
         if options.step is not None:
             raise UserError("--step selects a checkpoint of a run; it requires --from=difftx")
+        if options.weights != "params":
+            raise UserError(f"--weights={options.weights} selects weights of a run; it requires --from=difftx")
         if options.config is None:
             raise UserError("--to=difftx requires --config=FILE.py, the config of the new run (docs/config.md)")
         return load_config(options.config, overrides)

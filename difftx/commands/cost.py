@@ -8,9 +8,10 @@ import jax
 
 from difftx.config import Config
 from difftx.model.abstract import count_parameters
-from difftx.model.flops import activation_bytes, flops_per_token, format_bytes, state_bytes
+from difftx.model.flops import activation_bytes, flops_per_token, format_bytes, gradient_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
 from difftx.training.run import Run
+from difftx.training.state import state_bytes
 
 
 def format_cost(config: Config) -> str:
@@ -21,7 +22,7 @@ def format_cost(config: Config) -> str:
     length, steps, batch = config.data.sequence_length, config.train.steps, config.train.global_batch_tokens
     full = flops_per_token(config.model, length, causal=False)
     halved = flops_per_token(config.model, length, causal=True)
-    state = state_bytes(config.model) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    state = (state_bytes(config) + gradient_bytes(config.model)) / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     activations = activation_bytes(config, config.batch_rows // config.train.accumulation // batch_shards(mesh))
     lines = [
         f"model    {config.model.architecture}, {parameters.total:,} parameters "
@@ -29,8 +30,8 @@ def format_cost(config: Config) -> str:
         f"training {steps:,} steps of {batch:,} tokens = {steps * batch:,}",
         f"compute  {full:.3g} FLOPs per token (6 N + 12 L T d; {halved:.3g} if causal attention is counted as half), "
         f"{full * steps * batch:.3g} in all",
-        f"memory   {format_bytes(state)} of train state and about {format_bytes(activations)} of activations per "
-        f"device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
+        f"memory   {format_bytes(state)} of train state and gradients, and about {format_bytes(activations)} of "
+        f"activations per device; mesh {dict(mesh.shape)} of {mesh.devices.flat[0].device_kind}",
     ]
     return "\n".join([*lines, *_memory_warning(state, activations, mesh.local_devices)])
 

@@ -213,9 +213,10 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
 
     from difftx.commands.cost import format_cost
     from difftx.model.abstract import count_parameters
-    from difftx.model.flops import PEAK_FLOPS, flops_per_token, state_bytes
+    from difftx.model.flops import PEAK_FLOPS, flops_per_token
     from difftx.training.kernel_choice import attention_kernel
     from difftx.training.run import Run, fit_to_devices
+    from difftx.training.state import state_bytes
 
     fitted = fit_to_devices(config)
     cost = format_cost(fitted)
@@ -234,7 +235,7 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
             found.advice.append(f"matrix products reach {reached:.0%} of the data sheet; look for other processes")
         if config.mesh.preset == "none":
             found.advice.append("mesh.preset=none; with auto, difftx selects mesh, remat and microbatches")
-    saving = state_bytes(fitted.model) * 3 / 4 / found.storage["write"] if found.storage else 0
+    saving = state_bytes(fitted) / found.storage["write"] if found.storage else 0
     flops = flops_per_token(fitted.model, fitted.data.sequence_length, causal=True)
     return {
         "config": options.config,

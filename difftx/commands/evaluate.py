@@ -26,6 +26,7 @@ from difftx.progress import Work
 from difftx.report.runs import Metric, printable_json
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
+from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_run
 from difftx.training.run import Run, agree_on_command, read_config
 from difftx.training.state import init_state
@@ -48,7 +49,7 @@ def run_suites(options: argparse.Namespace, overrides: Mapping[str, str]) -> Non
     confirm_outward(config, workdir, suites, overrides, trusted=options.trust_run_config)
 
     checkpointer = Checkpointer(workdir)
-    evaluator = _Evaluator(checkpointer, workdir, config, suites, options.again)
+    evaluator = _Evaluator(checkpointer, workdir, config, suites, options)
     with Work(enabled=multihost.is_primary()) as work:
         if options.step is None:
             evaluate = checkpointer.read_newest(evaluator.load)
@@ -93,15 +94,22 @@ def chosen_steps(text: str, available: Sequence[int]) -> list[int]:
 class _Evaluator:
     """Evaluates steps of a run, each with its checkpoint's config. Steps with equal configs share the mesh and data."""
 
-    def __init__(self, checkpointer: Checkpointer, workdir: Path, config: Config, suites: Sequence[str], again: bool):
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        workdir: Path,
+        config: Config,
+        suites: Sequence[str],
+        options: argparse.Namespace,
+    ):
         self._checkpointer, self._workdir, self._config = checkpointer, workdir, config
-        self._suites, self._again = suites, again
+        self._suites, self._again, self._part = suites, options.again, options.weights
         self._run: Run | None = None
         self._run_config: Config | None = None  # Config of the checkpoint that `_run` was opened with.
 
     def load(self, step: int) -> Callable[[Work], None]:
         """Read a step, and return a function that runs the suites without a result and prints the numbers of all."""
-        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config)
+        checkpoint = open_checkpoint(self._checkpointer.folder / str(step), self._config, self._part)
         if self._run is None or self._run_config != checkpoint.config:
             try:
                 check_divisible(checkpoint.config, make_mesh(checkpoint.config.mesh))
@@ -118,13 +126,13 @@ class _Evaluator:
         if todo:
             require_writable(self._workdir)
             self._checkpointer.verified(step)
-        params = load_params(run, step) if todo else None
+        params = load_params(run, step, self._part) if todo else None
 
         def evaluate(work: Work) -> None:
             evals.evaluate(run, params, step, todo, work, checkpoint.weights, checkpoint)
             if multihost.is_primary():
                 for suite in self._suites:
-                    _show_result(run, suite, step, fresh=suite in todo)
+                    _show_result(run, suite, step, self._part, fresh=suite in todo)
 
         return evaluate
 
@@ -135,11 +143,11 @@ def _suites_with_results(run: Run, suites: Sequence[str], step: int, checkpoint:
     def read_results() -> list[str]:
         done = []
         for suite in suites:
-            stored = evals.stored_result(run, suite, step)
+            stored = evals.stored_result(run, suite, step, checkpoint.part)
             if stored is not None and stored.get("weights") == checkpoint.weights:
                 done.append(suite)
             elif stored is not None:
-                path = evals.result_path(run.workdir, suite, step)
+                path = evals.result_path(run.workdir, suite, step, checkpoint.part)
                 print(f"{path} was made with other weights than those of {checkpoint.folder}; evaluating it again")
         return done
 
@@ -185,20 +193,20 @@ def _outward_fields(
             yield "eval.harness.tasks", tasks, "download data of those tasks, and execute their code"
 
 
-def load_params(run: Run, step: int) -> Any:
-    """Return the parameters of a verified checkpoint, sharded over the run's mesh."""
+def load_params(run: Run, step: int, part: WeightsPart = "params") -> Any:
+    """Return the parameters of a verified checkpoint, or their average, sharded over the run's mesh."""
     with jax.set_mesh(run.mesh):
         abstract = jax.eval_shape(lambda: init_state(run.config)).params
-    return restore_params(run.workdir.resolve() / "checkpoints" / str(step), abstract, run.mesh)
+    return restore_params(run.workdir.resolve() / "checkpoints" / str(step), abstract, run.mesh, part)
 
 
-def _show_result(run: Run, suite: str, step: int, *, fresh: bool) -> None:
+def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: bool) -> None:
     """Print a suite's stored result. Draw its charts if the result is fresh or they do not exist yet."""
-    path = evals.result_path(run.workdir, suite, step)
+    path = evals.result_path(run.workdir, suite, step, part)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
     numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
-    title = printable(f"{run.workdir} step {step} {suite}")
+    title = printable(f"{run.workdir} step {step} {suite}{'' if part == 'params' else f' of {part}'}")
     console.print(rich.text.Text.assemble((title, "bold"), f"  {numbers}"), highlight=False)
     if not fresh:
         print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")

@@ -23,6 +23,12 @@ def add_extension_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extension", action="append", type=Path, default=[], metavar="FILE.py", help=text)
 
 
+def add_weights_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag `--weights`, a `WeightsPart`."""
+    text = "weights of the checkpoint: the parameters, or their average (train.ema_decay); default: params"
+    parser.add_argument("--weights", choices=("params", "ema"), default="params", help=text)
+
+
 def prepare_process(options: argparse.Namespace) -> None:
     """Check the paths of a command line, load its extensions, and set the options of JAX and orbax."""
     require_local_paths(options)

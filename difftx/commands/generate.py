@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difftx.commands.flags import parse_command, require_file_path
+from difftx.commands.flags import add_weights_flag, parse_command, require_file_path
 from difftx.data.records import Record, read_records
 from difftx.errors import UserError, printable
 from difftx.files import json_sha256, write_atomically
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("difftx generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--workdir", type=Path, required=True, help="directory of the run")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    add_weights_flag(parser)
     parser.add_argument("--prompt", help="text to complete")
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='objects with "prompt", optionally "seed"')
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="objects with completions; default: stdout")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         top_k=options.top_k,
         top_p=options.top_p,
     )
-    lm = load(options.workdir, options.step, overrides, options)
+    lm = load(options.workdir, options.step, overrides, options, options.weights)
     requests = multihost.agree(
         "the prompts",
         lambda: [_request(lm, record, seed, options.new_tokens) for record, seed in prompts],

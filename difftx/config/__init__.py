@@ -33,17 +33,22 @@ class Config(Group):
     logging: LoggingConfig
 
     def __post_init__(self):
-        model, data, train, warmup_steps = self.model, self.data, self.train, self.optimizer.warmup_steps
+        model, data, train = self.model, self.data, self.train
         unit = data.sequence_length * train.accumulation
         if train.global_batch_tokens % unit:
             raise UserError(
                 f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.sequence_length × "
                 f"train.accumulation = {unit}; use {max(1, round(train.global_batch_tokens / unit)) * unit}"
             )
-        if warmup_steps >= train.steps:
+        if (warmup := self.warmup_steps) >= train.steps:
+            if (fraction := self.optimizer.warmup_fraction) is not None:
+                raise UserError(
+                    f"optimizer.warmup_fraction={fraction} leaves none of train.steps={train.steps} after the warm-up; "
+                    "use a smaller fraction"
+                )
             raise UserError(
-                f"optimizer.warmup_steps={warmup_steps} must be less than train.steps={train.steps}; set it to "
-                f"{train.steps // 2}, or train.steps to {2 * warmup_steps}"
+                f"optimizer.warmup_steps={warmup} must be less than train.steps={train.steps}; set it to "
+                f"{train.steps // 2}, or train.steps to {2 * warmup}"
             )
         if model.top_k is not None and model.top_k > data.sequence_length:
             raise UserError(
@@ -84,6 +89,24 @@ class Config(Group):
         """Number of rows per update, over all devices and microbatches."""
         return self.train.global_batch_tokens // self.data.sequence_length
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps of the warm-up, from `optimizer.warmup_steps` or `optimizer.warmup_fraction`."""
+        return _steps(self.optimizer.warmup_steps, self.optimizer.warmup_fraction, self.train.steps)
+
+    @property
+    def decay_steps(self) -> int:
+        """Number of steps of the decay of schedule wsd, from `optimizer.decay_steps` or `optimizer.decay_fraction`."""
+        return max(1, _steps(self.optimizer.decay_steps, self.optimizer.decay_fraction, self.train.steps))
+
     def to_json(self) -> str:
         """Return the config as indented JSON, the content of `config.json`."""
         return json.dumps(values_of(self), indent=2) + "\n"
+
+
+def _steps(steps: int | None, fraction: float | None, total: int) -> int:
+    """Return `steps`, or the share `fraction` of `total` steps. Exactly one of both is None."""
+    if fraction is None:
+        assert steps is not None
+        return steps
+    return round(fraction * total)

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from difftx.config import Config
-from difftx.config.fields import Extensible, added_groups, describe_type, entry_type, options, types_of, values_of
+from difftx.config.fields import (
+    Extensible,
+    added_groups,
+    alternative_of,
+    describe_type,
+    entry_type,
+    options,
+    types_of,
+    values_of,
+)
 from difftx.errors import UserError, did_you_mean
 from difftx.files import require_local
 from difftx.registry import EXTENSION_HINT
@@ -51,7 +60,9 @@ def _set(target: Any, group: type, names: Sequence[str], text: str, field: str) 
     path = field.removesuffix("." + ".".join(rest)) if rest else field
     annotation = _annotation(group, name, path)
     if not rest:
-        target[name] = parse(text, annotation, field)
+        target[name] = value = parse(text, annotation, field)
+        if value is not None and (other := alternative_of(group, name)):
+            target[other] = None
     elif dataclasses.is_dataclass(annotation):
         if name not in target:
             target[name] = {}
@@ -77,6 +88,9 @@ def build_group(group: type, raw: Any, path: str) -> Any:
         if name not in hints:
             _annotation(group, str(name), f"{prefix}{name}={value!r}")  # Raises `UserError`.
     values = {name: {} for name, hint in hints.items() if dataclasses.is_dataclass(hint)} | dict(raw)
+    for name, value in raw.items():  # A value that is given replaces the default of the alternative field.
+        if value is not None and (other := alternative_of(group, name)):
+            values.setdefault(other, None)
     missing = [f.name for f in dataclasses.fields(group) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise UserError(f"{prefix}{missing[0]}: missing; give {', '.join(hints)}")

@@ -63,14 +63,21 @@ class Group:
     """Base class of config groups. Each subclass becomes a frozen dataclass that checks the values of its fields."""
 
     _path = ""
+    _alternatives = types.MappingProxyType[str, str]({})
 
-    def __init_subclass__(cls, path: str = ""):
+    def __init_subclass__(cls, path: str = "", alternatives: Mapping[str, str] = types.MappingProxyType({})):
         cls._path = path  # Path of the group in the config, such as "eval.needle", for error messages.
+        # Pairs of fields of which exactly one has a value. To set one sets the other to None (`alternative_of`).
+        cls._alternatives = types.MappingProxyType({**alternatives, **{b: a for a, b in alternatives.items()}})
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self):
         for name, annotation in _declared_types(type(self), with_rules=True).items():
             check_rules(f"{self._path}.{name}", getattr(self, name), annotation)
+        for name, other in self._alternatives.items():
+            if (getattr(self, name) is None) == (getattr(self, other) is None):
+                pair = f"{self._path}.{name}={getattr(self, name)}, {self._path}.{other}={getattr(self, other)}"
+                raise UserError(f"{pair}: exactly one of them must have a value; set the other to None")
 
 
 class Extensible(Group):
@@ -116,6 +123,11 @@ def _declared_types(group: type, with_rules: bool = False) -> dict[str, Any]:
     return {name: kind for name, kind in hints.items() if name != "extensions"}
 
 
+def alternative_of(group: Any, name: str) -> str | None:
+    """Return the field that becomes None when the field `name` of a group is set to another value than None."""
+    return getattr(group, "_alternatives", {}).get(name)
+
+
 def values_of(group: Any) -> dict[str, Any]:
     """Return a group as nested dictionaries of plain values and tuples, including groups that extensions have added."""
     return {name: plain(getattr(group, name)) for name in types_of(type(group))}
@@ -156,9 +168,20 @@ def describe_type(annotation: Any) -> str:
     return " or ".join(names)
 
 
+class GroupValues(ConfigDict):
+    """The values of a group that a recipe edits. Of two alternative fields, the one that is set last holds."""
+
+    _group: type | None = None  # Set when all fields have their defaults.
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if value is not None and (other := alternative_of(self._group, key)):
+            super().__setitem__(other, None)
+
+
 def defaults_of(group: type) -> ConfigDict:
     """Return the defaults of a group as a `ConfigDict`, which checks the types of assigned values."""
-    values = ConfigDict()
+    values = GroupValues()
     defaults = {field.name: field.default for field in dataclasses.fields(group)}
     for name, annotation in types_of(group).items():
         if dataclasses.is_dataclass(annotation):
@@ -168,4 +191,5 @@ def defaults_of(group: type) -> ConfigDict:
             values[name] = placeholder(next(kind for kind in options(annotation) if kind is not type(None)))
         else:
             values[name] = plain(defaults[name])
+    object.__setattr__(values, "_group", group)  # `ConfigDict` would make it a field.
     return values

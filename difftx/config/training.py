@@ -2,25 +2,67 @@
 
 from typing import Annotated, Literal
 
-from difftx.config.fields import AxisLength, Extensible, Fraction, Group, NotNegative, Positive, Rule, Seed
+from difftx.config.fields import (
+    AxisLength,
+    Extensible,
+    Fraction,
+    Group,
+    NotNegative,
+    Positive,
+    ProperShare,
+    Rule,
+    Seed,
+)
 from difftx.errors import UserError
 
 DevicesAlongAxis = Annotated[int, Rule(lambda size: size == -1 or size > 0, " must be positive")]
 
 
-class OptimizerConfig(Extensible, path="optimizer"):
+class MuonConfig(Group, path="optimizer.muon"):
+    """Settings of optimizer muon."""
+
+    momentum: Fraction = 0.95
+    """Decay rate of the momentum."""
+    split: Literal["none", "groups", "heads"] = "none"
+    """Parts of a layer's weight of queries, keys or values that are orthogonalised by themselves. "none": the weight is
+    one matrix (arXiv 2502.16982). "groups": the weights of the two groups of queries and keys in differential attention
+    are two matrices; weights without this axis stay whole. "heads": each head, in each group, has its own matrix (arXiv
+    2602.15763 and 2607.24653)."""
+
+
+class OptimizerConfig(
+    Extensible,
+    path="optimizer",
+    alternatives={"warmup_steps": "warmup_fraction", "decay_steps": "decay_fraction"},
+):
     """The optimizer. Weight decay applies to projections and embeddings, but not to vectors such as gains of norms."""
 
     name: str = "adamw"
-    """Name of the optimizer: "adamw", or one of an extension."""
+    """Name of the optimizer: "adamw"; "muon", which orthogonalises the updates of projections and uses AdamW for all
+    other parameters; or one of an extension."""
     schedule: str = "linear"
-    """Name of the learning-rate schedule: "linear" (linear warm-up and decay), or one of an extension."""
+    """Name of the learning-rate schedule after the warm-up: "linear" or "cosine", which decay until the last step;
+    "constant"; "wsd" (warm-up, stable, decay), which decays in the last steps only; or one of an extension."""
     learning_rate: Positive[float] = 1.5e-4
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: NotNegative[float] = 0.0
     """Learning rate after the last step, at the end of the decay."""
-    warmup_steps: NotNegative[int] = 375
-    """Number of steps of the linear warm-up from zero."""
+    warmup_steps: NotNegative[int] | None = 375
+    """Number of steps of the linear warm-up from zero. Setting it sets `warmup_fraction` to None."""
+    warmup_fraction: Fraction | None = None
+    """Share of the steps of the run that are warm-up. Setting it sets `warmup_steps` to None."""
+    decay_steps: Positive[int] | None = None
+    """Number of steps of the decay of schedule "wsd". Setting it sets `decay_fraction` to None."""
+    decay_fraction: ProperShare | None = 0.2
+    """Share of the steps of the run that are the decay of schedule "wsd" (20 %: arXiv 2405.18392). Setting it sets
+    `decay_steps` to None."""
+    decay_shape: Literal["sqrt", "linear"] = "sqrt"
+    """Fall of the learning rate over the decay of schedule "wsd", from t = 0 to 1. "sqrt": as 1 - √t, the best shape of
+    arXiv 2405.18392. "linear": as 1 - t."""
+    lambda_learning_rate_factor: Positive[float] = 1.0
+    """Factor on the learning rate of the λ vectors of differential attention."""
+    muon: MuonConfig
+    """Settings of optimizer muon."""
     b1: Fraction = 0.9
     """Decay rate of Adam's first moment."""
     b2: Fraction = 0.98
@@ -42,6 +84,9 @@ class TrainConfig(Group, path="train"):
     """Number of tokens per update, over all devices and microbatches."""
     accumulation: AxisLength = 1
     """Number of microbatches per update. The gradient is the mean over the tokens of all microbatches."""
+    ema_decay: ProperShare | None = None
+    """Decay rate per update of an exponential moving average of the weights. The flag --weights=ema of eval.py,
+    `generate` and `convert` selects it. None: no average."""
     z_loss: NotNegative[float] = 0.0
     """Coefficient of the z-loss, the mean of log² Z over the tokens of the loss. Z is the denominator of the softmax
     over the vocabulary. PaLM has 1e-4 (arXiv 2204.02311). `loss` in `metrics.jsonl` does not contain the z-loss."""
@@ -140,11 +185,19 @@ class CheckpointConfig(Group, path="checkpoint"):
     """Number of consecutive failed saves that ends the run. After fewer, training continues until the next save."""
     init_from: str | None = None
     """Path of a checkpoint, or of a run with checkpoints, that provides the initial weights. None: random weights."""
+    branch_from: str | None = None
+    """Path of a checkpoint, or of a run with checkpoints, from which the run starts as a branch: with its weights,
+    optimizer state, step and position in the data, and possibly another learning-rate schedule. None: no branch."""
 
     def __post_init__(self):
         super().__post_init__()
         if self.keep_best is not None and self.keep_best.count("/") != 1:
             raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
+        if self.init_from is not None and self.branch_from is not None:
+            raise UserError(
+                f"checkpoint.init_from={self.init_from} and checkpoint.branch_from={self.branch_from} are both set; "
+                "set only one of them"
+            )
 
 
 class LoggingConfig(Group, path="logging"):

@@ -17,6 +17,7 @@ from difftx.evals.result import Result
 from difftx.files import json_sha256, read_json, write_atomically
 from difftx.parallel.multihost import is_primary
 from difftx.progress import Work
+from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint
 from difftx.training.run import Run
 
@@ -37,19 +38,20 @@ def evaluate(
     weights: str | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> dict[str, Result]:
-    """Run suites on the parameters of a step, and write each result to `<workdir>/evals/<suite>/<step>.json`.
+    """Run suites on the parameters of a step, and write each result to `result_path`.
 
-    `weights` is the identity of `params` in the checkpoint's manifest. `checkpoint` is None during training, which
-    evaluates before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
+    `weights` is the identity of `params`, as in `Checkpoint`. `checkpoint` is None during training, which evaluates the
+    parameters before it saves. Raises `RunError`, and does not write the suite's result, if `checkpoint` is deleted or
     replaced during the evaluation.
     """
     SUITES.check(suites)
     evaluation = Evaluation(run, params, work or Work(enabled=False))
+    part = "params" if checkpoint is None else checkpoint.part
     source = {"weights": weights, "checkpoint": checkpoint and checkpoint.sha256}
     results = {}
     with jax.set_mesh(run.mesh):
         for name in suites:
-            path, digest = result_path(run.workdir, name, step), settings(run, name)
+            path, digest = result_path(run.workdir, name, step, part), settings(run, name)
             evaluation.journal = ItemJournal(path.with_suffix(".items.jsonl"), digest, weights)
             results[name] = result = SUITES[name].evaluate(evaluation)
             if checkpoint is not None:
@@ -63,14 +65,14 @@ def evaluate(
     return results
 
 
-def result_path(workdir: Path, suite: str, step: int) -> Path:
-    """Return the path of the JSON file with a suite's result for a step."""
-    return workdir / "evals" / suite / f"{step}.json"
+def result_path(workdir: Path, suite: str, step: int, part: WeightsPart = "params") -> Path:
+    """Return the path of the JSON file with a suite's result for a step's parameters, or for their average."""
+    return workdir / "evals" / suite / (f"{step}.json" if part == "params" else f"{step}.{part}.json")
 
 
-def stored_result(run: Run, suite: str, step: int) -> dict[str, Any] | None:
+def stored_result(run: Run, suite: str, step: int, part: WeightsPart = "params") -> dict[str, Any] | None:
     """Return the JSON of a stored result, or None if there is none or it was computed with other settings."""
-    path = result_path(run.workdir, suite, step)
+    path = result_path(run.workdir, suite, step, part)
     if not path.exists():
         return None
     content = read_json(path)

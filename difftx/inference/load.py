@@ -14,15 +14,23 @@ from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_model_divisible, make_mesh
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
+from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_checkpoint, open_tokenizer
 from difftx.training.run import agree_on_command, read_config
 from difftx.training.state import init_state
 
 
-def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processes: argparse.Namespace) -> LanguageModel:
+def load(
+    workdir: Path,
+    step: int | None,
+    overrides: Mapping[str, str],
+    processes: argparse.Namespace,
+    part: WeightsPart = "params",
+) -> LanguageModel:
     """Join the other processes, and load the model of the checkpoint that `read_checkpoint` selects for `step`.
 
-    `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command.
+    `overrides` changes the run's config, as in `{"mesh.tensor": "4"}`. `processes` has all flags of the command. `part`
+    selects the weights: the parameters, or their average.
     """
     now = override(read_config(workdir), overrides)
     multihost.start(processes, now.multihost)
@@ -39,23 +47,26 @@ def load(workdir: Path, step: int | None, overrides: Mapping[str, str], processe
         )
         with jax.set_mesh(mesh):
             abstract = jax.eval_shape(lambda: init_state(config).params)
-            params = restore_params(checkpoint.folder, abstract, mesh)
+            params = restore_params(checkpoint.folder, abstract, mesh, part)
         checkpoint.require_unchanged()
         return LanguageModel(config, mesh, params, tokenizer)
 
-    return read_checkpoint(workdir, step, now, read, flag="--workdir")
+    return read_checkpoint(workdir, step, now, read, flag="--workdir", part=part)
 
 
-def read_checkpoint[T](workdir: Path, step: int | None, now: Config, read: Callable[[Checkpoint], T], flag: str) -> T:
+def read_checkpoint[T](
+    workdir: Path, step: int | None, now: Config, read: Callable[[Checkpoint], T], *, flag: str, part: WeightsPart
+) -> T:
     """Return `read(checkpoint)` for the checkpoint of `step`, or for the newest valid checkpoint if `step` is None.
 
     If training deletes that newest checkpoint during the call, `read` is called again with the new newest one. `now` is
-    the run's config with the command's overrides. Error messages name `workdir` by the flag `flag`.
+    the run's config with the command's overrides, and `part` selects the weights. Error messages name `workdir` by the
+    flag `flag`.
     """
     checkpointer = Checkpointer(workdir)
 
     def read_step(step: int) -> T:
-        return read(open_checkpoint(checkpointer.folder / str(step), now))
+        return read(open_checkpoint(checkpointer.folder / str(step), now, part))
 
     if step is not None:
         return read_step(checkpointer.verified(step))

@@ -21,6 +21,7 @@ from difftx.interop.parameters import Format, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.parallel.mesh import batch_shards, make_mesh
 from difftx.training.checkpoint.checkpointer import restore_params
+from difftx.training.checkpoint.manifest import WeightsPart
 from difftx.training.checkpoint.reading import Checkpoint, open_tokenizer
 from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config, write_description
@@ -57,25 +58,26 @@ def import_run(
 
 
 def export_run(
-    workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool
+    workdir: Path, out: Path, step: int | None, format_: Format, shard_bytes: int, verify: bool, part: WeightsPart
 ) -> list[str]:
-    """Write the checkpoint that `read_checkpoint` selects to a model folder. Return messages for the user."""
+    """Write weights of the checkpoint that `read_checkpoint` selects to a model folder. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
         check_representable(checkpoint.config.model, format_)
         config, tokenizer = open_tokenizer(checkpoint)
         with new_folder(out) as folder:
-            reader = ParamsReader(checkpoint.folder)
+            reader = ParamsReader(checkpoint.folder, part)
             files = write_folder(folder, export_params(reader, format_, config.model), shard_bytes)
             text = json.dumps(FORMATS[format_].config_json(config, tokenizer.eot_token), indent=2)
             write_atomically(folder / CONFIG, text + "\n")
             note = tokenizers.export_tokenizer(config, tokenizer, folder)
-            lines = [compare_logits(folder, checkpoint.folder, config)] if verify else []
+            lines = [compare_logits(folder, checkpoint.folder, config, part)] if verify else []
             checkpoint.require_unchanged()
         shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
-        return [f"{out}: {shards} of step {checkpoint.folder.name}, {_describe(config.model)}", note, *lines]
+        what = f"step {checkpoint.folder.name}" if part == "params" else f"{part} of step {checkpoint.folder.name}"
+        return [f"{out}: {shards} of {what}, {_describe(config.model)}", note, *lines]
 
-    return read_checkpoint(workdir, step, read_config(workdir), export, flag="--input")
+    return read_checkpoint(workdir, step, read_config(workdir), export, flag="--input", part=part)
 
 
 def check_representable(model: ModelConfig, format_: Format) -> None:
@@ -102,14 +104,14 @@ def _describe(model: ModelConfig) -> str:
     return f"{model.architecture}: {heads}, {'tied' if model.tie_embeddings else 'untied'} embeddings"
 
 
-def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
+def compare_logits(folder: Path, checkpoint: Path, config: Config, part: WeightsPart = "params") -> str:
     """Compare float32 logits of random tokens. Return the largest difference, or raise `RunError` above `TOLERANCE`."""
     mesh = make_mesh(config.mesh)
     chunks = 2 * mesh.shape["context"]  # The context axis may split a row into this many chunks of equal length.
     length = min(TOKENS, config.data.sequence_length) // chunks * chunks
     tokens_BT = np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
     theirs_BTV = transformers_logits(folder, tokens_BT)
-    ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT)
+    ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT, part)
     error, largest = float(np.abs(ours_BTV - theirs_BTV).max()), float(np.abs(theirs_BTV).max())
     line = f"logits of {tokens_BT.size} random tokens differ from transformers' by at most {error:.1e} of {largest:.1f}"
     if not error <= TOLERANCE * largest:
@@ -117,12 +119,14 @@ def compare_logits(folder: Path, checkpoint: Path, config: Config) -> str:
     return f"verified: {line}"
 
 
-def our_logits(checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray) -> np.ndarray:
+def our_logits(
+    checkpoint: Path, config: Config, mesh: jax.sharding.Mesh, tokens_BT: np.ndarray, part: WeightsPart = "params"
+) -> np.ndarray:
     """Return the logits that difftx computes from a verified checkpoint, in float32."""
     model = dataclasses.replace(config.model, compute_dtype="float32", attention_implementation="xla")
     config = dataclasses.replace(config, model=model)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh)
+        params = restore_params(checkpoint, jax.eval_shape(lambda: init_state(config)).params, mesh, part)
         graphdef = graph(config)
         logits = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0])
         return np.asarray(logits(params, tokens_BT.astype(np.int32)))

@@ -13,13 +13,13 @@ from difftx.config.checks import divisors
 from difftx.errors import UserError
 from difftx.launch.estimate import DoesNotFitError, Estimate, estimate
 from difftx.launch.topology import GIB, Chip
-from difftx.model.flops import state_bytes
+from difftx.model.flops import gradient_bytes
 from difftx.parallel.mesh import batch_shards, check_divisible, make_mesh
+from difftx.training.state import state_bytes
 
 # Policies from most memory to most arithmetic. "offload" is left out because its cost cannot be estimated.
 REMAT = ("none", "dots", "full")
 TENSOR = (1, 2, 4, 8)  # Sizes of the tensor axis that are tried.
-STATE_SHARE = 0.75  # Share of `state_bytes` that persists between steps: all but the gradient's 4 of 16 bytes.
 
 
 def search(
@@ -61,17 +61,18 @@ def _meshes(config: Config, devices: Sequence[jax.Device], chip: Chip) -> Iterat
     A slice has one replica of the parameters, or as many as fit half of the memory, or a number in between. With more
     replicas, the devices of one replica span less of a torus and communicate faster (docs/operations.md).
     """
-    slices, context, bytes_of_state = config.mesh.slices, config.mesh.context, state_bytes(config.model)
+    slices, context, persistent = config.mesh.slices, config.mesh.context, state_bytes(config)
+    needed = persistent + gradient_bytes(config.model)
     for tensor in TENSOR:
         per_slice, rest = divmod(len(devices), tensor * context * slices)  # Product of `data` and `fsdp` in a slice.
         if rest:
             continue
-        fitting = [n for n in divisors(per_slice) if bytes_of_state * n / (per_slice * tensor) <= chip.hbm_bytes / 2]
+        fitting = [n for n in divisors(per_slice) if needed * n / (per_slice * tensor) <= chip.hbm_bytes / 2]
         middle = len(fitting) // 2
         for n in sorted({1, *fitting[middle : middle + 1], *fitting[-1:]}):
             fsdp = per_slice // n
             candidate = _replace(config, mesh={"data": n * slices, "fsdp": fsdp, "tensor": tensor, "preset": "none"})
-            fits = STATE_SHARE * bytes_of_state / (fsdp * tensor) <= chip.hbm_bytes
+            fits = persistent / (fsdp * tensor) <= chip.hbm_bytes
             if fits and _accumulations(candidate, devices):
                 yield candidate
 

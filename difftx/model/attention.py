@@ -259,9 +259,9 @@ class DiffAttention(SelfAttention):
         self.value_DKE = projection(config, (D, K, 2 * d), 1, layout.value_DKE, rngs=rngs)
         self.output_HED = projection(config, (H, 2 * d, D), 2, layout.output_HED, rngs=rngs, output=True)
         if self.has_lambda_vectors:
-            init = jax.nn.initializers.normal(config.lambda_std)
-            self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
-            self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=layout.vector))
+            init, spec = jax.nn.initializers.normal(config.lambda_std), layout.vector
+            self.lambda_query_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=spec), is_lambda=True)
+            self.lambda_key_Gd = vector(init(rngs.params(), (2, d), jnp.float32, out_sharding=spec), is_lambda=True)
         # All heads of the layer share one gain ("GroupNorm" in Figure 2 of the paper).
         self.head_norm = RMSNorm(2 * d, config.head_norm_eps, layout, config.head_norm)
 

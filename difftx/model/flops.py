@@ -45,9 +45,9 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
     return 6 * products + (3 if causal else 6) * layers * keys * width
 
 
-def state_bytes(config: ModelConfig) -> int:
-    """Return the total size of the parameters, their gradients and both Adam moments in bytes, all float32."""
-    return 16 * count_parameters(config).total
+def gradient_bytes(config: ModelConfig) -> int:
+    """Return the total size of the gradients in bytes, which are float32 as the parameters."""
+    return 4 * count_parameters(config).total
 
 
 def activation_bytes(config: Config, rows: int) -> int:

@@ -90,7 +90,8 @@ def projection(
 ) -> nnx.Param:
     """Return a float32 weight, initialised by `model.init`, whose first `inputs` axes contract with the activations.
 
-    `output` marks the last weight of a residual branch, which starts as zero if `model.zero_init_output` is True.
+    `output` marks the last weight of a residual branch, which starts as zero if `model.zero_init_output` is True. The
+    weight's `matrix_axes` tell optimizers that it is a linear map from the first to the other axes.
     """
     in_axis, out_axis = tuple(range(inputs)), tuple(range(inputs, len(shape)))
     if output and config.zero_init_output:
@@ -100,12 +101,17 @@ def projection(
         init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=in_axis, out_axis=out_axis)
     else:
         init = jax.nn.initializers.normal(config.init_std)
-    return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec))
+    # Counted from the end, because `Decoder` stacks the weights of all layers along a leading axis.
+    axes = tuple(tuple(axis - len(shape) for axis in part) for part in (in_axis, out_axis))
+    return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32, out_sharding=spec), matrix_axes=axes)
 
 
-def vector(value: jax.Array) -> nnx.Param:
-    """Return a parameter without weight decay that stays float32 in inference, such as a norm gain or a λ vector."""
-    return nnx.Param(value, is_vector=True)
+def vector(value: jax.Array, *, is_lambda: bool = False) -> nnx.Param:
+    """Return a parameter without weight decay that stays float32 in inference, such as a norm gain or a λ vector.
+
+    `optimizer.lambda_learning_rate_factor` applies to parameters with `is_lambda`.
+    """
+    return nnx.Param(value, is_vector=True, is_lambda=is_lambda)
 
 
 def rotary_angles(positions: jax.Array, width: int, theta: float) -> tuple[jax.Array, jax.Array]:

@@ -82,8 +82,10 @@ class RunRecord:
         """
         rows = self.split("train")
         logged = np.array([row["step"] for row in rows])
-        # The `step_seconds` of a row apply to each step since the previous row.
-        skipped = np.maximum(np.diff(logged, prepend=0), 0)
+        # The `step_seconds` of a row apply to each step since the previous row. The first row, of goodput, has the step
+        # at which the run started, which is not 0 in a branch of another run.
+        start = [row["step"] for row in self.rows[:1] if row["split"] == "goodput"] or [0]
+        skipped = np.maximum(np.diff(logged, prepend=start), 0)
         seconds = np.cumsum(skipped * [row["step_seconds"] for row in rows])
         rate = flops_per_token(self.config.model, self.config.data.sequence_length, causal=False)
         tokens = [float(step * self.config.train.global_batch_tokens) for step in steps]

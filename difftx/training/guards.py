@@ -146,7 +146,8 @@ def act_on_bad_steps(
     """
     bad, steps = guard.tripped, checkpointer.steps()
     assert bad is not None
-    target = rewind_target(steps, bad.first, config.checkpoint.every_steps)
+    from_zero = config.checkpoint.branch_from is None
+    target = rewind_target(steps, bad.first, config.checkpoint.every_steps, from_zero=from_zero)
     why = None
     if config.guards.on_bad_steps == "stop":
         why = "guards.on_bad_steps is stop"
@@ -170,10 +171,13 @@ def act_on_bad_steps(
     return rewind
 
 
-def rewind_target(steps: Collection[int], first_bad: int, every_steps: int) -> int | None:
-    """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left."""
+def rewind_target(steps: Collection[int], first_bad: int, every_steps: int, *, from_zero: bool = True) -> int | None:
+    """Return the step of the newest checkpoint to rewind to, 0 for the start of the run, or None if none is left.
+
+    `from_zero` is False for a branch, which starts with a checkpoint.
+    """
     # A checkpoint right before the first bad step does not qualify, because its parameters may have caused that step.
-    if first_bad <= every_steps + 1:
+    if from_zero and first_bad <= every_steps + 1:
         return 0
     return max((step for step in steps if step % every_steps == 0 and step + 1 < first_bad), default=None)
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules."""
+"""Registries of optimizers and learning-rate schedules, AdamW, and what all optimizers share."""
 
 import operator
 from collections.abc import Callable
@@ -8,28 +8,17 @@ import jax
 import optax
 
 from difftx.config import Config
-from difftx.model.abstract import vector_mask
+from difftx.model.abstract import parameter_metadata, vector_mask
 from difftx.registry import Registry
 
 # An entry returns an optax schedule, which maps an update's index, from 0, to the learning rate.
 SCHEDULES: Registry[Callable[[Config], optax.Schedule]] = Registry(
-    "schedule", {"linear": "difftx.training.optimizer:linear"}
+    "schedule", {name: f"difftx.training.schedules:{name}" for name in ("linear", "cosine", "constant", "wsd")}
 )
 # An entry returns an optimizer, given the config, the schedule and a mask of the parameters with weight decay.
 OPTIMIZERS: Registry[Callable[[Config, optax.Schedule, Any], optax.GradientTransformation]] = Registry(
-    "optimizer", {"adamw": "difftx.training.optimizer:adamw"}
+    "optimizer", {"adamw": "difftx.training.optimizer:adamw", "muon": "difftx.training.muon:muon"}
 )
-
-
-def linear(config: Config) -> optax.Schedule:
-    """Return a linear warm-up to the peak learning rate, followed by a linear decay to `final_learning_rate`."""
-    c = config.optimizer
-    decay = optax.linear_schedule(c.learning_rate, c.final_learning_rate, config.train.steps - c.warmup_steps)
-    if c.warmup_steps == 0:
-        return decay
-    # Update n of the warm-up has the learning rate lr (n + 1) / warmup_steps, so that the rate of update 0 is not 0.
-    warmup = optax.linear_schedule(c.learning_rate / c.warmup_steps, c.learning_rate, c.warmup_steps - 1)
-    return optax.join_schedules([warmup, decay], [c.warmup_steps])
 
 
 def adamw(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.GradientTransformation:
@@ -46,10 +35,14 @@ def learning_rate(config: Config) -> optax.Schedule:
 def make_optimizer(config: Config, decayed: Any = None) -> optax.GradientTransformation:
     """Return the configured optimizer, preceded by clipping to `optimizer.clip_norm` if that is set.
 
-    `decayed` is a tree of booleans that selects the parameters with weight decay, by default all except vectors.
+    The updates of λ vectors are multiplied by `optimizer.lambda_learning_rate_factor`. `decayed` is a tree of booleans
+    that selects the parameters with weight decay, by default all except vectors.
     """
     decayed = decay_mask(config) if decayed is None else decayed
     optimizer = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), decayed)
+    if (factor := config.optimizer.lambda_learning_rate_factor) != 1:
+        is_lambda = parameter_metadata(config.model, "is_lambda", False)
+        optimizer = optax.chain(optimizer, optax.masked(optax.scale(factor), is_lambda))
     clip_norm = config.optimizer.clip_norm
     return optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 

@@ -1,6 +1,7 @@
 """The starting state of a run, and the check for config changes since the checkpoint from which it resumes."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,7 +20,18 @@ from difftx.training.run import Run
 from difftx.training.state import TrainState, init_state
 
 # Groups and fields that may change when a run resumes, although this changes its results.
-RESUMABLE = ("guards", "train.steps", "checkpoint.init_from")
+RESUMABLE = ("guards", "train.steps", "checkpoint.init_from", "checkpoint.branch_from")
+# Further fields that may change when a run branches from a checkpoint: those of the learning rate.
+BRANCHABLE = (
+    "optimizer.schedule",
+    "optimizer.learning_rate",
+    "optimizer.final_learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.warmup_fraction",
+    "optimizer.decay_steps",
+    "optimizer.decay_fraction",
+    "optimizer.decay_shape",
+)
 # Other groups and fields that may change, because this changes results by rounding at most.
 NEUTRAL = (
     "mesh",
@@ -52,14 +64,15 @@ class Change:
     @property
     def is_neutral(self) -> bool:
         """Whether the change does not affect results, except by rounding."""
-        return self._is_in(NEUTRAL) and not self._is_in(RESUMABLE)
+        return self.is_in(NEUTRAL) and not self.is_in(RESUMABLE)
 
     @property
     def is_safe(self) -> bool:
         """Whether a run may resume with the new value."""
-        return self._is_in(NEUTRAL) or self._is_in(RESUMABLE)
+        return self.is_in(NEUTRAL) or self.is_in(RESUMABLE)
 
-    def _is_in(self, names: tuple[str, ...]) -> bool:
+    def is_in(self, names: tuple[str, ...]) -> bool:
+        """Whether the field, or its whole group, is one of `names`."""
         return self.field in names or self.field.partition(".")[0] in names
 
 
@@ -80,26 +93,45 @@ def starting_state(
     """Return the state and the step to start from, and set the state of `loader` and `guard` accordingly."""
     # The first source that exists is used:
     #   1. The newest valid checkpoint in the run's workdir. If checkpoints exist but none is valid, raise an error.
-    #   2. `checkpoint.init_from`: only the parameters of another run. Steps and data start from the beginning.
-    #   3. New parameters from `train.seed`.
-    step = checkpointer.newest()
-    if step is not None:
-        return _resume(run, checkpointer, loader, guard, step, allow_config_change), step
+    #   2. `checkpoint.branch_from`: a checkpoint of another run, as if it were one of this run.
+    #   3. `checkpoint.init_from`: only the parameters of another run. Steps and data start from the beginning.
+    #   4. New parameters from `train.seed`.
+    source = run.config.checkpoint
+
+    def resume(folder: Path) -> TrainState:
+        return _resume(run, checkpointer, loader, guard, folder, allow_config_change)
+
+    if (step := checkpointer.newest()) is not None:
+        return resume(checkpointer.folder / str(step)), step
+    if source.branch_from is not None:
+        state = _read_source("branch_from", source.branch_from, resume)
+        # The source may delete its checkpoint, and may have a newer one at the next start.
+        checkpointer.save_and_wait(state, loader.state() | {"guard": guard.state()}, run.config)
+        return state, int(jax.device_get(state.step))
     state = jax.jit(lambda: init_state(run.config))()
-    if run.config.checkpoint.init_from is None:
+    if source.init_from is None:
         return state, 0
-    params = _weights_of(run, Path(run.config.checkpoint.init_from))
-    return TrainState(state.step, params, state.opt_state), 0
+    params = _read_source("init_from", source.init_from, lambda folder: _params_in(run, folder))
+    return dataclasses.replace(state, params=params), 0
 
 
 def _resume(
-    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, step: int, allow_config_change: bool
+    run: Run, checkpointer: Checkpointer, loader: Loader, guard: Guard, folder: Path, allow_config_change: bool
 ) -> TrainState:
-    manifest = read_manifest(checkpointer.folder / str(step))
+    """Return the state in a checkpoint of this run, or of the run from which it branches."""
+    manifest, is_branch = read_manifest(folder), folder.parent != checkpointer.folder
+    step = manifest.step
+    source = f"checkpoint.branch_from={run.config.checkpoint.branch_from}" if is_branch else str(run.workdir)
     if not any(name.startswith("opt_state/") for name in manifest.arrays):
+        weights = run.config.checkpoint.branch_from if is_branch else run.workdir
         raise UserError(
-            f"{run.workdir}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
-            f"--config.checkpoint.init_from={run.workdir}"
+            f"{source}: its checkpoint has weights alone, from difftx convert; use a new --workdir with "
+            f"--config.checkpoint.init_from={weights}"
+        )
+    if is_branch and step >= run.config.train.steps:
+        raise UserError(
+            f"{source}: {folder} is of step {step}, and train.steps={run.config.train.steps} counts the steps from the "
+            f"start of that run; set train.steps to more than {step}"
         )
     for name, version in package_versions().items():
         if (before := manifest.packages.get(name, version)) != version:
@@ -110,29 +142,38 @@ def _resume(
         for change in refused:
             say(f"changed since the checkpoint: {change} (not safe)")
     if allow_config_change or not refused:  # A changed extension may reject the checkpoint's config.
-        trained = config_of(checkpointer.folder / str(step))
-        refused += _unsafe_changes(trained, run.config, data_changes, print_unsafe=allow_config_change)
+        allowed = BRANCHABLE if is_branch else ()
+        trained = config_of(folder)
+        refused += _unsafe_changes(trained, run.config, data_changes, allowed, print_unsafe=allow_config_change)
     if refused and not allow_config_change:
+        otherwise = "" if is_branch else "use a new --workdir, "
         raise UserError(
-            f"{run.workdir}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
-            "restore what changed, use a new --workdir, or continue nevertheless with --allow_config_change"
+            f"{source}: changed since the checkpoint of step {step}: {', '.join(refused)}; "
+            f"restore what changed, {otherwise}or continue nevertheless with --allow_config_change"
         )
     abstract = jax.eval_shape(lambda: init_state(run.config))
-    state, loader_state = checkpointer.restore(step, abstract, run.mesh)
+    state, loader_state = checkpointer.restore_from(folder, abstract, run.mesh)
     if allow_config_change:
         loader_state = loader_state | {"signature": run.data.signature}
     loader.restore(loader_state)
     guard.restore(loader_state["guard"])
+    if is_branch:
+        say(f"branch of {folder}")
     return state
 
 
-def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_unsafe: bool) -> list[str]:
-    """Print the changes of the config. Return those with which only --allow_config_change resumes the run."""
+def _unsafe_changes(
+    old: Config, new: Config, data_changes: list[str], allowed: tuple[str, ...], *, print_unsafe: bool
+) -> list[str]:
+    """Print the changes of the config. Return those with which only --allow_config_change resumes the run.
+
+    Changes of the fields `allowed` are safe in addition to those of `Change.is_safe`.
+    """
     refused, data_fields = [], []
     for change in changed_fields(old, new):
         # The data may be the same even if a field of `data` changed. Only the data's signature shows this.
         is_data = change.field.startswith("data.") and not change.is_safe
-        safe = change.is_safe or (is_data and not data_changes)
+        safe = change.is_safe or change.is_in(allowed) or (is_data and not data_changes)
         if safe or print_unsafe:  # Otherwise, the error message lists the unsafe changes.
             say(f"changed since the checkpoint: {change} ({'safe' if safe else 'not safe'})")
         if not safe:
@@ -140,23 +181,24 @@ def _unsafe_changes(old: Config, new: Config, data_changes: list[str], *, print_
     return refused + (data_fields or [f"data, {change}" for change in data_changes])
 
 
-def _weights_of(run: Run, source: Path) -> object:
-    """Return the parameters in `source`, which is the directory of a run or the folder of one checkpoint."""
-    if decide_on_primary(lambda: _is_checkpoint(source), DECISION_SECONDS):
-        return _params_in(run, source, source.resolve())
-    reader = Checkpointer(source)
-    params = reader.read_newest(lambda step: _params_in(run, source, reader.folder / str(step)))
-    if params is None:
-        raise UserError(f"checkpoint.init_from={source}: neither a run with checkpoints nor a checkpoint's folder")
-    return params
+def _read_source[T](field: str, source: str, read: Callable[[Path], T]) -> T:
+    """Return `read(folder)` for the checkpoint that a field of `checkpoint` names: its folder, or that of its run."""
+    path, name = Path(source), f"checkpoint.{field}={source}"
+    if decide_on_primary(lambda: _is_checkpoint(path, name), DECISION_SECONDS):
+        return read(path.resolve())
+    reader = Checkpointer(path)
+    found = reader.read_newest(lambda step: read(reader.folder / str(step)))
+    if found is None:
+        raise UserError(f"{name}: neither a run with checkpoints nor a checkpoint's folder")
+    return found
 
 
-def _params_in(run: Run, source: Path, folder: Path) -> object:
+def _params_in(run: Run, folder: Path) -> object:
     data = read_manifest(folder).data
     if data.get("tokenizer") != run.data.signature["tokenizer"]:
         raise UserError(
-            f"checkpoint.init_from={source}: {folder} was trained with another tokenizer than data.tokenizer="
-            f"{run.config.data.tokenizer!r}; use that one"
+            f"checkpoint.init_from={run.config.checkpoint.init_from}: {folder} was trained with another tokenizer than "
+            f"data.tokenizer={run.config.data.tokenizer!r}; use that one"
         )
     abstract = jax.eval_shape(lambda: init_state(run.config)).params
     params = restore_params(folder, abstract, run.mesh)
@@ -164,10 +206,10 @@ def _params_in(run: Run, source: Path, folder: Path) -> object:
     return params
 
 
-def _is_checkpoint(source: Path) -> bool:
+def _is_checkpoint(source: Path, name: str) -> bool:
     """Return whether `source` is the folder of one checkpoint. Raise `UserError` if it is a corrupt one."""
     if size_of(source / MANIFEST) is None or (source / "checkpoints").is_dir():
         return False
     if why := why_invalid(source, content=True):
-        raise UserError(f"checkpoint.init_from={source}: the checkpoint does not verify: {why}")
+        raise UserError(f"{name}: the checkpoint does not verify: {why}")
     return True

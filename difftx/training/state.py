@@ -2,6 +2,7 @@
 # Axes: B = batch, T = tokens, A = microbatches per update.
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax import P
 
 from difftx.config import Config
 from difftx.data.loader import Batch
+from difftx.model.abstract import one_abstract_device
 from difftx.model.decoder import Decoder
 from difftx.parallel.layout import BATCH, Layout
 from difftx.training.loss import batch_loss
@@ -29,6 +31,7 @@ class TrainState:
     step: jax.Array  # Number of steps so far, including skipped updates, int32.
     params: Any  # Nested dictionaries of float32 arrays, with the names of the model's attributes as keys.
     opt_state: Any
+    ema: Any = None  # Exponential moving average of `params`, or None without `train.ema_decay`.
 
 
 def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
@@ -40,7 +43,15 @@ def graph(config: Config, layout: Layout | None = None) -> nnx.GraphDef:
 def init_state(config: Config) -> TrainState:
     """Return the state before the first update. Under jit, all arrays are created with their sharding."""
     params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(config.train.seed))))
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
+    ema = None if config.train.ema_decay is None else jax.tree.map(jnp.zeros_like, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), ema)
+
+
+def state_bytes(config: Config) -> int:
+    """Return the total size of the train state in bytes: parameters, optimizer state and average of the parameters."""
+    with one_abstract_device():
+        state = jax.eval_shape(lambda: init_state(config))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -48,8 +59,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
     The loss is the mean over the tokens in the loss mask. The sum over all microbatches is divided once, so that tokens
     have equal weights even if the masks of microbatches differ in size. If the loss or the norm of the gradient is not
-    finite, the update is skipped, and parameters and the optimizer's state do not change. The gradient contains the
-    z-loss, which the metric "loss" does not.
+    finite, the update is skipped, and the parameters, their average and the optimizer's state do not change. The
+    gradient contains the z-loss, which the metric "loss" does not.
     """
     graphdef, optimizer, schedule = graph(config), make_optimizer(config), learning_rate(config)
 
@@ -82,10 +93,13 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params, opt_state = jax.tree.map(
+            params, ema = optax.apply_updates(state.params, updates), None
+            if (decay := config.train.ema_decay) is not None:
+                ema = updated_average(state.ema, params, decay, updates_made(opt_state))
+            params, opt_state, ema = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
-                (optax.apply_updates(state.params, updates), opt_state),
-                (state.params, state.opt_state),
+                (params, opt_state, ema),
+                (state.params, state.opt_state, state.ema),
             )
         metrics = {
             "loss": loss,
@@ -96,9 +110,19 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         }
         if config.train.z_loss:
             metrics["z_loss"] = z_loss / tokens
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return step
+
+
+def updated_average(average: Any, params: Any, decay: float, updates: jax.Array) -> Any:
+    """Return Σ_k decay^(t-k) p_k / Σ_k decay^(t-k) over the parameters p_k after the updates k = 1, …, t.
+
+    `average` is this average after t - 1 updates, `params` is p_t, and `updates` is t. The initial parameters have no
+    part in it, because the weights of the p_k add up to 1 from the first update on.
+    """
+    share = (1 - decay) / -jnp.expm1(updates * math.log(decay))  # Of p_t: 1 / (1 + decay + … + decay^(t-1)).
+    return jax.tree.map(lambda mean, new: mean + share * (new - mean), average, params)
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:

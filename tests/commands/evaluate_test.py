@@ -50,7 +50,7 @@ def run(saved, tmp_path):
 
 def evaluate(run, *suites, step=None, again=False, flags=()):
     flags_of_eval = {"workdir": run.workdir, "suite": ",".join(suites), "step": step, "again": again}
-    options = argparse.Namespace(**vars(ALONE), **flags_of_eval, trust_run_config=False)
+    options = argparse.Namespace(**vars(ALONE), **flags_of_eval, trust_run_config=False, weights="params")
     run_suites(options, parse_overrides(flags, "eval", "mesh"))
 
 
@@ -229,7 +229,7 @@ def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
     result = {"numbers": {f"{hostile}": 1.0}, "details": {"samples": [{"prompt": hostile, "completion": hostile}]}}
     (tmp_path / "evals" / "sample").mkdir(parents=True)
     (tmp_path / "evals" / "sample" / "3.json").write_text(json.dumps(result | {"charts": []}))
-    _show_result(types.SimpleNamespace(workdir=tmp_path), "sample", 3, fresh=True)
+    _show_result(types.SimpleNamespace(workdir=tmp_path), "sample", 3, "params", fresh=True)
     printed = capsys.readouterr().out
     assert not UNPRINTABLE.search(printed)
     assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3

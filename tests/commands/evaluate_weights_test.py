@@ -149,6 +149,44 @@ def test_a_step_that_was_trained_again_is_evaluated_again(trained, workdir):
     assert "is left out" not in page.read_text()
 
 
+def test_results_of_the_average_are_its_own(trained, tmp_path):
+    """eval.py, generate and convert read the average; the run of the exported average has the same loss."""
+    text, without = trained
+    workdir, ema = tmp_path / "run", "--weights=ema"
+    train(text, workdir, 20, "--config.train.ema_decay=0.95")
+    raw, path = result_of(workdir, 20), workdir / "evals" / "loss" / "20.ema.json"
+    assert "skipped" not in evaluate(workdir, 20, ema)
+    averaged, manifest = json.loads(path.read_text()), manifest_of(workdir, 20)
+    assert result_of(workdir, 20) == raw
+    assert (raw["weights"], averaged["weights"]) == (manifest["weights"], f"{manifest['weights']}/ema")
+    assert averaged["checkpoint"] == manifest["sha256"]
+    assert averaged["numbers"]["loss"] != raw["numbers"]["loss"]
+    assert "skipped" in evaluate(workdir, 20, ema)
+    path.rename(workdir / "evals" / "loss" / "20.json")  # As if one were taken for the other.
+    run("eval.py", f"--workdir={workdir}", "--report")
+    assert "evals/loss/20.json is left out" in (workdir / "report.html").read_text()
+    assert "was made with other weights" in evaluate(workdir, 20)
+
+    prompt = ["difftx", "generate", f"--workdir={workdir}", "--prompt=line", "--new_tokens=28", "--temperature=1"]
+    assert run(*prompt) != run(*prompt, ema)
+    convert = ["difftx", "convert", "--from=difftx", "--to=hf", f"--input={workdir}", f"--out={tmp_path / 'hf'}"]
+    assert "ema of step 20" in run(*convert, ema)
+    config = ["--config=configs/quickstart.py:diff", f"--config.data.path={text}", "--config.data.tokenizer=bytes"]
+    back = ["difftx", "convert", "--from=hf", "--to=difftx", f"--input={tmp_path / 'hf'}", f"--out={tmp_path / 'back'}"]
+    fields = [f"--config.{name}={value}" for name, value in TINY.items() if not name.startswith("model.")]
+    assert "--weights=ema selects weights of a run" in run(*back, *config, ema, code=2)
+    run(*back, *config, *fields, "--config.eval.loss_tokens=512")
+    run("eval.py", f"--workdir={tmp_path / 'back'}", "--suite=loss", "--model.attention_implementation=auto")
+    assert result_of(tmp_path / "back", 0)["numbers"]["loss"] == pytest.approx(averaged["numbers"]["loss"], rel=1e-5)
+
+    message = f"--weights=ema: {without / 'checkpoints' / '20'} has no such weights"
+    for reader in (
+        ["eval.py", f"--workdir={without}", "--suite=loss"],
+        [*prompt[:2], f"--workdir={without}", prompt[3]],
+    ):
+        assert message in run(*reader, ema, code=2)
+
+
 @pytest.mark.parametrize(("other", "what"), [("20", "was replaced"), ("none", "was deleted")])
 def test_a_checkpoint_that_changes_during_its_evaluation_ends_it(trained, workdir, tmp_path, other, what):
     """The other checkpoint of the same step is of a second training."""

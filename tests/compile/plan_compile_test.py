@@ -15,6 +15,7 @@ from conftest import ROOT
 from jax import P
 
 from difftx.config import MeshConfig
+from difftx.launch.estimate import estimate
 from difftx.launch.hlo import list_collectives
 from difftx.launch.topology import CHIPS, find_devices, parse_topology
 from difftx.parallel.mesh import make_mesh
@@ -52,6 +53,21 @@ def test_between_two_slices():
     inside, between = (sum(c.sent_bytes for c in found if c.between_slices is b) for b in (False, True))
     assert inside >= 2 * 4096 * 3 / 4
     assert between == 4096  # All that there is, not a quarter: libtpu 0.0.50 reduces inside first, and then everywhere.
+
+
+def test_the_exchanges_of_muon_are_counted(config):
+    """Each weight is exchanged over four devices and over two, and back; the two layers are padded to eight."""
+    found = {
+        optimizer: estimate(
+            config(optimizer__name=optimizer, mesh__fsdp=4, mesh__tensor=2, model__attention_implementation="xla"),
+            find_devices(parse_topology("v5e:2x4")),
+            CHIPS["v5e"],
+        ).collectives
+        for optimizer in ("adamw", "muon")
+    }
+    sent, before = (found[optimizer]["all-to-all"]["interconnect_bytes"] for optimizer in ("muon", "adamw"))
+    layer = 4 * 32 * 32 + 3 * 32 * 64
+    assert sent - before == 2 * (3 / 4 + 1 / 2) * 8 * layer * 4 / 8
 
 
 def test_slices_cut_the_data_axis_alone():

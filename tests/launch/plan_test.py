@@ -12,7 +12,7 @@ from helpers.command_server import commands
 from difftx.commands.plan import with_slices
 from difftx.errors import UserError
 from difftx.launch import search
-from difftx.launch.estimate import Estimate, _does_not_fit
+from difftx.launch.estimate import Estimate, _does_not_fit, estimate
 from difftx.launch.topology import GIB, Chip, parse_topology
 
 MESH = {"mesh.fsdp": "4", "mesh.tensor": "2"}  # Last of FLAGS.
@@ -61,6 +61,18 @@ def test_collectives_are_those_of_the_layers(planned):
     gathered = 2 * (4 * 32 * 32 + 3 * 32 * 64) * 4 / 2 * 3 / 4  # float32, half of them for each tensor shard.
     assert kinds["all-gather"]["interconnect_bytes"] >= gathered
     assert all(kind["network_bytes"] == 0 for kind in kinds.values())
+
+
+def test_the_exchanges_of_muon_are_counted(planned, config):
+    """Each weight is exchanged over four devices and over two, and back; the two layers are padded to eight."""
+    c = config(optimizer__name="muon", mesh__fsdp=4, mesh__tensor=2)
+    found, (_, adamw) = estimate(c, jax.devices(), CHIP), planned
+    sent, sent_before = (
+        kinds["all-to-all"]["interconnect_bytes"] for kinds in (found.collectives, adamw["collectives"])
+    )
+    layer = 4 * 32 * 32 + 3 * 32 * 64
+    assert sent - sent_before == 2 * (3 / 4 + 1 / 2) * 8 * layer * 4 / 8
+    assert adamw["argument_bytes"] - found.argument_bytes == pytest.approx(2 * layer * 4 / 8, abs=8)  # One moment less.
 
 
 def test_what_does_not_fit_says_by_how_much():

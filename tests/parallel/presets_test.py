@@ -6,8 +6,9 @@ from conftest import ROOT
 from difftx.config.recipes import load_config
 from difftx.errors import UserError
 from difftx.model.abstract import count_parameters
-from difftx.model.flops import state_bytes
+from difftx.model.flops import gradient_bytes
 from difftx.parallel.presets import apply_preset
+from difftx.training.state import state_bytes
 
 HBM = {"TPU v5 lite": 15.75, "TPU v5": 95.7, "TPU v6 lite": 31.2, "NVIDIA H200": 131, "NVIDIA H100 80GB HBM3": 74}
 HBM |= {"NVIDIA A100-SXM4-40GB": 39, "NVIDIA B200": 167, "NVIDIA L4": 22, "NVIDIA GeForce RTX 4090": 22}
@@ -44,7 +45,7 @@ def test_every_device_is_used_and_the_state_fits(size, kind, devices):
     mesh = config.mesh
     assert mesh.data * mesh.fsdp * mesh.tensor * mesh.context == devices
     assert config.batch_rows % (config.train.accumulation * mesh.data * mesh.fsdp) == 0
-    assert state_bytes(config.model) / (mesh.fsdp * mesh.tensor) < HBM[kind] * 2**30
+    assert (state_bytes(config) + gradient_bytes(config.model)) / (mesh.fsdp * mesh.tensor) < HBM[kind] * 2**30
 
 
 def test_accumulation_keeps_microbatches_small():

@@ -47,6 +47,17 @@ def test_what_a_run_had_spent_after_a_step(config, tmp_path):
     assert spent["flops"] == [per_token * tokens for tokens in spent["tokens"]]
 
 
+def test_a_branch_spends_seconds_from_the_step_at_which_it_starts(config, tmp_path):
+    workdir = write_run(tmp_path / "run", config("diff", train__steps=40), every=10)
+    path = workdir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    spent = {"train_seconds": 0.0, "wall_seconds": 1.0}
+    rows = [{"split": "goodput", "step": 20, "attempt": 1, **spent}, *(row for row in rows if row["step"] > 20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = match_runs(str(workdir), "curves")
+    assert run.progress([30, 40])["seconds"] == [20, 40]
+
+
 def test_smoothing_starts_at_the_first_value_and_passes_over_gaps():
     assert smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
     halfway = smoothed([0.0] * 200 + [1.0] * 10)

@@ -391,6 +391,8 @@ def test_which_checkpoint_is_gone_back_to():
     assert rewind_target([10], 14, 4) is None
     assert rewind_target([3], 5, 4) == 0
     assert rewind_target([4], 6, 4) == 4
+    assert rewind_target([2], 4, 4, from_zero=False) is None  # A branch that began at step 2.
+    assert rewind_target([8, 12], 11, 4, from_zero=False) == 8
 
 
 def oracle(losses, config):

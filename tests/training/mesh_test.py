@@ -51,9 +51,17 @@ def train(c, mesh, steps):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.exhaustive)])
-def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mesh_of, tmp_path, architecture):
-    c = config(architecture, train__steps=20)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("diff", {}),
+        ("diff", {"optimizer__name": "muon", "train__ema_decay": 0.9}),
+        pytest.param("transformer", {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["diff", "muon and an average of the weights", "transformer"],
+)
+def test_every_mesh_trains_the_same_and_reads_the_others_checkpoints(config, mesh_of, tmp_path, architecture, changes):
+    c = config(architecture, train__steps=20, **changes)
     runs = {name: train(c, mesh_of(**sizes), 20) for name, sizes in MESHES.items()}
     expected = runs["1"][1]
     assert expected[-1, 0] < expected[0, 0]

@@ -2,8 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.training_updates import updated
 
+from difftx.errors import UserError
+from difftx.model.abstract import count_parameters
 from difftx.training.optimizer import decay_mask, learning_rate, make_optimizer
+from difftx.training.state import state_bytes
 
 
 def test_schedule_is_linear_up_and_down(config):
@@ -20,6 +24,41 @@ def test_schedule_is_linear_up_and_down(config):
     assert float(schedule(55)) == pytest.approx((1e-2 + 1e-3) / 2)
     assert float(schedule(100)) == pytest.approx(1e-3)
     assert float(learning_rate(config(optimizer__warmup_steps=0))(0)) == pytest.approx(4e-3)
+
+
+STEPS, WARMUP, DECAY, PEAK, FINAL = 100, 10, 25, 1e-2, 1e-3
+# Schedule → learning rate of update n after the warm-up, as a share of the way from the peak to the final value.
+FALL = {
+    "linear": lambda n: (n - WARMUP) / (STEPS - WARMUP),
+    "cosine": lambda n: (1 - np.cos(np.pi * (n - WARMUP) / (STEPS - WARMUP))) / 2,
+    "constant": lambda n: 0 * n,
+    "wsd": lambda n: np.sqrt(np.maximum(n - (STEPS - DECAY), 0) / DECAY),
+    "wsd linear": lambda n: np.maximum(n - (STEPS - DECAY), 0) / DECAY,
+}
+
+
+@pytest.mark.parametrize("name", FALL)
+@pytest.mark.parametrize("unit", ["steps", "fraction"])
+def test_schedules_equal_their_formulas(config, name, unit):
+    schedule, _, shape = name.partition(" ")
+    lengths = {"warmup": WARMUP, "decay": DECAY}
+    c = config(
+        train__steps=STEPS,
+        optimizer__schedule=schedule,
+        optimizer__decay_shape=shape or "sqrt",
+        optimizer__learning_rate=PEAK,
+        optimizer__final_learning_rate=FINAL,
+        **{f"optimizer__{part}_{unit}": n if unit == "steps" else n / STEPS for part, n in lengths.items()},
+    )
+    n = np.arange(STEPS + 1)
+    expected = np.where(n < WARMUP, PEAK * (n + 1) / WARMUP, PEAK + (FINAL - PEAK) * FALL[name](np.maximum(n, WARMUP)))
+    np.testing.assert_allclose([float(learning_rate(c)(step)) for step in n], expected, rtol=1e-5)
+
+
+def test_a_decay_without_room_is_refused(config):
+    c = config(train__steps=100, optimizer__schedule="wsd", optimizer__warmup_steps=50, optimizer__decay_fraction=0.6)
+    with pytest.raises(UserError, match=r"train\.steps=100 has no room for 50 steps of warm-up and 60 of decay"):
+        learning_rate(c)
 
 
 @pytest.mark.parametrize("architecture", ["diff", "transformer", "sink"])
@@ -59,3 +98,107 @@ def test_update_equals_adamw_by_hand(config):
             expected[name] = expected[name] - float(learning_rate(c)(n)) * (step + decay)
     for name, value in expected.items():
         np.testing.assert_allclose(params[name], value, rtol=1e-5)
+
+
+def orthogonalized(m):
+    """Five Newton–Schulz iterations in float64, by the singular values (kellerjordan.github.io/posts/muon)."""
+    u, s, v = np.linalg.svd(m, full_matrices=False)
+    s = s / np.linalg.norm(s)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return 0.2 * np.sqrt(max(m.shape)) * (u * s) @ v
+
+
+def muon_by_hand(weight, axes, matrices):
+    """Return the weight, orthogonalised. `matrices` names its batch axes, inputs and outputs."""
+    batch, inputs, outputs = matrices.split()
+    order = [axes.index(axis) for axis in batch + inputs + outputs]
+    moved = weight.transpose(order)
+    rows = np.prod(moved.shape[len(batch) : -len(outputs)])
+    flat = moved.reshape(-1, rows, np.prod(moved.shape[-len(outputs) :]))
+    return np.stack([orthogonalized(m) for m in flat]).reshape(moved.shape).transpose(np.argsort(order))
+
+
+# Weight → its axes, and then the batch axes, inputs and outputs of its matrices.
+AXES = {"query_DHGd": "LDHGd", "key_DKGd": "LDHGd", "value_DKE": "LDHE", "output_HED": "LHED"}
+AXES |= {"gate_DF": "LDF", "up_DF": "LDF", "down_FD": "LFD"}
+WHOLE = {"query_DHGd": "L D HGd", "key_DKGd": "L D HGd", "value_DKE": "L D HE", "output_HED": "L HE D"}
+WHOLE |= {"gate_DF": "L D F", "up_DF": "L D F", "down_FD": "L F D"}
+GROUPS = WHOLE | {"query_DHGd": "LG D Hd", "key_DKGd": "LG D Hd"}
+HEADS = WHOLE | {"query_DHGd": "LHG D d", "key_DKGd": "LHG D d", "value_DKE": "LH D E"}
+
+
+@pytest.mark.parametrize(("split", "matrices"), [("none", WHOLE), ("groups", GROUPS), ("heads", HEADS)])
+def test_twenty_updates_equal_muon_by_hand(config, mesh_of, split, matrices):
+    """Float64: Nesterov's momentum, orthogonalised matrix by matrix, and Adam for embeddings and vectors."""
+    c = config(
+        optimizer__name="muon",
+        optimizer__muon__split=split,
+        optimizer__muon__momentum=0.9,
+        optimizer__weight_decay=0.3,
+        optimizer__b1=0.8,
+        optimizer__b2=0.95,
+        optimizer__clip_norm=None,
+        train__steps=25,
+    )
+    expected, found, grads = updated(c, mesh_of(), 20)
+    momentum, mean, square = (dict.fromkeys(expected, 0.0) for _ in range(3))
+    for n, grad in enumerate(grads):
+        for name, g in grad.items():
+            weight = name.split("/")[-1]
+            if weight in AXES:
+                momentum[name] = 0.9 * momentum[name] + g
+                step = muon_by_hand(g + 0.9 * momentum[name], AXES[weight], matrices[weight])
+            else:
+                mean[name] = 0.8 * mean[name] + 0.2 * g
+                square[name] = 0.95 * square[name] + 0.05 * g**2
+                step = mean[name] / (1 - 0.8 ** (n + 1)) / (np.sqrt(square[name] / (1 - 0.95 ** (n + 1))) + 1e-8)
+            if weight in AXES or weight == "embedding_VD":
+                step = step + 0.3 * expected[name]
+            expected[name] = expected[name] - float(learning_rate(c)(n)) * step
+    for name, value in expected.items():  # All have moved by about 0.01.
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
+def test_sharded_weights_are_orthogonalised_as_on_one_device(config, mesh_of, sizes):
+    """Three layers: some devices have none, and two groups that share a device's matrices."""
+    c = config(optimizer__name="muon", optimizer__muon__split="groups", model__num_layers=3)
+    _, one, _ = updated(c, mesh_of(), 3)
+    _, eight, _ = updated(c, mesh_of(**sizes), 3)
+    for name, value in one.items():
+        np.testing.assert_allclose(eight[name], value, atol=1e-5, err_msg=name)
+
+
+def test_an_architecture_without_groups_stays_whole(config, mesh_of):
+    options = {"optimizer__name": "muon", "model__num_layers": 1}
+    (_, none, _), (_, groups, _) = (
+        updated(config("transformer", optimizer__muon__split=split, **options), mesh_of(), 1)
+        for split in ("none", "groups")
+    )
+    for name, value in none.items():
+        np.testing.assert_array_equal(groups[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_lambda_vectors_have_a_learning_rate_of_their_own(config, mesh_of, optimizer):
+    options = {"optimizer__name": optimizer, "model__num_layers": 1}
+    (first, plain, _), (_, scaled, _) = (
+        updated(config(optimizer__lambda_learning_rate_factor=factor, **options), mesh_of(), 1) for factor in (1, 0.25)
+    )
+    assert {name for name in plain if (plain[name] != scaled[name]).any()} == {
+        f"blocks/attention/lambda_{of}_Gd" for of in ("query", "key")
+    }
+    for name, value in first.items():
+        factor = 0.25 if "lambda" in name else 1
+        np.testing.assert_allclose(scaled[name] - value, factor * (plain[name] - value), atol=3e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_counted_memory_is_that_of_the_optimizer(config, optimizer):
+    c = config(optimizer__name=optimizer)
+    sizes = count_parameters(c.model)
+    moments = {"adamw": 2 * sizes.total, "muon": 2 * (sizes.total - sizes.projections) + sizes.projections}
+    assert state_bytes(c) == 4 * (sizes.total + moments[optimizer] + 3)  # And the step and two counts of updates.
+    averaged = config(optimizer__name=optimizer, train__ema_decay=0.9)
+    assert state_bytes(averaged) == state_bytes(c) + 4 * sizes.total

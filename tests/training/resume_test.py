@@ -8,16 +8,22 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
+from helpers.evals_params import one_device
 from helpers.training_checkpoints import flip_a_bit, largest_file
 from helpers.training_runs import stop_after, train_losses, wait_for_step
 
 from difftx.files import json_sha256
 from difftx.parallel.multihost import REPEAT_SECONDS
+from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.goodput import SECTIONS
+from difftx.training.metrics import read_metrics
+from difftx.training.run import read_config
+from difftx.training.state import init_state
 
 STEPS = 60
 KEYS = {name: f"the value of {name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
@@ -239,6 +245,75 @@ def test_a_checkpoint_of_another_config_is_refused(uninterrupted, tmp_path, flag
     assert "changed since the checkpoint: train.steps: 60 → 90 (safe)" in result.stdout
     assert ("(not safe)" in result.stdout) == bool(flags)  # Refused: the error lists it.
     assert (tmp_path / "run" / "config.json").read_text() == (whole / "config.json").read_text()
+
+
+def rows_after(step, workdir):
+    """Return the train rows of the metrics, without what differs between any two runs."""
+    rows, _ = read_metrics(workdir / "metrics.jsonl")
+    kept = ("step", "loss", "grad_norm", "learning_rate", "lambda", "tokens")
+    return [{k: row[k] for k in kept} for row in rows if row["split"] == "train" and row["step"] > step]
+
+
+def final_state(workdir):
+    config, mesh = read_config(workdir), one_device()
+    with jax.set_mesh(mesh):
+        return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]
+
+
+@pytest.mark.parametrize("of", ["checkpoint", "run"])
+def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, of):
+    """Also after a restart, when its source is gone."""
+    text, whole = uninterrupted
+    source, workdir = tmp_path / "source", tmp_path / "branch"
+    shutil.copytree(whole, source)
+    shutil.rmtree(source / "checkpoints" / "60")
+    path = source if of == "run" else source / "checkpoints" / "40"
+    result = train(text, workdir, checkpoint__branch_from=path)
+    assert result.returncode == 0, result.stderr
+    assert f"branch of {source / 'checkpoints' / '40'}" in result.stdout
+    assert "attempt 1, from step 40 to 60" in result.stdout
+    assert rows_after(0, workdir) == rows_after(40, whole)
+    jax.tree.map(np.testing.assert_array_equal, final_state(workdir), final_state(whole))
+
+    shutil.rmtree(source)
+    shutil.rmtree(workdir / "checkpoints" / "60")
+    result = train(text, workdir, checkpoint__branch_from=path)
+    assert "attempt 2, from step 40 to 60" in result.stdout, result.stderr
+    assert rows_after(0, workdir) == rows_after(40, whole)
+
+
+def test_a_branch_may_have_another_schedule(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    changes = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 10, "optimizer__decay_shape": "linear"}
+    source = whole / "checkpoints" / "40"
+    result = train(text, tmp_path / "branch", checkpoint__branch_from=source, train__steps=55, **changes)
+    assert result.returncode == 0, result.stderr
+    assert "changed since the checkpoint: optimizer.schedule: linear → wsd (safe)" in result.stdout
+    rows = rows_after(0, tmp_path / "branch")
+    assert [row["step"] for row in rows] == list(range(41, 56))
+    # Quickstart's peak is 4e-3. The last update has a tenth of it, and its successor would have none.
+    expected = [4e-3 * min(1, (56 - row["step"]) / 10) for row in rows]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__rope_theta": 100.0}, "model.rope_theta: 10000.0 → 100.0; restore what changed, or continue"),
+        ({"data__seed": 5}, "data.seed: 0 → 5; restore what changed, or continue"),
+        ({"optimizer__b1": 0.8}, "optimizer.b1: 0.9 → 0.8; restore what changed, or continue"),
+        ({"train__steps": 40}, "is of step 40, and train.steps=40 counts the steps from the start of that run"),
+        ({"checkpoint__init_from": "x"}, "are both set; set only one of them"),
+    ],
+)
+def test_a_branch_of_another_training_is_refused(uninterrupted, tmp_path, changes, message):
+    text, whole = uninterrupted
+    source = whole / "checkpoints" / "40"
+    result = train(text, tmp_path / "branch", **{"checkpoint__branch_from": source} | changes)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert not (tmp_path / "branch" / "config.json").exists()
 
 
 STUCK = """

@@ -147,8 +147,12 @@ def sources(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("config", "data", "changes"),
-    [("long_context.py:diff", "texts/*.txt", EXTENDED), ("math.py:diff-stage2", "pairs", TUNED)],
-    ids=["extension", "fine-tuning"],
+    [
+        ("long_context.py:diff", "texts/*.txt", EXTENDED),
+        ("math.py:diff-stage2", "pairs", TUNED),
+        ("math.py:diff-stage2", "pairs", TUNED | {"optimizer__name": "muon", "train__ema_decay": 0.9}),
+    ],
+    ids=["extension", "fine-tuning", "muon and an average of the weights"],
 )
 def test_a_stage_goes_on_where_it_was_bit_for_bit(sources, tmp_path, config, data, changes):
     """Killed, then stopped; the weights that it began with are gone by then: its own checkpoint is all it needs."""

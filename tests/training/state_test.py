@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -52,6 +53,33 @@ def test_microbatches_keep_every_row_on_its_device(config, mesh_of):
     assert "collective" not in compiled.as_text()
     rows = np.asarray(batch.tokens_BT)
     np.testing.assert_array_equal(parts.tokens_BT, rows.reshape(8, 2, -1).transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_average_of_the_weights_is_that_of_the_updates(config, mesh_of, optimizer):
+    """Float64, by the definition; a skipped update counts neither in the average nor in its weights."""
+    decay, skipped = 0.7, 3
+    c, mesh = config(train__ema_decay=decay, optimizer__name=optimizer), mesh_of(data=2, fsdp=2, tensor=2)
+    after = []
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda: init_state(c))()
+        step = jax.jit(make_train_step(c), donate_argnums=0)
+        for n in range(6):
+            batch = ragged_batch(mesh, c, n)
+            if n == skipped:
+                batch = dataclasses.replace(batch, loss_mask_BT=batch.loss_mask_BT * np.inf)
+            state, metrics = step(state, batch)
+            assert bool(metrics["skipped"]) == (n == skipped)
+            if n != skipped:
+                after.append(jax.tree.map(np.float64, jax.device_get(state.params)))
+    weights = decay ** np.arange(len(after))[::-1]
+
+    def check(average, *params):
+        assert average.dtype == np.float32
+        np.testing.assert_allclose(average, np.average(params, axis=0, weights=weights), rtol=1e-5, atol=1e-7)
+
+    jax.tree.map(check, jax.device_get(state.ema), *after)
+    assert [mean.sharding for mean in jax.tree.leaves(state.ema)] == [p.sharding for p in jax.tree.leaves(state.params)]
 
 
 def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):

@@ -29,6 +29,7 @@ from difftx.registry import require_names
 from difftx.training.checkpoint import retention
 from difftx.training.checkpoint.manifest import (
     MANIFEST,
+    WeightsPart,
     describe_arrays,
     quarantined_in,
     read_manifest,
@@ -125,7 +126,13 @@ class Checkpointer:
 
     def restore(self, step: int, abstract: TrainState, mesh: jax.sharding.Mesh) -> tuple[TrainState, dict[str, Any]]:
         """Return the train state, sharded over `mesh` like `abstract`, and the state of the data loader."""
-        folder, wanted = self.folder / str(step), _on_mesh(vars(abstract), mesh)
+        return self.restore_from(self.folder / str(step), abstract, mesh)
+
+    def restore_from(
+        self, folder: Path, abstract: TrainState, mesh: jax.sharding.Mesh
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Return the result of `restore` for the valid checkpoint in any folder."""
+        wanted = _on_mesh(_parts(abstract), mesh)
         _check_arrays(folder, wanted)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), loader=ocp.args.JsonRestore())
         with _reading(folder):
@@ -210,11 +217,11 @@ class Checkpointer:
         step = int(jax.device_get(state.step))
         if step in self._verified:
             return
-        arrays, weights, data = describe_arrays(vars(state)), self.weights_id(step), loader["signature"]
+        arrays, weights, data = describe_arrays(_parts(state)), self.weights_id(step), loader["signature"]
         unfinished = self._unfinished = self.folder / f"{step}{ocp.step.TMP_DIR_SUFFIX}"
         self._write_manifest = lambda: write_manifest(unfinished, step, weights, arrays, config, data)
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(dict(vars(state))),
+            state=ocp.args.StandardSave(_parts(state)),
             loader=ocp.args.JsonSave(loader),
             config=ocp.args.JsonSave(json.loads(config.to_json())),
         )
@@ -297,14 +304,22 @@ def config_of(folder: Path) -> Config:
     return config_from_dict(raw)
 
 
-def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` like the abstract `params`."""
-    wanted = _on_mesh({"params": params}, mesh)
-    _check_arrays(folder, wanted, "params/")
+def restore_params(folder: Path, params: Any, mesh: jax.sharding.Mesh, part: WeightsPart = "params") -> Any:
+    """Return the parameters of the valid checkpoint in `folder`, sharded over `mesh` like the abstract `params`.
+
+    `part` is the part of the train state that has them: "params", or their average "ema".
+    """
+    wanted = _on_mesh({part: params}, mesh)
+    _check_arrays(folder, wanted, f"{part}/")
     restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
     with _reading(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(folder / "state", args=args)["params"]
+        return reader.restore(folder / "state", args=args)[part]
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """Return the parts of a train state by name, without the average of the parameters if there is none."""
+    return {name: part for name, part in vars(state).items() if part is not None}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from difftx.errors import RunError, UserError
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, config_of
-from difftx.training.checkpoint.manifest import read_manifest
+from difftx.training.checkpoint.manifest import WeightsPart, read_manifest
 from difftx.training.resume import changed_fields
 from difftx.training.run import Run
 
@@ -31,7 +31,8 @@ class Checkpoint:
     """The description of a checkpoint, as read when the checkpoint was opened."""
 
     folder: Path
-    weights: str  # Identifier of the parameters, from the manifest.
+    part: WeightsPart  # Weights to read: the parameters, or their average.
+    weights: str  # Identifier of these weights: that of the manifest, and "/ema" for the average.
     sha256: str  # SHA-256 of the manifest.
     data: dict[str, Any]  # Signature of the training data, or of only the tokenizer if the checkpoint was imported.
     config: Config  # Config of the training, with the present values of fields that do not change results.
@@ -54,17 +55,23 @@ class Checkpoint:
         decide_on_primary(check, DECISION_SECONDS)
 
 
-def open_checkpoint(folder: Path, now: Config) -> Checkpoint:
-    """Return the description of the checkpoint in `folder`, without verifying it. `now` is as in `Checkpoint`."""
+def open_checkpoint(folder: Path, now: Config, part: WeightsPart = "params") -> Checkpoint:
+    """Return the description of the checkpoint in `folder`, without verifying it. `now` is as in `Checkpoint`.
+
+    Raise `UserError` if the checkpoint does not have the weights `part`.
+    """
 
     def describe() -> dict[str, Any]:
         manifest = read_manifest(folder)
         require_extensions(manifest.extensions, str(folder))
-        found = {"weights": manifest.weights, "sha256": manifest.sha256, "data": manifest.data}
+        if not any(name.startswith(f"{part}/") for name in manifest.arrays):
+            raise UserError(f"--weights={part}: {folder} has no such weights; training with train.ema_decay saves them")
+        weights = manifest.weights if part == "params" else f"{manifest.weights}/{part}"
+        found = {"weights": weights, "sha256": manifest.sha256, "data": manifest.data}
         return found | {"config": json.loads(config_for_reader(config_of(folder), now).to_json())}
 
     found = decide_on_primary(describe, DECISION_SECONDS)
-    return Checkpoint(folder, **found | {"config": config_from_dict(found["config"])}, now=now)
+    return Checkpoint(folder, part, **found | {"config": config_from_dict(found["config"])}, now=now)
 
 
 def config_for_reader(trained: Config, now: Config) -> Config:

@@ -16,7 +16,7 @@ import tensorstore as ts
 from etils import epath
 
 from difftx.config import Config
-from difftx.training.checkpoint.manifest import write_manifest
+from difftx.training.checkpoint.manifest import WeightsPart, write_manifest
 
 DATA_FILE_BYTES = 2**28  # Size at which orbax writes a data file, which it collects in memory.
 CACHE_BYTES = 2**31  # Size of the cache for chunks that have several layers, as training saves them.
@@ -68,10 +68,10 @@ def save_params(workdir: Path, arrays: Mapping[str, Streamed], config: Config, d
 
 
 class ParamsReader:
-    """A reader of a checkpoint's parameters that loads one layer at a time."""
+    """A reader of a checkpoint's parameters, or of their average, that loads one layer at a time."""
 
-    def __init__(self, folder: Path):
-        self._state = epath.Path(folder.resolve() / "state")
+    def __init__(self, folder: Path, part: WeightsPart = "params"):
+        self._state, self._part = epath.Path(folder.resolve() / "state"), part
         self._opened: dict[str, ts.TensorStore] = {}
 
     def read(self, name: str, index: int | slice) -> np.ndarray:
@@ -88,7 +88,7 @@ class ParamsReader:
         limits = {"cache_pool": cache_bytes, "cache_pool#ocdbt": 10**8}
         context = ts.Context({pool: {"total_bytes_limit": size} for pool, size in limits.items()})
         info = ocp.type_handlers.ParamInfo(
-            name=f"params.{name.replace('/', '.')}",
+            name=f"{self._part}.{name.replace('/', '.')}",
             parent_dir=self._state,
             is_ocdbt_checkpoint=True,
             ts_context=context,

@@ -1,0 +1,115 @@
+"""Optimizer muon: AdamW, with orthogonalised momentum as the updates of projections (K. Jordan, 2024)."""
+# Axes: L = layers, M and N = inputs and outputs of a matrix, … = further axes of a batch of matrices
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from difftx.config import Config
+from difftx.model.abstract import parameter_metadata
+
+MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]  # Input axes and output axes of weights, counted from the end.
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Coefficients of an iteration (kellerjordan.github.io/posts/muon).
+NEWTON_SCHULZ_STEPS = 5
+UPDATE_RMS = 0.2  # RMS of an update, about that of AdamW's (arXiv 2502.16982, §2.2).
+SMALLEST_NORM = 1e-7
+
+
+def muon(config: Config, schedule: optax.Schedule, decayed: Any) -> optax.GradientTransformation:
+    """Return Muon for projections, and AdamW for embeddings, vectors and other parameters without `matrix_axes`.
+
+    Both parts have the same learning rate and weight decay, because an orthogonalised update is scaled to the RMS of
+    AdamW's updates (arXiv 2502.16982). The momentum is Nesterov's.
+    """
+    c = config.optimizer
+    axes = matrix_axes(config)
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda _, axes: "adamw" if axes is None else "muon", params, axes)
+
+    def orthogonalized(updates: Any, params: Any) -> Any:
+        return jax.tree.map(lambda u, axes: u if axes is None else UPDATE_RMS * orthogonalize(u, axes), updates, axes)
+
+    moments: dict[Hashable, optax.GradientTransformation] = {
+        "muon": optax.trace(c.muon.momentum, nesterov=True),
+        "adamw": optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
+    }
+    return optax.chain(
+        optax.partition(moments, labels),
+        optax.stateless(orthogonalized),
+        optax.add_decayed_weights(c.weight_decay, decayed),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def matrix_axes(config: Config) -> Any:
+    """Return the tree of parameters with the axes of their matrices, or None for parameters that use AdamW.
+
+    All other axes are batch axes. `optimizer.muon.split` makes batch axes of some output axes. The output axes of
+    queries, keys and values are the head, the group (if there are groups), and the width of a head.
+    """
+    batch = {"none": slice(0, 0), "groups": slice(1, -1), "heads": slice(0, -1)}[config.optimizer.muon.split]
+
+    def split(axes: MatrixAxes | None) -> MatrixAxes | None:
+        if axes is None:
+            return None
+        inputs, outputs = axes
+        return inputs, tuple(axis for axis in outputs if axis not in outputs[batch])
+
+    tree = parameter_metadata(config.model, "matrix_axes", None)
+    return jax.tree.map(split, tree, is_leaf=lambda axes: axes is None or isinstance(axes, tuple))
+
+
+def orthogonalize(update: jax.Array, axes: MatrixAxes) -> jax.Array:
+    """Return the update `[L, …]` with orthogonalised matrices and a root mean square of about 1.
+
+    A device orthogonalises whole matrices of its share of the layers. Devices that share a weight exchange parts of
+    matrices for layers and back, so that each one holds as many numbers as before.
+    """
+    sharding = jax.typeof(update).sharding
+    sharded = [(dimension, axis) for dimension, axis in enumerate(sharding.spec) if axis is not None]
+    if not sharded:
+        return _orthogonalize_local(update, axes)
+    devices = math.prod(sharding.mesh.shape[axis] for _, axis in sharded)
+
+    def on_device(update: jax.Array) -> jax.Array:
+        for dimension, axis in sharded:
+            update = jax.lax.all_to_all(update, axis, 0, dimension, tiled=True)
+        update = _orthogonalize_local(update, axes)
+        for dimension, axis in reversed(sharded):
+            update = jax.lax.all_to_all(update, axis, dimension, 0, tiled=True)
+        return update
+
+    # Layers of zeros make the number of layers divisible.
+    layers = update.shape[0]
+    padded = jnp.pad(update, [(0, -layers % devices)] + [(0, 0)] * (update.ndim - 1))
+    return jax.shard_map(on_device, in_specs=sharding.spec, out_specs=sharding.spec)(padded)[:layers]
+
+
+def _orthogonalize_local(update: jax.Array, axes: MatrixAxes) -> jax.Array:
+    inputs, outputs = ([axis % update.ndim for axis in part] for part in axes)
+    batch = [axis for axis in range(update.ndim) if axis not in (*inputs, *outputs)]
+    order = (*batch, *inputs, *outputs)
+    ordered = update.transpose(order)
+    rows, columns = (math.prod(update.shape[axis] for axis in part) for part in (inputs, outputs))
+    x = newton_schulz(ordered.reshape(*(update.shape[axis] for axis in batch), rows, columns))
+    # An M × N matrix whose singular values are 1 has a root mean square of 1 / √max(M, N).
+    return math.sqrt(max(rows, columns)) * x.reshape(ordered.shape).transpose(np.argsort(order))
+
+
+def newton_schulz(x_MN: jax.Array) -> jax.Array:
+    """Return matrices `[…, M, N]` with the singular vectors of `x_MN`, and singular values of about 0.7 to 1.2."""
+    if x_MN.shape[-2] > x_MN.shape[-1]:
+        return newton_schulz(x_MN.mT).mT  # The products below have the smaller dimension.
+    a, b, c = NEWTON_SCHULZ
+    x_MN = x_MN / jnp.maximum(jnp.linalg.norm(x_MN, axis=(-2, -1), keepdims=True), SMALLEST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram_MM = x_MN @ x_MN.mT
+        x_MN = a * x_MN + (b * gram_MM + c * gram_MM @ gram_MM) @ x_MN
+    return x_MN

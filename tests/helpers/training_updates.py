@@ -1,0 +1,38 @@
+"""Updates of an optimizer with random parameters and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from difftx.training.optimizer import make_optimizer
+from difftx.training.state import init_state
+
+
+def random_tree(c, seed):
+    """Random numbers in the shapes of the parameters, and the names of the parameters."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: init_state(c)).params
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+
+
+def by_name(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.float64(leaf) for path, leaf in leaves}
+
+
+def updated(c, mesh, updates):
+    """Return the parameters before and after some updates with random gradients, and the gradients, by name."""
+
+    def on_mesh(tree):
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, jax.eval_shape(lambda: init_state(c)).params)
+        return jax.tree.map(lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), tree, specs)
+
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(c)
+        first = params = on_mesh(random_tree(c, 0))
+        state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+        grads = [random_tree(c, 1 + n) for n in range(updates)]
+        for grad in grads:
+            change, state = update(on_mesh(grad), state, params)
+            params = jax.tree.map(jnp.add, params, change)
+    return by_name(first), by_name(params), [by_name(grad) for grad in grads]
