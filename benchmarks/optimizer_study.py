@@ -32,7 +32,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
     "muon": {"optimizer.name": "muon"},
     "muon-groups": {"optimizer.name": "muon", "optimizer.muon.split": "groups"},
 }
-# Rates that each cell tries first. If the best rate is the smallest or largest one, the cell also tries half or twice it.
+# Rates that each cell tries first. While the best rate is the smallest or largest one, it also tries half or twice it.
 RATES: Mapping[str, Sequence[float]] = {
     "adamw": (4e-3, 8e-3),
     "muon": (1.6e-2, 3.2e-2),
@@ -77,13 +77,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def train_cell(cell: Cell, folder: Path) -> float:
     """Tune a cell's learning rate, train the reported seeds, and return the rate."""
-    losses: dict[float, float] = {}
-    todo = list(RATES[cell.optimizer])
-    while todo:
-        for rate in todo:
-            losses[rate] = sweep(cell, rate, (TUNED_SEED,), folder / f"rate-{rate:g}")
-        best = min(losses, key=losses.__getitem__)
-        todo = [rate for rate in (best / 2, best * 2) if rate not in losses]
+
+    def tuned(rates: Sequence[float]) -> dict[float, float]:
+        return {rate: sweep(cell, rate, (TUNED_SEED,), folder / f"rate-{rate:g}") for rate in rates}
+
+    losses = tuned(RATES[cell.optimizer])
+    while untried := {(best := min(losses, key=losses.__getitem__)) / 2, best * 2} - losses.keys():
+        losses |= tuned(sorted(untried))
     sweep(cell, best, REPORTED_SEEDS, folder / "reported")
     return best
 
