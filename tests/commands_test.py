@@ -79,7 +79,8 @@ def test_print_config_is_the_config():
 def test_dry_run_prints_the_cost_and_trains_nothing(tmp_path):
     result = run_new("train.py", "--config=configs/quickstart.py", "--dry_run", f"--workdir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
-    for part in ("820,096 parameters", "training tokens", "FLOPs per token", "of train state"):
+    chosen = ("820,096 parameters", "4 layers of width 128 with 2 heads", "rate 0.004 after a warm-up of 275 steps")
+    for part in (*chosen, "training tokens", "FLOPs per token", "of train state"):
         assert part in result.stdout
     assert not (tmp_path / "run").exists()
 

@@ -33,6 +33,13 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.py")
         *(f"toy.py:{task}-{arm}" for task, rates in toy.LEARNING_RATES.items() for arm in rates),
         *(f"small.py:books-{size}-{arm}" for size in small.SIZES for arm in toy.ARMS),
         *(f"small.py:recall-10m-{arm}" for arm in toy.ARMS),
+        *(
+            f"by_size.py:{architecture}-{size}"
+            for architecture in ("diff", "gated")
+            for size in ("0.1m", "25m", "1.3b")
+        ),
+        "fineweb.py:diff",
+        "fineweb.py:transformer",
     ],
 )
 def test_every_config_is_valid_and_survives_json(spec):
@@ -62,6 +69,36 @@ def test_arms_have_as_many_parameters_and_tokens(spec, arms):
     counts = [count_parameters(config.model).total for config in configs]
     assert max(counts) < 1.01 * min(counts)
     assert len({(c.train.steps, c.train.global_batch_tokens, c.data, c.train.seed) for c in configs}) == 1
+
+
+@pytest.mark.parametrize("size", ["0.1m", "0.8m", "3m", "10m", "25m", "99m", "160m", "340m", "830m", "2.8b", "13b"])
+def test_a_recipe_by_size_has_the_parameters_and_heads_that_it_promises(size):
+    asked = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    recipe = ROOT / "configs" / "by_size.py"
+    configs = {name: load_config(f"{recipe}:{name}-{size}", {}) for name in ("diff", "transformer", "diff_v2", "gated")}
+    for config in configs.values():
+        assert count_parameters(config.model).total == pytest.approx(asked, rel=0.06)
+        assert config.train.steps * config.train.global_batch_tokens == pytest.approx(20 * asked, rel=0.01)
+    diff = configs["diff"].model
+    assert diff.d_head >= 64 or diff.d_model < 1024
+    assert diff.num_heads >= 8 or diff.d_head == 32
+    assert diff.num_heads % 2 == 0 or diff.d_model < 1024  # Two devices can share the heads.
+
+
+def test_a_recipe_by_size_follows_the_power_laws():
+    """Computed by hand for C = 6 · 340e6 · 6.8e9 = 1.387e19: batch 5.33e5 tokens, learning rate 1.262e-3."""
+    config = load_config(f"{ROOT / 'configs' / 'by_size.py'}:diff-340m", {})
+    assert config.train.global_batch_tokens == 2**19
+    assert config.optimizer.learning_rate == 1.3e-3
+    assert config.warmup_steps == pytest.approx(config.train.steps / 10, abs=1)
+    longer = load_config(f"{ROOT / 'configs' / 'by_size.py'}:diff-340m", {"train.steps": "100"})
+    assert longer.warmup_steps == 10
+
+
+@pytest.mark.parametrize("size", ["", "340", "340M", "-5m", "0m", "big"])
+def test_a_recipe_by_size_explains_what_a_size_is(size):
+    with pytest.raises(UserError, match=r"is not a size; write millions or billions of parameters, such as 0\.8m"):
+        load_config(f"{ROOT / 'configs' / 'by_size.py'}:diff-{size}", {})
 
 
 @pytest.mark.parametrize(

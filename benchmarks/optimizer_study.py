@@ -1,0 +1,111 @@
+"""Runs of the study of warm-up and optimizers in docs/results.md: models of 0.1M parameters on books.
+
+    python benchmarks/optimizer_study.py --out=runs/study/optimizers [--jobs=2]
+
+A cell of the study is an arm, an optimizer and a length of the warm-up. Each cell gets its own learning rate, tuned on
+one seed. Three other seeds then train at the best rate, and only these are reported. Each job takes one core; all cells
+take two hours of one core. An interrupted study continues where it stopped.
+
+    python benchmarks/results.py collect --study=optimizers runs/study/optimizers/*/reported
+    python benchmarks/results.py collect --study=optimizers-rates runs/study/optimizers/*/rate-*
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from difftx.errors import EXIT_FAILED, UserError, run_command
+from difftx.report.runs import read_runs
+
+ARMS = ("transformer", "diff", "diff_v2")
+OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
+    "adamw": {},
+    "muon": {"optimizer.name": "muon"},
+    "muon-groups": {"optimizer.name": "muon", "optimizer.muon.split": "groups"},
+}
+# Rates that each cell tries first. While the best rate is the smallest or largest one, it also tries half or twice it.
+RATES: Mapping[str, Sequence[float]] = {
+    "adamw": (4e-3, 8e-3),
+    "muon": (1.6e-2, 3.2e-2),
+    "muon-groups": (1.6e-2, 3.2e-2),
+}
+WARMUPS = (0.01, 0.05, 0.2, 0.5)  # Shares of the steps.
+TUNED_SEED, REPORTED_SEEDS = 3, (0, 1, 2)
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Cell(NamedTuple):
+    """A cell of the study."""
+
+    arm: str
+    optimizer: str
+    warmup: float
+
+    @property
+    def folder(self) -> str:
+        return f"{self.arm}-{self.optimizer}-{self.warmup:g}"
+
+
+def cells() -> list[Cell]:
+    """Return all cells. The Transformer has one map, so orthogonalising each map by itself changes nothing."""
+    every = itertools.starmap(Cell, itertools.product(ARMS, OPTIMIZERS, WARMUPS))
+    return [cell for cell in every if (cell.arm, cell.optimizer) != ("transformer", "muon-groups")]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train all cells; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time (%(default)s)")
+    args = parser.parse_args(arguments)
+    todo = cells()
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        trained = [pool.submit(train_cell, cell, args.out / cell.folder) for cell in todo]
+        for number, (cell, future) in enumerate(zip(todo, trained, strict=True), 1):
+            print(f"[{number}/{len(todo)}] {cell.folder}: rate {future.result():g}", flush=True)
+    return 0
+
+
+def train_cell(cell: Cell, folder: Path) -> float:
+    """Tune a cell's learning rate, train the reported seeds, and return the rate."""
+
+    def tuned(rates: Sequence[float]) -> dict[float, float]:
+        return {rate: sweep(cell, rate, (TUNED_SEED,), folder / f"rate-{rate:g}") for rate in rates}
+
+    losses = tuned(RATES[cell.optimizer])
+    while untried := {(best := min(losses, key=losses.__getitem__)) / 2, best * 2} - losses.keys():
+        losses |= tuned(sorted(untried))
+    sweep(cell, best, REPORTED_SEEDS, folder / "reported")
+    return best
+
+
+def sweep(cell: Cell, rate: float, seeds: Sequence[int], out: Path) -> float:
+    """Train a cell with `difftx sweep`, and return the mean validation loss in bits per byte."""
+    fields = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": f"{rate:g}"}
+    grid = [f"{name}={value}" for name, value in fields.items()]
+    flags = [f"--config.{name}={value}" for name, value in OPTIMIZERS[cell.optimizer].items()]
+    command = [sys.executable, "-m", "difftx", "sweep", "--config=configs/toy.py", f"--out={out}"]
+    command += ["--grid", "task=books", f"arm={cell.arm}", f"seed={','.join(map(str, seeds))}", *grid]
+    command += [*flags, "--config.eval.suites=loss"]
+    one_core = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | one_core, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode == EXIT_FAILED or done.returncode < 0 or not (out / "sweep.json").is_file():
+        raise UserError(f"{out}: the sweep ended with exit code {done.returncode}:\n{done.stdout[-2000:]}")
+    runs = read_runs([out / run["name"] for run in json.loads((out / "sweep.json").read_text())["runs"]])
+    found = [max(run.results["loss"].items())[1]["numbers"]["bits_per_byte"] for run in runs]
+    return sum(found) / len(found)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
