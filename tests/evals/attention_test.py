@@ -292,3 +292,8 @@ def test_examples_of_retrieval_are_prompts_with_their_parts(config, tmp_path):
     assert sum(result.numbers[part] for part in (*PARTS, "first")) == pytest.approx(1)
     with pytest.raises(UserError, match=r"samples=500: of data\.synthetic\.valid_examples=200 only \d+ have"):
         attention.prompts_of(dataclasses.replace(run, config=override(c, {"eval.attention.samples": "500"})))
+    assert attention.prompts_of(dataclasses.replace(run, config=override(c, {"model.window": "21"}))).lengths == [21]
+    with pytest.raises(
+        UserError, match=r"model\.window=20: the suite 'attention' requires that the last of the 21 tokens"
+    ):
+        attention.prompts_of(dataclasses.replace(run, config=override(c, {"model.window": "20"})))
