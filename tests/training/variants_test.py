@@ -67,7 +67,12 @@ VARIANTS = [name for name in SIZES if name != "diff_fixed_lambda"]
     ("name", "options"),
     [
         *(pytest.param(name, {}, id=name) for name in VARIANTS),
-        *(pytest.param(name, ALL_OPTIONS, id=f"{name} with options") for name in ("diff", "transformer", *VARIANTS)),
+        *(pytest.param(name, ALL_OPTIONS, id=f"{name} with options") for name in ("diff", "transformer")),
+        *(
+            pytest.param(name, ALL_OPTIONS, id=f"{name} with options", marks=pytest.mark.long)
+            for name in VARIANTS
+            if name not in ("diff", "transformer")
+        ),
     ],
 )
 def test_a_variant_is_trained_cut_saved_and_decoded(config, mesh_of, tmp_path, name, options):
