@@ -177,6 +177,7 @@ def check(path: Path, valid: bytes, mutate, reader, resign=None):
     read(reader)
 
 
+@pytest.mark.long
 @FUZZ
 @given(mutate=mutations())
 def test_config_of_a_run(folder, tiny, mutate):

@@ -157,6 +157,7 @@ def test_no_command_reads_what_cannot_be_read(run, place, config):
     )
 
 
+@pytest.mark.long
 def test_object_stores_are_refused_before_anything_is_made(run, place, tmp_path):
     url = "gs://bucket/run"
     train = ["train.py", "--config=configs/quickstart.py"]

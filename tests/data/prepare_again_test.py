@@ -46,6 +46,7 @@ def test_the_held_out_end_begins_at_a_character_and_is_long_enough(text, share):
     assert start > 0 or share > 0.3 or len(text) == 1
 
 
+@pytest.mark.long
 def test_the_advice_for_too_few_documents_works_where_it_was_given(tmp_path):
     source, valid = tmp_path / "in.jsonl", tmp_path / "valid.txt"
     source.write_text('{"text": "only one"}\n')

@@ -271,11 +271,13 @@ def bad_inputs(folder):
     yield [f"--input={folder}/one.txt", "--workers=0"], "--workers=0 must be positive"
 
 
+@pytest.mark.long
 def test_bad_input_ends_with_2_and_its_reason(tmp_path):
     for number, (flags, message) in enumerate(bad_inputs(tmp_path)):
         assert message in refused(tmp_path / f"out{number}", "--workers=1", *flags)
 
 
+@pytest.mark.long
 def test_an_unfinished_run_of_something_else_is_refused(corpus, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a"}\n{"text": \n')

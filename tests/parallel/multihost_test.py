@@ -75,6 +75,7 @@ except TimeoutError as error:
 """
 
 
+@pytest.mark.long
 def test_a_barrier_names_who_did_not_come():
     from processes import free_port
 

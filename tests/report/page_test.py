@@ -171,6 +171,7 @@ def test_on_a_desktop(report, tmp_path):
         assert tooltip(page)[:3] == ["8K", "0 %", "0.125"]
 
 
+@pytest.mark.long
 def test_with_a_keyboard(report, tmp_path):
     with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, _):
         reached = [focused(page) for _ in range(60)]
@@ -196,6 +197,7 @@ def test_with_a_keyboard(report, tmp_path):
         assert [text for kind, text in messages if kind == "error"] == []
 
 
+@pytest.mark.long
 def test_on_a_phone_in_the_dark(report, tmp_path):
     phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "color_scheme": "dark"}
     with browser(report, tmp_path, **phone) as (page, messages, _):

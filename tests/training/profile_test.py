@@ -30,7 +30,9 @@ def only(folder, pattern):
     return path
 
 
-@pytest.mark.parametrize(("profiled", "traced"), [("3,2", ["3", "4"]), ("6,1", ["6"])])
+@pytest.mark.parametrize(
+    ("profiled", "traced"), [("3,2", ["3", "4"]), pytest.param("6,1", ["6"], marks=pytest.mark.long)]
+)
 def test_a_trace_has_the_events_of_the_chosen_steps(text_file, tmp_path, profiled, traced):
     train(tmp_path / "plain", text_file)
     train(tmp_path / "traced", text_file, logging__profile_steps=profiled)

@@ -117,6 +117,7 @@ def test_stopped_and_started_again_is_bit_for_bit_the_same(uninterrupted, tmp_pa
     assert len(valid[0]) == 3
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_from_its_last_checkpoint(uninterrupted, tmp_path):
     """SIGKILL leaves metrics beyond the checkpoint and half a line; both are dropped."""
     text, whole = uninterrupted
@@ -206,6 +207,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(uninterrupt
     assert train_losses(tmp_path / "run")[0] == train_losses(whole)[0]
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_save_ends_with_one_line(uninterrupted, tmp_path):
     """No file may grow beyond 50 kB, which is less than the parameters need."""
     text, _ = uninterrupted
@@ -260,7 +262,7 @@ def final_state(workdir):
         return Checkpointer(workdir).restore(STEPS, jax.eval_shape(lambda: init_state(config)), mesh)[0]
 
 
-@pytest.mark.parametrize("of", ["checkpoint", "run"])
+@pytest.mark.parametrize("of", ["checkpoint", pytest.param("run", marks=pytest.mark.long)])
 def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, of):
     """Also after a restart, when its source is gone."""
     text, whole = uninterrupted

@@ -283,6 +283,7 @@ def test_all_processes_of_a_run_end_alike(text_file, tmp_path):
     assert names(workdir / "checkpoints") == ["10", "20"]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_read_error_of_the_file_system_is_not_damage(saved, tmp_path):
     folder, reads = saved(20), failing_reads(tmp_path)
