@@ -116,9 +116,12 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare(topology: Topology) -> None:
-    """Set the environment variables that JAX and libtpu read at start. Call this before the first use of JAX."""
+    """Set what JAX and libtpu read at start. Call this before JAX opens its devices."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # The variable JAX_PLATFORMS has no effect once JAX is imported.
     # JAX only compiles for the TPU. libtpu must not ask a metadata server, and several processes may load it.
-    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ.update(TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")  # libtpu needs some value.
     if topology.kind == "cpu":
         flag = f"--xla_force_host_platform_device_count={math.prod(topology.shape)}"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 
 os.environ.update(  # read when libtpu loads; without the last one a second process would abort
@@ -14,6 +15,7 @@ import pytest
 from conftest import ROOT
 from jax import P
 
+from compile import h200
 from difftx.config import MeshConfig
 from difftx.launch.estimate import estimate
 from difftx.launch.hlo import list_collectives
@@ -46,6 +48,16 @@ def test_a_loop_counts_as_often_as_it_runs():
 
     found = collectives("v5p:2x2x1", lambda x: jax.lax.scan(gather, x, length=5)[0])
     assert sum(c.sent_bytes for c in found) == 5 * 3 * 4096
+
+
+@h200.needs_plugin
+def test_the_command_needs_no_variable_of_jax():
+    """JAX would open a GPU, and fail without cuDNN, if `plan` did not select the CPU."""
+    command = [sys.executable, "-m", "difftx", "plan", "--config=configs/quickstart.py:diff", "--topology=a100:1"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "1 × NVIDIA A100-SXM4-80GB" in result.stdout
 
 
 def test_between_two_slices():
