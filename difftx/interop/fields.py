@@ -18,6 +18,9 @@ FIXED = {
     "window": None,
     "window_pattern": "L",
     "logit_soft_cap": None,
+    "mup_base_width": None,
+    "mup_base_layers": None,
+    "mup_base_head_dim": None,
 }
 EXPECTED: dict[type, str] = NAMES | {float: "a positive number", bool: "true or false", list: "a list"}
 

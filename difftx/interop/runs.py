@@ -92,7 +92,7 @@ def check_representable(model: ModelConfig, format_: Format) -> None:
         raise UserError(f"model.head_norm={model.head_norm!r}: other formats normalise each differential head")
     if (bits := model.attention_logit_bits) is not None:
         raise UserError(f"model.attention_logit_bits={bits}: other formats do not quantise logits")
-    for name in ("qk_norm", "window", "logit_soft_cap"):
+    for name in ("qk_norm", "window", "logit_soft_cap", "mup_base_width"):
         if (value := getattr(model, name)) != FIXED[name]:
             raise UserError(f"model.{name}={value} cannot be converted: models of the other formats do not have it")
     FORMATS[format_].check_model(model)

@@ -22,6 +22,8 @@ QUICKSTART = f"{ROOT}/configs/quickstart.py"
 # Options that every architecture has, in a model of two layers with a window and one without.
 WINDOWS = {"model__num_layers": 3, "model__window": 5, "model__window_pattern": "LLG"}
 OPTIONS = WINDOWS | {"model__qk_norm": "true", "model__logit_soft_cap": 2.0}
+# A base model of a quarter of the tiny model's width, and half of its layers.
+MUP = {"model__head_dim": 8, "model__mup_base_width": 8, "model__mup_base_layers": 1, "model__mup_base_head_dim": 8}
 TOKENS = 18
 X_BTD = np.random.default_rng(3).normal(size=(2, TOKENS, 32)).astype(np.float32)
 

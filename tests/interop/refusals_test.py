@@ -200,6 +200,12 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
         ("diff", "hf", {"qk_norm": True}, "model.qk_norm=True cannot be converted: models of the other formats do not"),
         ("transformer", "hf", {"window": 8}, "model.window=8 cannot be converted"),
         ("diff", "official", {"logit_soft_cap": 30.0}, "model.logit_soft_cap=30.0 cannot be converted"),
+        (
+            "diff",
+            "hf",
+            {"mup_base_width": 16, "mup_base_layers": 1, "mup_base_head_dim": 8},
+            "model.mup_base_width=16 cannot be converted: models of the other formats do not",
+        ),
     ],
 )
 def test_runs_that_other_formats_cannot_represent(config, architecture, format_, changes, message):
