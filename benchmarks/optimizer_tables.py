@@ -36,7 +36,8 @@ def sensitivity(records: Sequence[Record], arm: str, optimizer: str) -> list[flo
 def table(records: Sequence[Record]) -> str:
     """Return a table with a row for each arm and optimizer: mean, interval and learning rate by length of warm-up."""
     rows = []
-    for arm, optimizer in dict.fromkeys((cell.arm, cell.optimizer) for cell in cells()):
+    pairs = dict.fromkeys((cell.arm, cell.optimizer) for cell in cells())
+    for arm, optimizer in sorted(pairs, key=lambda pair: list(OPTIMIZERS).index(pair[1])):
         shown = [TITLES[optimizer], arm]
         for warmup in WARMUPS:
             runs = runs_of(records, Cell(arm, optimizer, warmup))
