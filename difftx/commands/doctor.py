@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from difftx.commands.flags import parse_command
 from difftx.config import Config, MeshConfig
@@ -26,6 +26,9 @@ from difftx.config.recipes import load_config
 from difftx.errors import EXIT_FAILED, UserError, explained, install_hint, printable
 from difftx.files import require_writable
 from difftx.parallel import multihost
+
+if TYPE_CHECKING:
+    from difftx.kernels.backend import Ranking
 
 WIDTH = 100  # Columns of the page.
 EFFICIENCY = 0.5  # Assumed share of the speed of matrix products that a training reaches.
@@ -87,11 +90,12 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     gpus, found = kernel_choice.gpu_identity(), Findings(software=_software(), folders=_folders())
     multihost.join(options, (config or load_config(DEFAULT["cpu"], {})).multihost)
     # Before this process takes the memory of the GPUs.
-    measured = {} if gpus is None else _measured(config or load_config(DEFAULT["accelerator"], {}))
+    rankings = {} if gpus is None else _rankings(config or load_config(DEFAULT["accelerator"], {}))
     multihost.require_devices()
 
     import jax
 
+    from difftx import kernels
     from difftx.launch import health
     from difftx.parallel.mesh import make_mesh
 
@@ -112,18 +116,22 @@ def examine(options: argparse.Namespace, config: Config | None) -> Findings:
     if on_cpu and kernel_choice.has_nvidia_gpu():
         found.advice.append(f"JAX uses the CPU, although there is an NVIDIA GPU: {install_hint('cuda')}")
     with found.part():
-        found.kernels = _kernels(shown, measured or _measured(shown), found.devices["matmul_flops"])
+        rankings = rankings or _rankings(shown)
+        found.kernels = _kernels(rankings, found.devices["matmul_flops"])
     with found.part():
         mesh = shown.mesh if config is not None else MeshConfig()
         found.collectives = health.collective_bandwidths(make_mesh(mesh), count)
     with found.part():
         require_writable(options.workdir)
         found.storage = _storage(options.workdir, found.advice)
-    if config is not None:
+    wrong = [function for function, (_, ranking) in rankings.items() if not ranking.milliseconds]
+    found.problems += [f"no kernel of {function} gives right results on this device" for function in wrong]
+    if config is not None and not wrong:
+        for _, ranking in rankings.values():
+            if config.train.kernel_choice == "measured":
+                kernels.use(ranking)
         with found.part():
             found.config = _config(options, config, found)
-    if not any(kernel["correct"] for kernel in found.kernels):
-        found.problems.append("no attention kernel gives right results on this device")
     timeout = shown.multihost.barrier_timeout_seconds
     everywhere = multihost.gather("findings", [found.problems, found.advice], timeout)
     found.problems, found.advice = (
@@ -154,16 +162,21 @@ def _folders() -> dict[str, str | None]:
     }
 
 
-def _measured(config: Config) -> dict[str, Any]:
-    """Return (milliseconds, rejected) of the kernels of a config and of its counterpart, by attention function."""
+def _rankings(config: Config) -> "dict[str, tuple[Config, Ranking]]":
+    """Measure the kernels of a config and of its counterpart. Return each config and its ranking by function."""
     from difftx.evals.throughput import COMPARED, pair
+    from difftx.kernels.backend import Ranking
     from difftx.training import kernel_choice
 
-    both = pair(config).values() if config.model.architecture in COMPARED else [config]
-    return {kernel_choice.kernel_function(one): (one, *kernel_choice.measured(one)) for one in both}
+    found = {}
+    for one in pair(config).values() if config.model.architecture in COMPARED else [config]:
+        function = kernel_choice.kernel_function(one)
+        if function != "mapped_attention":  # It has one kernel.
+            found[function] = one, Ranking(function, "", *kernel_choice.measured(one))
+    return found
 
 
-def _kernels(config: Config, measured: dict[str, Any], matmul_flops: float) -> list[dict[str, Any]]:
+def _kernels(rankings: "dict[str, tuple[Config, Ranking]]", matmul_flops: float) -> list[dict[str, Any]]:
     """Return a row for each backend of the platform: function, name, correct, milliseconds, ratio_to_floor, reason."""
     import jax
 
@@ -171,11 +184,11 @@ def _kernels(config: Config, measured: dict[str, Any], matmul_flops: float) -> l
     from difftx.training.kernel_choice import workload
 
     rows = []
-    for function, (one, milliseconds, rejected) in measured.items():
+    for function, (one, ranking) in rankings.items():
         shapes = workload(one, jax.devices()[0].device_kind, jax.device_count())
         floor = 1e3 * shapes.flops / matmul_flops
         for backend in api.candidates(function):
-            time, reason = milliseconds.get(backend.name), rejected.get(backend.name)
+            time, reason = ranking.milliseconds.get(backend.name), ranking.rejected.get(backend.name)
             rows.append(
                 {
                     "function": function,
@@ -222,8 +235,6 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
     cost = format_cost(fitted)
     run = Run.open(fitted, options.workdir)
     on_cpu = jax.default_backend() == "cpu"
-    kernel = next((row["name"] for row in sorted(found.kernels, key=_milliseconds) if row["correct"]), None)
-    named = config.model.attention_implementation != "auto"
     warnings = [line.removeprefix("warning").strip() for line in cost.splitlines() if line.startswith("warning")]
     found.advice += warnings
     if not on_cpu:
@@ -243,14 +254,10 @@ def _config(options: argparse.Namespace, config: Config, found: Findings) -> dic
         "mesh": dict(run.mesh.shape),
         "remat": fitted.model.remat,
         "accumulation": fitted.train.accumulation,
-        "kernel": attention_kernel(fitted, run.mesh) if named or kernel is None else kernel,
+        "kernel": attention_kernel(fitted, run.mesh),
         "tokens_per_second": EFFICIENCY * found.devices["matmul_flops"] * jax.device_count() / flops,
         "save_seconds": saving,
     }
-
-
-def _milliseconds(row: dict[str, Any]) -> float:
-    return row["milliseconds"] or 0.0
 
 
 def show(found: Findings) -> None:

@@ -102,7 +102,7 @@ def wide_values_unsupported(call: AttentionCall) -> str | None:
     if reason := diff_unsupported(call):
         return reason
     if call.segment_ids_BT is not None:
-        return "nobody has checked values wider than keys with the dense mask that segments require"
+        return "values wider than keys are untested with the dense mask that segments require"
     if private is None:
         return "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
     if target.compute_capability()[0] != target.HOPPER:

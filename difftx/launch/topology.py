@@ -164,7 +164,7 @@ def find_devices(topology: Topology) -> "Sequence[jax.Device]":
 
 def gpu_target(kind: str) -> str:
     """Return a GPU under CUDA 13 as an xla.GpuTargetConfigProto for JAX's CUDA plugin. libtpu needs only a name."""
-    from difftx.kernels import target  # Imports JAX, which must not happen before `prepare`.
+    from difftx.kernels import target  # Imported here, because the import of JAX takes long.
 
     gpu, chip = GPUS[kind], CHIPS[kind]
     major, minor = target.compute_capability(gpu.name)

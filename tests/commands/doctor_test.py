@@ -1,5 +1,7 @@
 """`difftx doctor` in real processes."""
 
+import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +11,13 @@ from conftest import ROOT, TINY, child_environment, write_text
 from helpers.command_server import commands
 from processes import free_port
 
+from difftx import kernels
+from difftx.commands import doctor as examination
+from difftx.config.recipes import load_config
 from difftx.files import schema_error
+from difftx.kernels import api
+from difftx.parallel import multihost
+from difftx.training import kernel_choice
 
 SCHEMA = {
     "software": {str: str},
@@ -102,6 +110,31 @@ def test_what_keeps_a_training_from_starting_gives_exit_code_1(doctor, flags, ch
     found = json.loads(result.stdout)
     assert not found["ok"]
     assert any(problem in line for line in found["problems"]), found["problems"]
+
+
+def test_the_kernel_of_a_config_is_the_fastest_of_its_own_function(text_file, tmp_path, monkeypatch):
+    """The Transformer's kernel is faster than both of the differential model, which cannot use it."""
+    xla = kernels.BACKENDS["diff_attention"]["xla"]
+    monkeypatch.setitem(kernels.BACKENDS["diff_attention"], "other", dataclasses.replace(xla, name="other"))
+    monkeypatch.setattr(api, "_rankings", {})
+    times = {"diff_attention": {"other": 3.0, "xla": 4.0}, "attention": {"xla": 1.0}}
+    monkeypatch.setattr(kernel_choice, "measured", lambda config: (times[kernel_choice.kernel_function(config)], {}))
+    parser = argparse.ArgumentParser()
+    multihost.add_flags(parser)
+    options = argparse.Namespace(**vars(parser.parse_args([])), workdir=tmp_path / "run", config="quickstart:diff")
+    changes = {"data.path": str(text_file), "train.global_batch_tokens": "512", "mesh.fsdp": "-1"}
+
+    def found(**more):
+        api._rankings.clear()
+        overrides = TINY | changes | {name.replace("__", "."): value for name, value in more.items()}
+        return examination.examine(options, load_config("quickstart:diff", {n: str(v) for n, v in overrides.items()}))
+
+    measured = found(model__attention_implementation="auto")
+    assert measured.problems == []
+    assert measured.config["kernel"] == "other"
+    assert found(model__attention_implementation="auto", train__kernel_choice="fixed").config["kernel"] == "xla"
+    times["diff_attention"] = {}
+    assert found().problems == ["no kernel of diff_attention gives right results on this device"]
 
 
 def test_bad_flags_give_exit_code_2(doctor):
