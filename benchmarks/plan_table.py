@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from difftx.launch.topology import GPUS, parse_topology  # noqa: E402
+from difftx.launch.topology import GPUS, parse_topology
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "operations.md"
 
 PRESET = "--config.mesh.preset=auto"

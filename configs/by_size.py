@@ -18,6 +18,7 @@ from difftx.configs import base
 
 ARG = "{architecture}-{size}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
 
+FLOAT32_BELOW = 3_000_000  # Smaller models train on CPUs, most of which emulate bfloat16. Their rows are short.
 BYTES_BELOW = 100_000_000  # Smaller models read bytes, because an embedding of 100,000 tokens would outweigh the rest.
 # The width of a model divided by its number of layers: 51 to 128 in configs/small.py and in Table 10 of the paper.
 ASPECT = 75
@@ -29,16 +30,15 @@ def get_config(arg: str = "diff-25m") -> ConfigDict:
     """Return the config of an architecture and a number of parameters, such as "diff-25m"."""
     architecture, _, size = arg.partition("-")
     parameters = _number(size)
-    is_small = parameters < BYTES_BELOW
     c = base.get_config()
-    if is_small:
+    if parameters < BYTES_BELOW:
         c.model.vocab_size = 264  # 256 bytes and <|endoftext|>, rounded up to a multiple of 8.
         c.data.tokenizer = "bytes"
-        c.data.sequence_length = 256 if parameters < 3_000_000 else 1024
+        c.data.sequence_length = 256 if parameters < FLOAT32_BELOW else 1024
         c.model.zero_init_output = True  # The best initialisation at 0.1M parameters (docs/results.md).
         c.model.remat = "none"
-    if parameters < 3_000_000:
-        c.model.compute_dtype = "float32"  # Such models train on CPUs, most of which emulate bfloat16.
+    if parameters < FLOAT32_BELOW:
+        c.model.compute_dtype = "float32"
     c.model.d_model, c.model.num_layers = _shape(parameters, c.model.vocab_size)
     c.model.mlp_dim = _mlp_dim(c.model.d_model)
     _schedule(c, parameters)

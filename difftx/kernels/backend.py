@@ -117,6 +117,14 @@ def window_scope(window: int | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if window is None else jax.named_scope(f"{WINDOW_SCOPE}{window}")
 
 
+def visible_keys(tokens: int, window: int | None) -> float:
+    """Return twice the mean number of keys that a query of a causal row sees: T, or W (2 - W / T) with a window W.
+
+    The mean without a window is T / 2, and with a window W (1 - W / 2 T), up to 1/2.
+    """
+    return tokens if window is None else window * (2 - window / tokens)
+
+
 def lam_per_token(lam: jax.Array, q_BTHGD: jax.Array) -> jax.Array:
     """Broadcast λ from a scalar or `[H]` to `[B, T, H]`, in float32 or wider and sharded like the queries."""
     lam = lam.astype(jnp.promote_types(lam.dtype, jnp.float32))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from difftx.kernels import api
-from difftx.kernels.backend import AttentionCall
+from difftx.kernels.backend import AttentionCall, visible_keys
 
 # Largest accepted relative error of a block of tokens. bfloat16 causes errors of 0.01, and wrong kernels over 0.05.
 TOLERANCE = 0.05
@@ -59,13 +59,13 @@ class Workload:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matrix products of a forward and a backward pass over the causal half of the pairs of tokens.
+        """FLOPs of the matrix products of a forward and a backward pass over the visible pairs of tokens.
 
         Kernels with an online softmax multiply both maps of a differential head with V: 6 products of width D, and 10
         in the backward pass. A softmax head has 2 and 5.
         """
         products = 16 if self.function == "diff_attention" else 7
-        return products * self.batch * self.heads * self.width * self.tokens**2
+        return products * self.batch * self.heads * self.width * self.tokens * visible_keys(self.tokens, self.window)
 
     def candidates(self) -> list[str]:
         """Return the backends that "auto" may select on this platform and that support the call."""

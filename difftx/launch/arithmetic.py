@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from difftx.kernels.backend import WINDOW_SCOPE
+from difftx.kernels.backend import WINDOW_SCOPE, visible_keys
 
 # Kernel (difftx/kernels/pallas_gpu*.py) → number of matrix products over the causal half of the T × T attention weights
 # of a head. Mosaic GPU kernels carry no cost estimate, and the lengths of their loops are known only on the device.
@@ -99,8 +99,7 @@ def _causal_flops(equation: core.JaxprEqn, window: int | None, *, rank: int, pro
     arrays: list[Any] = [v.aval for v in equation.invars]
     # The queries, `[B, T, H, …, D]`, have the largest shape with `rank` axes, because keys may have fewer heads.
     batch, tokens, heads, *_, width = max(a.shape for a in arrays if a.ndim == rank)
-    keys = tokens if window is None else window * (2 - window / tokens)  # Twice the mean number of visible keys.
-    return products * batch * heads * tokens * keys * width
+    return products * batch * heads * tokens * visible_keys(tokens, window) * width
 
 
 def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr | core.Jaxpr]:

@@ -7,6 +7,7 @@ several signal heads share counts once.
 """
 
 from difftx.config import Config, ModelConfig
+from difftx.kernels.backend import visible_keys
 from difftx.model.abstract import count_parameters
 
 # Peak dense bfloat16 FLOP/s by JAX's device kind, from the vendors' data sheets. MFU is not reported for other devices.
@@ -34,14 +35,13 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
 
     N is the number of parameters in matrix products, including the unembedding, L the number of layers, T the sequence
     length, and w the total width of the queries and of the heads' outputs. For softmax attention, w = 2 d_model usually
-    holds, which gives the well-known term 12 L T d_model. In a layer with a window of W tokens, the mean number of
-    visible keys is W (1 - W / 2 T) in place of the T / 2 of causal attention, up to 1/2, so T becomes W (2 - W / T).
+    holds, which gives the well-known term 12 L T d_model. In a layer with a window, `visible_keys` replaces T.
     """
     parameters = count_parameters(config)
     products = parameters.projections + config.vocab_size * config.d_model
     width = (config.query_heads + config.num_heads * config.groups) * config.d_head
-    T, layers = sequence_length, config.num_layers // len(config.windows)
-    keys = sum(T if window is None else window * (2 - window / T) for window in config.windows)
+    layers = config.num_layers // len(config.windows)
+    keys = sum(visible_keys(sequence_length, window) for window in config.windows)
     return 6 * products + (3 if causal else 6) * layers * keys * width
 
 
