@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclasses.dataclass
 class Findings:
-    """What the command has found. Speeds are in bytes/s and FLOP/s."""
+    """The results of the command. Speeds are in bytes/s and FLOP/s."""
 
     software: dict[str, str] = dataclasses.field(default_factory=dict)
     devices: dict[str, Any] = dataclasses.field(default_factory=dict)
