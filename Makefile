@@ -86,12 +86,12 @@ stores/books.bigrams: stores/books/meta.json
 	$(BIN)/python -m difftx data bigrams stores/books --out=$@
 
 # The page of eval.py --report is tested in a browser if Chromium is installed.
-test: .venv/.installed $(and $(CHROMIUM),.venv/.installed-browser)
+test: .venv/.installed .venv/.installed-tokenizers $(and $(CHROMIUM),.venv/.installed-browser)
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
 
 # Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
 # lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
-test-long: .venv/.installed .venv/.installed-eval
+test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 
@@ -109,9 +109,9 @@ test-compile: .venv-compile/.installed
 test-exhaustive: .venv-compile/.installed
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive
 
-# Compare difftx convert with the package transformers. cl100k_base needs TIKTOKEN_CACHE_DIR or a network.
+# Compare difftx convert and tokenizers with the package transformers. cl100k_base needs TIKTOKEN_CACHE_DIR or a network.
 parity: .venv-parity/.installed
-	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop
+	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop tests/data/tokenizer_parity_test.py
 
 # pip-audit lists the packages that it cannot look up; without a network these are all packages.
 lint: .venv/.installed-lint
@@ -139,6 +139,11 @@ format: .venv/.installed-lint
 # Half a gigabyte. If the extra cannot be installed, its tests are skipped and reported as such.
 .venv/.installed-eval: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,eval) && touch $@ || echo "the extra eval cannot be installed" >&2
+
+# transformers is for tests of tokenizers, which do not need torch: 13 MB to download.
+.venv/.installed-tokenizers: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,tokenizers) "transformers>=5.0"
+	touch $@
 
 .venv/.installed-browser: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,browser)

@@ -27,8 +27,7 @@ def main() -> int:
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     args, overrides = parse_command(parser, None, "config")
-    config = load_config(args.config, overrides)
-    check_extras(config)
+    check_extras(config := load_config(args.config, overrides))
     compilation_cache.enable(config.train.compilation_cache)
     if args.print_config:
         print(config.to_json(), end="")
@@ -41,19 +40,20 @@ def main() -> int:
     # Imported after the flags are checked, because the import is slow.
     from difftx import evals
     from difftx.commands.cost import format_cost, format_data
+    from difftx.data.tokenizer import with_vocabulary
+    from difftx.interop import exports
     from difftx.training import kernel_choice, loop
     from difftx.training.run import Run, agree_on_command, fit_to_devices
 
-    kernel_choice.start(args, [config], args.workdir)
+    kernel_choice.start(args, [config := with_vocabulary(config)], args.workdir)
     agree_on_command(config, args)
     config = fit_to_devices(config)
     multihost.say(format_cost(config))
     run = Run.open(config, args.workdir or Path())
-    run.check_everywhere(lambda run: evals.check_run(run, config.eval.suites))
+    run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
     multihost.say(format_data(run))
-    if args.dry_run:
-        return 0
-    return loop.train(run, evals.evaluate, began=began, allow_config_change=args.allow_config_change)
+    options = {"began": began, "allow_config_change": args.allow_config_change}
+    return 0 if args.dry_run else loop.train(run, evals.evaluate, exports.write, **options)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main() -> None:
         size = _random_model(folder / "hf", layers, options.d_model)
         steps = {
             "import": ["--from=hf", "--to=difftx", f"--input={folder / 'hf'}", f"--out={folder / 'run'}", *_flags()],
-            "export": ["--from=difftx", "--to=hf", f"--input={folder / 'run'}", f"--out={folder / 'back'}"],
+            "export": ["--from=difftx", "--to=diffllama", f"--input={folder / 'run'}", f"--out={folder / 'back'}"],
         }
         for name, flags in steps.items():
             peak, seconds = _measure(options.out, flags)
@@ -66,7 +66,7 @@ def _random_model(folder: Path, layers: int, d_model: int) -> int:
         name.format(layer=layer): Streamed(
             shape, shape[0], lambda shape=shape: [random.standard_normal(shape, np.float32)]
         )
-        for weight in weights_of("hf", model)
+        for weight in weights_of("diffllama", model)
         for shape in [shape_of(weight.axes, sizes)]
         for name in weight.names
         for layer in range(layers if weight.has_layers else 1)

@@ -30,7 +30,7 @@ from difftx.data.loader import HostSlice, Loader, host_batches
 from difftx.data.packing import best_fit
 from difftx.data.sources import load_sources
 from difftx.data.store import FORMAT, sha256_of, shard_file, write_meta
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import load_tokenizer
 from difftx.parallel.layout import Layout
 from difftx.parallel.mesh import make_mesh
 
@@ -114,7 +114,7 @@ def make_batches(changes: dict[str, str], store: Path, args: argparse.Namespace,
         prefetch_batches=prefetch,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},
-        vocab_size=config.model.vocab_size,
+        vocab_size=config.model.embeddings,
         where=sources.where,
     )
     return [lambda: next(on_host), lambda: jax.block_until_ready(next(placed))]
@@ -146,7 +146,7 @@ def write_store(folder: Path) -> None:
         sums = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")}
         splits[split] = {**sums, "duplicates": 0, "shards": shards}
     encoding = load_tokenizer("bytes")
-    tokenizer = {"name": "bytes", "vocabulary_sha256": fingerprint(encoding)}
+    tokenizer = {"name": "bytes", "vocabulary_sha256": encoding.fingerprint}
     tokenizer |= {"vocab_size": encoding.n_vocab, "end_of_text": encoding.eot_token}
     meta = {"format": FORMAT, "dtype": "uint32", "tokenizer": tokenizer, "empty": 0, "skipped": 0, "splits": splits}
     write_meta(folder, meta)

@@ -150,7 +150,7 @@ def _nanodo_task(config: Config, folder: Path) -> dict[str, Any]:
     model = config.model
     # nanodo's MLP has two matrices in place of three, so that it has as many parameters at 1.5 times the width.
     sizes = {"D": model.d_model, "H": model.num_heads, "L": config.data.sequence_length, "N": model.num_layers}
-    return {"path": str(folder), "model": sizes | {"V": model.vocab_size, "F": 3 * model.mlp_dim // 2}}
+    return {"path": str(folder), "model": sizes | {"V": model.embeddings, "F": 3 * model.mlp_dim // 2}}
 
 
 def measure(size: str, entries: list[Contestant], *, rounds: int, steps: int) -> list[Worker]:

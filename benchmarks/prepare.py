@@ -22,12 +22,12 @@ from typing import Any
 
 import rich.console
 import rich.table
+import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from difftx.data.prepare.readers import Document, Fields, sources_of
 from difftx.data.store import read_meta
-from difftx.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace) -> None:
         for source in sources_of(pattern, valid=False, first_index=0):
             for unit in source.units(fields):
                 texts += [d.text for d in unit.content.documents(fields) if isinstance(d, Document)]
-    encoding = load_tokenizer(args.tokenizer)
+    encoding = tiktoken.get_encoding(args.tokenizer)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     cores = len(os.sched_getaffinity(0))
     counts: dict[str, Any] = {}

@@ -182,7 +182,7 @@ def _batches(config: Config, mesh: jax.sharding.Mesh) -> Iterator[Batch]:
         prefetch_batches=config.data.prefetch_batches,
         sharding=jax.NamedSharding(mesh, Layout().act_BT),
         signature={},
-        vocab_size=config.model.vocab_size,
+        vocab_size=config.model.embeddings,
         where=lambda example: f"example {example}",
     )
 

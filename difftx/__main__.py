@@ -13,6 +13,8 @@ COMMANDS = {
     "prepare": "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
     "checkpoint": "list, verify, compare or delete the checkpoints of a run",
     "generate": "complete a prompt, or a file of prompts, with a trained model",
+    "chat": "talk to a trained model: prompts in a loop, with one load and one compilation",
+    "tokenizer": "train a tokenizer on text",
     "convert": "convert weights from and to Hugging Face and the official layout",
     "sweep": "run a grid of configs on this machine, or write its job files",
 }

@@ -1,6 +1,7 @@
 """Convert weights between formats: python -m difftx convert --from=hf|official|difftx --to=… --input=DIR --out=DIR.
 
-With --differential, also make a differential model of a Transformer (docs/differentialize.md).
+hf is a model folder for transformers, diffllama is a DiffLlama, and official is the layout of the paper's code. With
+--differential, also make a differential model of a Transformer (docs/differentialize.md).
 """
 
 import argparse
@@ -13,9 +14,10 @@ from difftx.config import Config
 from difftx.config.recipes import load_config
 from difftx.errors import UserError, install_hint, printable
 from difftx.files import require_writable
+from difftx.interop import SHARD_MIB
 
 OURS = "difftx"
-FORMATS = (OURS, "hf", "official")
+FORMATS = (OURS, "hf", "official")  # "hf" reads DiffLlama too.
 METHODS = {"zero-branch": "zero_branch", "dex": "dex", "split": "diff"}  # Value of --differential → architecture.
 
 
@@ -23,18 +25,18 @@ def main(arguments: Sequence[str]) -> int:
     """Read the flags and convert. Exit codes: 0 done, 2 bad input, 1 any other error."""
     parser = argparse.ArgumentParser("difftx convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("--from", dest="source", required=True, choices=FORMATS, help="format of --input")
-    parser.add_argument("--to", dest="target", required=True, choices=FORMATS, help="format of --out")
+    parser.add_argument("--to", dest="target", required=True, choices=(*FORMATS, "diffllama"), help="format of --out")
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="run directory, or folder of a model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     parser.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
     add_weights_flag(parser)
     parser.add_argument("--config", metavar="FILE.py[:ARG]", help="config of the new run")
-    parser.add_argument("--shard_mib", type=int, default=4096, help="largest size of a safetensors file")
+    parser.add_argument("--shard_mib", type=int, default=SHARD_MIB, help="largest size of a safetensors file")
     method = "make a differential model of a Transformer; see docs/differentialize.md"
     parser.add_argument("--differential", choices=METHODS, help=method)
     chosen = "heads that dex corrects: the half of each layer with the highest entropy on data.path, or all"
     parser.add_argument("--dex_heads", choices=("entropy", "all"), default="entropy", help=chosen)
-    verify = "compare logits with the package transformers; both models must fit in memory"
+    verify = "compare logits and greedy text with the package transformers; both models must fit in memory"
     parser.add_argument("--verify", action="store_true", help=verify)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, overrides = parse_command(parser, arguments, "config")

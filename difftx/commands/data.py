@@ -13,7 +13,7 @@ import rich.text
 
 from difftx.data.bigrams import write_bigrams
 from difftx.data.store import SPLITS, file_problems, offsets_problem, open_store, read_meta, shard_file
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError, printable
 from difftx.files import require_local_paths, require_writable_file
 from difftx.progress import Work
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     show.add_argument("--row", type=int, required=True, help="row i consists of tokens i T … i T + T - 1")
     show.add_argument("--split", choices=SPLITS, default="train")
     show.add_argument("--sequence_length", type=int, default=2048, help="T (%(default)s)")
-    show.add_argument("--tokenizer", help="path of the store's .tiktoken file, if it has moved")
+    show.add_argument("--tokenizer", help="path of the store's tokenizer, if it has moved")
     count = commands.add_parser("bigrams", help="count successive tokens, for the suite recall", allow_abbrev=False)
     count.add_argument("folders", type=Path, nargs="+", metavar="folder")
     count.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write, for eval.bigrams_path")
@@ -70,8 +70,9 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
     rows = -(-len(store) // max(1, sequence_length))
     if sequence_length < 1 or not 0 <= row < rows:
         raise UserError(f"--row={row}: {split} has rows 0 … {rows - 1} of --sequence_length={sequence_length}")
-    encoding = load_tokenizer(tokenizer or meta["tokenizer"]["name"], field="--tokenizer")
-    if fingerprint(encoding) != meta["tokenizer"]["vocabulary_sha256"]:
+    name, end_of_text = tokenizer or meta["tokenizer"]["name"], meta["tokenizer"].get("end_of_text_name")
+    encoding = load_tokenizer(name, field="--tokenizer", end_of_text=end_of_text)
+    if encoding.fingerprint != meta["tokenizer"]["vocabulary_sha256"]:
         raise UserError(f"--tokenizer={encoding.name}: {folder} has another vocabulary, {meta['tokenizer']['name']!r}")
     start, stop = row * sequence_length, min((row + 1) * sequence_length, len(store))
     first = int(np.searchsorted(store.offsets, np.uint64(start), side="right")) - 1
@@ -84,7 +85,7 @@ def show_row(folder: Path, split: str, row: int, sequence_length: int, tokenizer
         title = f"document {document}" if name is None else f"document {document} ({name})"
         where = f"tokens {max(begin, start) - begin} … {min(end, stop) - begin - 1} of {end - begin}"
         console.print(rich.text.Text(printable(f"── {title}, {where} ──"), style="bold reverse"))
-        text = encoding.decode_bytes(ids.tolist()).decode(errors="replace")
+        text = encoding.decode(ids.tolist())
         console.print(rich.text.Text(printable(text), style=DOCUMENT_STYLES[document % 2]))
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from difftx.commands.flags import parse_command
 from difftx.config import Config, MeshConfig
 from difftx.config.recipes import load_config
+from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import EXIT_FAILED, UserError, explained, install_hint, printable
 from difftx.files import require_writable
 from difftx.parallel import multihost
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     multihost.add_flags(parser)
     parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
     options, overrides = parse_command(parser, arguments, "config")
-    config = None if options.config is None else load_config(options.config, overrides)
+    config = None if options.config is None else with_vocabulary(load_config(options.config, overrides))
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     if options.json:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Libraries, such as Gloo, print to standard output.

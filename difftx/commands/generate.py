@@ -109,7 +109,7 @@ def _read_prompts(options: argparse.Namespace) -> list[tuple[Record, int]]:
 def _request(lm: "LanguageModel", record: Record, seed: int, new_tokens: int | None) -> "Request":
     from difftx.inference.generate import Request, check
 
-    tokens = lm.tokenizer.encode_ordinary(record.text("prompt"))
+    tokens = lm.tokenizer.encode_prompt(record.text("prompt"))
     if new_tokens is None:
         new_tokens = max(1, min(NEW_TOKENS, lm.window - len(tokens)))
     request = Request(prompt=tokens, new_tokens=new_tokens, seed=seed)

@@ -16,6 +16,7 @@ from difftx.commands.flags import parse_command, require_file_path
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.recipes import load_config
+from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import UserError
 from difftx.files import write_atomically
 from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, prepare
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     args, overrides = parse_command(parser, arguments, "config")
     _check(args)
     topology = parse_topology(args.topology)
-    config = with_slices(load_config(args.config, overrides), topology)
+    config = with_slices(with_vocabulary(load_config(args.config, overrides)), topology)
     prepare(topology)
     chip = topology.chip
     if args.hbm_gib is not None:

@@ -31,12 +31,14 @@ def main(arguments: Sequence[str]) -> int:
     processors = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # Available CPUs; all CPUs before Python 3.13.
     parser = argparse.ArgumentParser("difftx prepare", description="Tokenise text into a store.", allow_abbrev=False)
     parser.add_argument("--input", required=True, help="file, folder, glob, or hf:NAME[:SPLIT[:CONFIG]]")
-    parser.add_argument("--tokenizer", required=True, help="bytes, a tiktoken encoding, or a .tiktoken file")
+    parser.add_argument("--tokenizer", required=True, help="as data.tokenizer: a name, a file or a folder")
+    parser.add_argument("--end_of_text", help="end-of-text token, if the files of the tokenizer do not name it")
     parser.add_argument("--out", required=True, type=Path, help="folder of the store")
     parser.add_argument("--valid_input", help="separate validation text; no other documents are then held out")
     parser.add_argument("--valid_fraction", type=float, default=0.01, help="share of documents held out (%(default)s)")
     parser.add_argument("--text_field", default="text", help="field of JSON lines and tables (%(default)s)")
     parser.add_argument("--prompt_field", help="field that precedes each text; the loss does not count its tokens")
+    parser.add_argument("--messages_field", help="field with a conversation; the loss counts the assistant's messages")
     parser.add_argument("--id_field", help="field whose value `difftx data show` prints with each document")
     parser.add_argument("--workers", type=int, default=processors, help="number of processes (%(default)s)")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens per shard (%(default)s)")
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     _check(options)
     names = {field.name for field in dataclasses.fields(Job)}
     job = Job(
-        fields=Fields(options.text_field, options.id_field, options.prompt_field),
+        fields=Fields(options.text_field, options.id_field, options.prompt_field, options.messages_field),
         skip_unreadable=options.on_error == "skip",
         **{name: value for name, value in vars(options).items() if name in names},
     )
@@ -65,6 +67,8 @@ def _check(options: argparse.Namespace) -> None:
     require_writable(options.out)
     if not 0 <= options.valid_fraction < 1:
         raise UserError(f"--valid_fraction={options.valid_fraction} must lie in [0, 1)")
+    if options.messages_field is not None and options.prompt_field is not None:
+        raise UserError("--messages_field and --prompt_field are both set; a conversation has its own prompts")
     for name in ("workers", "shard_tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)} must be positive")

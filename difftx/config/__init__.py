@@ -78,7 +78,7 @@ class Config(Group):
             )
         paths = [data.path, *(source.path for source in data.sources)]
         is_synthetic = any(path is not None and path.startswith(SYNTHETIC) for path in paths)
-        if is_synthetic and data.synthetic.vocab_size > model.vocab_size:
+        if is_synthetic and model.vocab_size is not None and data.synthetic.vocab_size > model.vocab_size:
             raise UserError(
                 f"data.synthetic.vocab_size={data.synthetic.vocab_size} exceeds model.vocab_size={model.vocab_size}; "
                 f"use at most {model.vocab_size}"

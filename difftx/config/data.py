@@ -80,7 +80,10 @@ class DataConfig(Group, path="data"):
     upsampling: UpsamplingConfig
     synthetic: SyntheticConfig
     tokenizer: str = "cl100k_base"
-    """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file."""
+    """Tokenizer: "bytes", the name of a tiktoken encoding, or the path of a .tiktoken file, of a tokenizer.json, of a
+    SentencePiece model (.model), or of a folder with one of the last two."""
+    end_of_text: str | None = None
+    """Name of the end-of-text token, for a tokenizer whose files do not name it. None: as the files say."""
     verify: bool = False
     """Whether to verify the SHA-256 of each file of a store before the first step."""
     sequence_length: AxisLength = 2048

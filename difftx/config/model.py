@@ -80,8 +80,9 @@ class ModelConfig(Extensible, path="model"):
     """Attention variant: "diff" (differential attention), "transformer" (softmax attention, the baseline), "diff_v2",
     "gda", "gdla", "gated", "off_by_one", "sink", "top_k", "signed_mask", "zero_branch", "dex"
     (`difftx/model/variants/`), or one of an extension."""
-    vocab_size: AxisLength = 100_288
-    """Number of embeddings, at least the tokenizer's number of tokens (100,277 for cl100k_base)."""
+    vocab_size: AxisLength | None = 100_288
+    """Number of embeddings, at least the tokenizer's number of tokens (100,277 for cl100k_base). None: that number,
+    rounded up to a multiple of 128."""
     d_model: AxisLength = 2048
     """Width of the residual stream."""
     num_layers: AxisLength = 24
@@ -249,6 +250,12 @@ class ModelConfig(Extensible, path="model"):
     def d_head(self) -> int:
         """Width d of a query/key sub-head."""
         return self.head_dim or self.d_model // ARCHITECTURES[self.architecture].sub_heads(self, self.num_heads)
+
+    @property
+    def embeddings(self) -> int:
+        """Number of embeddings, after `with_vocabulary` has set `vocab_size`."""
+        assert self.vocab_size is not None, "model.vocab_size=None: with_vocabulary (data/tokenizer.py) derives it"
+        return self.vocab_size
 
     @property
     def kv_heads(self) -> int:

@@ -177,6 +177,9 @@ class CheckpointConfig(Group, path="checkpoint"):
     """Number of newest checkpoints to keep. The same number at multiples of `every_steps` is kept too."""
     keep_every_steps: Positive[int] | None = None
     """Also keep all checkpoints whose step is a multiple of this number. None: no others."""
+    export_every_steps: Positive[int] | None = None
+    """Number of steps between exports for the package transformers (docs/serving.md), to `<workdir>/exports/<step>`. It
+    must be a multiple of `every_steps`. None: no exports."""
     keep_best: str | None = None
     """Number of a suite, such as "loss/loss", whose best checkpoint is kept too. The suite must be one of `eval.suites`
     and run at every checkpoint. None: no best checkpoint is kept."""
@@ -194,6 +197,11 @@ class CheckpointConfig(Group, path="checkpoint"):
 
     def __post_init__(self):
         super().__post_init__()
+        if (exports := self.export_every_steps) is not None and exports % self.every_steps:
+            raise UserError(
+                f"checkpoint.export_every_steps={exports} must be a multiple of checkpoint.every_steps="
+                f"{self.every_steps}, because a checkpoint is exported"
+            )
         if self.keep_best is not None and self.keep_best.count("/") != 1:
             raise UserError(f"checkpoint.keep_best={self.keep_best!r}: write SUITE/NUMBER, such as loss/loss")
         if self.init_from is not None and self.branch_from is not None:

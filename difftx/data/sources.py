@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
+import itertools
 import math
 import shlex
 import sysconfig
@@ -13,7 +14,6 @@ from typing import Any
 
 import grain
 import numpy as np
-import tiktoken
 
 from difftx.config.data import SYNTHETIC, DataConfig
 from difftx.data.mixture import BLOCK_ROWS, Mixture, Stage
@@ -21,7 +21,7 @@ from difftx.data.packing import BEST_FIT_VERSION, PackedRows, RowSource
 from difftx.data.records import OPENERS
 from difftx.data.store import SPLITS, TokenStore, UpsampledStore, open_store, read_meta
 from difftx.data.synthetic import SyntheticRows
-from difftx.data.tokenizer import fingerprint
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio. It spreads the seeds of sources, because grain adds the epoch to a seed.
@@ -73,7 +73,7 @@ class Sources:
         return [first, *(Stage(-(-stage.from_tokens // block_tokens), stage.weights) for stage in self.config.stages)]
 
 
-def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
+def load_sources(config: DataConfig, encoding: Tokenizer) -> Sources:
     """Open or tokenise every source, then up-sample and pack it; raise `UserError` if a source is invalid."""
     train, valid, notes = {}, {}, []
     if not config.sources:
@@ -86,7 +86,7 @@ def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
         "weights": [source.weight for source in config.sources],
         "stages": [[stage.from_tokens, *stage.weights] for stage in config.stages],
         "upsampling": dataclasses.asdict(config.upsampling) if config.upsampling.longer_than_tokens else None,
-        "tokenizer": fingerprint(encoding),
+        "tokenizer": encoding.fingerprint,
         "sequence_length": config.sequence_length,
         "packing": config.packing if config.packing == "concat" else f"best_fit {BEST_FIT_VERSION}",
         "document_mask": config.document_mask,
@@ -95,7 +95,7 @@ def load_sources(config: DataConfig, encoding: tiktoken.Encoding) -> Sources:
     return Sources(config, train, valid, signature, tuple(notes))
 
 
-def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[RowSource, RowSource, list[str]]:
+def _load(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[RowSource, RowSource, list[str]]:
     """Return the training rows and the validation rows of a path, and notes for the user."""
     if path is not None and path.startswith(SYNTHETIC):
         return SyntheticRows(path, config, "train"), SyntheticRows(path, config, "valid"), []
@@ -120,7 +120,7 @@ def _load(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> 
     return train, valid, notes
 
 
-def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+def load_corpus(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
     """Return the training and the validation documents of a path, which is a token store or text to tokenise."""
     if path is not None and Path(path).is_dir():
         train, valid = (open_split(config, path, split, encoding) for split in SPLITS)
@@ -135,21 +135,19 @@ def load_corpus(path: str | None, config: DataConfig, encoding: tiktoken.Encodin
     return train, valid
 
 
-def open_split(
-    config: DataConfig, path: str, split: str, encoding: tiktoken.Encoding, field: str = "data.path"
-) -> TokenStore:
+def open_split(config: DataConfig, path: str, split: str, encoding: Tokenizer, field: str = "data.path") -> TokenStore:
     """Open a split of a store, and check its vocabulary against `encoding`. `field` is the config field of `path`."""
     tokenizer = read_meta(path)["tokenizer"]
-    if (vocabulary := tokenizer["vocabulary_sha256"]) != fingerprint(encoding):
+    if (vocabulary := tokenizer["vocabulary_sha256"]) != encoding.fingerprint:
         raise UserError(
-            f"data.tokenizer={config.tokenizer!r} (vocabulary {fingerprint(encoding)[:12]}) is not that of the store "
+            f"data.tokenizer={config.tokenizer!r} (vocabulary {encoding.fingerprint[:12]}) is not that of the store "
             f"{field}={path!r}: {tokenizer['name']!r} (vocabulary {vocabulary[:12]}); set data.tokenizer, or prepare "
             "again"
         )
     return open_store(path, split, verify=config.verify)
 
 
-def _tokenise_text(path: str | None, config: DataConfig, encoding: tiktoken.Encoding) -> tuple[TokenStore, TokenStore]:
+def _tokenise_text(path: str | None, config: DataConfig, encoding: Tokenizer) -> tuple[TokenStore, TokenStore]:
     # Hashes as keys remove exact duplicates. Sorting by hash makes the split independent of the order of the files.
     documents = {hashlib.sha256(text.encode()).digest(): text for text in read_texts(path)}
     held_out = math.ceil(config.valid_fraction * len(documents))
@@ -208,12 +206,11 @@ def _split_at_line_ends(text: str) -> Iterator[str]:
         yield "".join(document)
 
 
-def _tokenise(texts: list[str], encoding: tiktoken.Encoding, name: str) -> TokenStore:
+def _tokenise(texts: list[str], encoding: Tokenizer, name: str) -> TokenStore:
     dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
     end = np.array([encoding.eot_token], dtype)
     parts = []
     for text in texts:
-        # Encode text that looks like a special token as ordinary text.
-        parts += [encoding.encode_to_numpy(text, disallowed_special=()).astype(dtype), end]
-    lengths = [len(tokens) + 1 for tokens in parts[::2]]
+        parts += [np.array(encoding.prefix, dtype), encoding.encode_to_numpy(text).astype(dtype), end]
+    lengths = [sum(map(len, each)) for each in itertools.batched(parts, 3)]
     return TokenStore(np.concatenate(parts), np.cumsum([0, *lengths], dtype=np.uint64), name=name)

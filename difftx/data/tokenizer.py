@@ -1,17 +1,27 @@
-"""Tokenizers: tiktoken encodings by name or from a file, and plain bytes."""
+"""Tokenizers: tiktoken encodings by name or from a file, plain bytes, tokenizer.json files and SentencePiece models."""
 
+import abc
 import base64
+import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import tiktoken
 
+from difftx.config import Config
 from difftx.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from difftx.data.chat_template import ChatTemplate
 
 BYTES = "bytes"
 LARGEST_ID = 2**24 - 1  # Largest id in a .tiktoken file, because an embedding has a row for every id up to the largest.
 END_OF_TEXT = "<|endoftext|>"
+VOCABULARY_MULTIPLE = 128  # A derived `model.vocab_size` is rounded up to a multiple, the lanes of a TPU.
 
 # The pattern by which cl100k_base splits text before it merges bytes (tiktoken's openai_public.py).
 CL100K_PATTERN = (
@@ -20,24 +30,125 @@ CL100K_PATTERN = (
 )
 
 
-def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Encoding:
+class Tokenizer(abc.ABC):
+    """Converts text to token ids and back. Each family of tokenizers is a subclass."""
+
+    name: str
+    library: str  # Name of the package that encodes.
+    n_vocab: int  # The largest id plus one.
+    eot_token: int  # Id of the end-of-text token, which follows each document.
+    prefix: tuple[int, ...] = ()  # Ids that precede each document and each prompt, such as the <s> of Llama.
+    chat_template: "ChatTemplate | None" = None
+
+    @abc.abstractmethod
+    def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
+        """Return the ids of a text, uint32. The names of special tokens are encoded as ordinary text.
+
+        If the text `continues` another one, a tokenizer that puts a space in front of each text leaves it out.
+        """
+
+    @abc.abstractmethod
+    def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
+        """Return the ids of text that a chat template wrote. The names of special tokens become these tokens."""
+
+    @abc.abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids. Special tokens become their names, and bytes that are not UTF-8 become U+FFFD."""
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def token_bytes(self) -> list[bytes | None]:
+        """Bytes of each id within a text: b"" for special tokens, None for unused ids."""
+
+    @functools.cached_property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """A SHA-256 that differs if an id stands for other text, or if some text has other ids."""
+
+    def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
+        """Return the result of `encode_to_numpy` as a list."""
+        return self.encode_to_numpy(text, continues=continues).tolist()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that a model continues, with the ids that precede each text."""
+        return [*self.prefix, *self.encode_ordinary(text)]
+
+    def require_chat_template(self, field: str) -> "ChatTemplate":
+        """Return the chat template, or raise `UserError` if there is none. `field` needs it."""
+        if self.chat_template is None:
+            raise UserError(
+                f"{field} needs a chat template, and the tokenizer {self.name!r} has none; use the folder of a "
+                "tokenizer with chat_template.jinja, or with chat_template in tokenizer_config.json"
+            )
+        return self.chat_template
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A tiktoken encoding."""
+
+    library = "tiktoken"
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding, self.name = encoding, encoding.name
+        self.n_vocab, self.eot_token = encoding.n_vocab, encoding.eot_token
+
+    def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_ordinary(self, text: str, *, continues: bool = False) -> list[int]:
+        return self.encoding.encode_ordinary(text)  # Unlike the other method, it accepts half of a surrogate pair.
+
+    def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
+        return self.encoding.encode(text, allowed_special="all")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.encoding.decode(tokens)
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes | None]:
+        values: list[bytes | None] = [None] * self.n_vocab
+        for value in self.encoding.token_byte_values():
+            values[self.encoding.encode_single_token(value)] = value
+        for special in self.encoding.special_tokens_set:
+            values[self.encoding.encode_single_token(special)] = b""
+        return values
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        # The encodings of tiktoken differ in their vocabularies, so the pattern is not hashed.
+        digest = hashlib.sha256()
+        for value in self.token_bytes:
+            digest.update(b"-" if value is None else len(value).to_bytes(4, "little") + value)
+        return digest.hexdigest()
+
+
+def load_tokenizer(name: str, *, field: str = "data.tokenizer", end_of_text: str | None = None) -> Tokenizer:
     """Return a tokenizer, or raise `UserError`. `field` is the flag or config field that names it, for messages.
 
-    `name` is "bytes", an encoding of tiktoken such as "cl100k_base", or the path of a .tiktoken file. tiktoken
+    `name` is "bytes", an encoding of tiktoken such as "cl100k_base", the path of a .tiktoken file, of a tokenizer.json
+    file (ending .json), of a SentencePiece model (ending .model), or of a folder with one of the last two. tiktoken
     downloads a vocabulary once and caches it in `TIKTOKEN_CACHE_DIR`. Each line of a .tiktoken file has a token in
     base64 and its id. The file defines neither a pattern nor special tokens, so text is split by the pattern of
-    cl100k_base, and <|endoftext|> gets the id after the largest.
+    cl100k_base, and <|endoftext|> gets the id after the largest. `end_of_text` is the end-of-text token for a
+    tokenizer whose files do not name one.
     """
-    if name == BYTES:
-        return _byte_encoding()
-    if name.endswith(".tiktoken"):
-        return _encoding_from_file(Path(name), field)
     known = tiktoken.list_encoding_names()
+    if name not in known and (name.endswith((".json", ".model")) or Path(name).is_dir()):
+        from difftx.data.tokenizer_files import load_files
+
+        return load_files(Path(name), field=field, end_of_text=end_of_text)
+    if end_of_text is not None:
+        owner = field.removesuffix("tokenizer")
+        raise UserError(f"{owner}end_of_text={end_of_text!r}: {field}={name!r} has its own end-of-text token; unset it")
+    if name == BYTES:
+        return TiktokenTokenizer(_byte_encoding())
+    if name.endswith(".tiktoken"):
+        return TiktokenTokenizer(_encoding_from_file(Path(name), field))
     if name not in known:
         hint = did_you_mean(name, [BYTES, *known])
-        raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken file.{hint}")
+        raise UserError(f"{field}={name!r}: no such encoding, and no .tiktoken, .json or .model file or folder.{hint}")
     try:
-        return tiktoken.get_encoding(name)
+        return TiktokenTokenizer(tiktoken.get_encoding(name))
     except OSError as error:  # Raised by the cache or by requests, whose exceptions are OSErrors.
         raise UserError(
             f"{field}={name!r}: its vocabulary is not in the cache and cannot be downloaded "
@@ -45,22 +156,17 @@ def load_tokenizer(name: str, *, field: str = "data.tokenizer") -> tiktoken.Enco
         ) from error
 
 
-def token_bytes(encoding: tiktoken.Encoding) -> list[bytes | None]:
-    """Return the bytes of each token id: b"" for special tokens, None for unused ids."""
-    values: list[bytes | None] = [None] * encoding.n_vocab
-    for value in encoding.token_byte_values():
-        values[encoding.encode_single_token(value)] = value
-    for special in encoding.special_tokens_set:
-        values[encoding.encode_single_token(special)] = b""
-    return values
+def with_vocabulary(config: Config) -> Config:
+    """Return the config with `model.vocab_size` derived from the tokenizer if it is None."""
+    if config.model.vocab_size is not None:
+        return config
+    size = padded_size(load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Return a SHA-256 of the vocabulary, equal if and only if every token id stands for the same text."""
-    digest = hashlib.sha256()
-    for value in token_bytes(encoding):
-        digest.update(b"-" if value is None else len(value).to_bytes(4, "little") + value)
-    return digest.hexdigest()
+def padded_size(tokenizer: Tokenizer) -> int:
+    """Return the derived `model.vocab_size`: the number of tokens, rounded up to a multiple."""
+    return -(-tokenizer.n_vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def _encoding_from_file(path: Path, field: str) -> tiktoken.Encoding:

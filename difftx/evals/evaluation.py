@@ -94,7 +94,7 @@ class Evaluation:
             rows=rows,
             limit_tokens=limit_tokens,
             sharding=self.run.batch_sharding,
-            vocab_size=self.run.config.model.vocab_size,
+            vocab_size=self.run.config.model.embeddings,
         )
         return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 
 from difftx.data.synthetic import SyntheticRows
-from difftx.data.tokenizer import token_bytes
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
@@ -25,7 +24,7 @@ def evaluate(evaluation: Evaluation) -> Result:
 def _score_set(evaluation: Evaluation, name: str) -> dict[str, float]:
     """Return a set's loss, bits per byte and size. End-of-document tokens contribute to the loss, but have no bytes."""
     run = evaluation.run
-    byte_counts = np.array([len(value or b"") for value in token_bytes(run.tokenizer)])
+    byte_counts = np.array([len(value or b"") for value in run.tokenizer.token_bytes])
     is_text = not isinstance(run.data.valid[name], SyntheticRows)
     nats, tokens, text_bytes = 0.0, 0, 0
     for row, nll_T in evaluation.valid_rows(name):

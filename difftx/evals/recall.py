@@ -12,7 +12,6 @@ from difftx.data.bigrams import BigramCounts, as_bigrams, count_bigrams, read_bi
 from difftx.data.packing import PackedRows, Row
 from difftx.data.sources import ONLY_SOURCE
 from difftx.data.store import is_store
-from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation, text_sets
 from difftx.evals.result import Result
@@ -79,7 +78,7 @@ def training_counts(run: Run) -> BigramCounts:
             )
         rows = [run.data.train[name] for name in names]
         return _count_once(tuple(r.store for r in rows if isinstance(r, PackedRows)))
-    counts = read_bigrams(Path(settings.bigrams_path), fingerprint(run.tokenizer), field="eval.bigrams_path")
+    counts = read_bigrams(Path(settings.bigrams_path), run.tokenizer.fingerprint, field="eval.bigrams_path")
     if settings.recall_max_bigram_count < counts.min_count - 1:
         raise UserError(
             f"eval.recall_max_bigram_count={settings.recall_max_bigram_count}: eval.bigrams_path="

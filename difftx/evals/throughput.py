@@ -98,7 +98,7 @@ def counterpart(config: Config) -> Config:
 def random_rows(config: Config, rows: int) -> PackedRows:
     """Return rows of random tokens, which are the same in every call with the same arguments."""
     length = config.data.sequence_length
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, rows * length + 1, dtype=np.uint32)
+    tokens = np.random.default_rng(0).integers(0, config.model.embeddings, rows * length + 1, dtype=np.uint32)
     store = TokenStore(tokens, np.array([0, len(tokens)], np.uint64))
     return PackedRows(store, sequence_length=length, packing="concat", document_mask=False, cache_path="")
 

@@ -17,14 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiktoken
 from flax import nnx
 from jax import P
 from jax.sharding import reshard
 
 from difftx.config import Config
 from difftx.config.model import CacheConfig
-from difftx.data.tokenizer import token_bytes
+from difftx.data.tokenizer import Tokenizer
 from difftx.inference.cache import (
     ROWS,
     capacity_for,
@@ -49,6 +48,7 @@ CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in f
 SMALLEST_CHUNK = 32  # Fewest tokens per row in a chunk.
 COMPRESSED_CHUNK = 32  # Most tokens per row in a chunk if the cache is compressed.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
+ROOM_TOKENS = 1024  # Most new tokens that a cache has room for at first. Programs are compiled again when it grows.
 NO_TOKEN = -1  # Fills a block's entries after the end of a row.
 
 
@@ -59,7 +59,7 @@ class LanguageModel:
     config: Config
     mesh: jax.sharding.Mesh
     params: Any
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
 
     @property
     def window(self) -> int:
@@ -73,15 +73,15 @@ class LanguageModel:
         mask = vector_mask(self.config.model)
         return jax.tree.map(lambda x, is_vector: x if is_vector else x.astype(dtype), self.params, mask)
 
-    @functools.cached_property
+    @property
     def bytes_of(self) -> list[bytes | None]:
         """Bytes of each token id, or None for an id that the tokenizer does not have."""
-        return token_bytes(self.tokenizer)
+        return self.tokenizer.token_bytes
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
         """Mask of the token ids that the tokenizer has, bool `[V]`. The model generates no other tokens."""
-        allowed_V = np.zeros(self.config.model.vocab_size, bool)
+        allowed_V = np.zeros(self.config.model.embeddings, bool)
         allowed_V[: len(self.bytes_of)] = [value is not None for value in self.bytes_of]
         return allowed_V
 
@@ -130,21 +130,27 @@ def padded(
 
 def put(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
     """Copy an array `[B, …]` from the host to the devices, with its rows sharded over the mesh."""
-    return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, P(BATCH)))
+    # Name every axis, as programs do in their outputs. JAX otherwise prepares a program again for its own outputs.
+    spec = P(BATCH, *[None] * (x.ndim - 1))
+    return jax.device_put(np.ascontiguousarray(x), jax.NamedSharding(mesh, spec))
 
 
 def prefill(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int]
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], limits: Sequence[int], room: int = 0
 ) -> Rows:
-    """Process prompts, and return their rows. Rows with a limit of 0, and padding rows without a prompt, have ended."""
+    """Process prompts, and return their rows, whose cache has at least `room` slots per row.
+
+    Rows with a limit of 0, and padding rows without a prompt, have ended.
+    """
     compression = lm.config.model.cache
     tokens_BT, length_B, chunk = padded(prompts, lm.mesh, compression)
     rows = len(length_B)
     unused = [0] * (rows - len(prompts))
-    seen_BV = np.zeros((rows, lm.config.model.vocab_size), bool)
+    seen_BV = np.zeros((rows, lm.config.model.embeddings), bool)
     for row, prompt in enumerate(prompts):
         seen_BV[row, list(prompt)] = True
-    cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity_for(tokens_BT.shape[1], compression))
+    capacity = capacity_for(max(tokens_BT.shape[1], room), compression)
+    cache = new_cache(lm.weights, config=lm.config, rows=rows, capacity=capacity)
     x_BD = put(lm.mesh, np.zeros((rows, lm.config.model.d_model), lm.config.model.compute_dtype))
     for start in range(0, tokens_BT.shape[1], chunk):
         host = (put(lm.mesh, x) for x in (tokens_BT[:, start : start + chunk], length_B))
@@ -166,7 +172,7 @@ def next_tokens(lm: LanguageModel, rows: Rows, sampling: Sampling) -> tuple[Rows
     A row ends with the end-of-text token or at its limit, and its later entries are NO_TOKEN.
     """
     end = np.int32(lm.tokenizer.eot_token)
-    rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, config=lm.config, sampling=sampling)
+    rows, token_BN = _decode_block(lm.weights, rows, lm.allowed, end, sampling, config=lm.config)
     return rows, np.asarray(token_BN)
 
 
@@ -212,8 +218,8 @@ def _prefill_chunk(params, cache, x_BD, start, tokens_BT, length_B, *, config):
     return write_chunk(cache, entries, start, config.model.cache), jnp.where(is_here_B1, new_BD, x_BD)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="rows")
-def _decode_block(params, rows, allowed_V, end, *, config, sampling):
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="rows")
+def _decode_block(params, rows, allowed_V, end, sampling, *, config):
     model = model_of(config, params)
     model.separate_layers()
     out_BN = jnp.full((rows.done_B.shape[0], BLOCK_TOKENS), NO_TOKEN, jnp.int32, out_sharding=ROWS)
@@ -237,12 +243,12 @@ def _choose_token(model: Decoder, rows: Rows, allowed_V: jax.Array, sampling: Sa
     logits_BV = reshard(model.logits(rows.x_BD[:, None])[:, 0], ROWS)
     logits_BV = jnp.where(allowed_V, logits_BV, -jnp.inf)
 
-    def on_one_device(logits_BV, seen_BV, seed_B, count_B):
+    def on_one_device(logits_BV, seen_BV, seed_B, count_B, sampling):
         return choose(logits_BV, sampling, seen_BV=seen_BV, seed_B=seed_B, count_B=count_B)
 
-    in_specs = (ROWS, ROWS, P(BATCH), P(BATCH))
+    in_specs = (ROWS, ROWS, P(BATCH), P(BATCH), P())
     call = jax.shard_map(on_one_device, in_specs=in_specs, out_specs=P(BATCH), check_vma=False)
-    return call(logits_BV, rows.seen_BV, rows.seed_B, rows.count_B)
+    return call(logits_BV, rows.seen_BV, rows.seed_B, rows.count_B, sampling)
 
 
 def _append(model: Decoder, rows: Rows, token_B: jax.Array, end: jax.Array, sampling: Sampling) -> Rows:

@@ -50,7 +50,8 @@ def generate(
     seeds, limits = [request.seed for request in requests], [request.new_tokens for request in requests]
     texts = [_RowText(lm, request, stop) for request in requests]
     with jax.set_mesh(lm.mesh):
-        rows = decode.prefill(lm, prompts, seeds=seeds, limits=limits)
+        room = max(len(r.prompt) + min(r.new_tokens, decode.ROOM_TOKENS) for r in requests)
+        rows = decode.prefill(lm, prompts, seeds=seeds, limits=limits, room=room)
         while not all(text.ended_by for text in texts):
             rows = decode.with_room(lm, rows, max(text.room() for text in texts if not text.ended_by))
             rows, token_BN = decode.next_tokens(lm, rows, sampling)

@@ -8,7 +8,6 @@ import jax
 
 from difftx.config import Config
 from difftx.config.build import override
-from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError
 from difftx.inference.decode import LanguageModel
 from difftx.parallel import multihost
@@ -42,7 +41,7 @@ def load(
         config, tokenizer = multihost.agree(
             "the tokenizer",
             lambda: open_tokenizer(checkpoint),
-            lambda found: {"vocabulary of data.tokenizer": fingerprint(found[1])},
+            lambda found: {"vocabulary of data.tokenizer": found[1].fingerprint},
             now.multihost.barrier_timeout_seconds,
         )
         with jax.set_mesh(mesh):

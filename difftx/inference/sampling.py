@@ -2,6 +2,7 @@
 # Axes in names and shapes: B = rows, V = vocabulary, N = candidates with the most likely first
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,14 @@ import jax.numpy as jnp
 from difftx.errors import UserError
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings for the choice of tokens. They apply in the order of the fields, as in Hugging Face's `generate`."""
+    """Settings for the choice of tokens. They apply in the order of the fields, as in Hugging Face's `generate`.
+
+    As an argument of a compiled function, the numbers except `top_k` are arrays, so that one program serves all their
+    values. The program depends on `top_k`, on which settings are None, and on whether the most likely token is chosen.
+    """
 
     # Lowers the logits of tokens that occur in the row: positive logits are divided by the penalty, negative ones
     # multiplied. (Section 4.1 of arXiv 1909.05858 divides both, which raises negative logits.) None: no penalty.
@@ -30,6 +36,29 @@ class Sampling:
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 changes nothing")
 
+        if self.top_p == 1:  # Because of rounding, the sum of probabilities may exceed 1 before the last token.
+            object.__setattr__(self, "top_p", None)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is chosen. A temperature that is traced is positive."""
+        return not isinstance(self.temperature, jax.Array) and self.temperature == 0
+
+    def tree_flatten(self) -> tuple[tuple[float | None, ...], tuple[bool, int | None]]:
+        if self.is_greedy:
+            return (self.repetition_penalty, None, None), (True, None)
+        return (self.repetition_penalty, self.temperature, self.top_p), (False, self.top_k)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[bool, int | None], numbers: tuple[Any, ...]) -> "Sampling":
+        is_greedy, top_k = static
+        penalty, temperature, top_p = numbers
+        sampling = object.__new__(cls)  # Without the checks, which a traced number cannot pass.
+        values = {"repetition_penalty": penalty, "temperature": 0.0 if is_greedy else temperature}
+        for name, value in (values | {"top_k": top_k, "top_p": top_p}).items():
+            object.__setattr__(sampling, name, value)
+        return sampling
+
 
 GREEDY = Sampling(repetition_penalty=None, temperature=0.0, top_k=None, top_p=None)
 
@@ -46,7 +75,7 @@ def choose(
         penalty = sampling.repetition_penalty
         lower_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = jnp.where(seen_BV, lower_BV, logits_BV)
-    if sampling.temperature == 0:
+    if sampling.is_greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BN, token_BN = candidates(logits_BV, sampling)
 
@@ -60,8 +89,7 @@ def choose(
 def candidates(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     """Return the candidates' logits over temperature (-inf if top_p excludes them) and token ids, both `[B, N]`."""
     logits_BV = logits_BV / sampling.temperature
-    # Ignore a top_p of 1. Because of rounding, the sum of probabilities may exceed 1 before the last token.
-    top_p = None if sampling.top_p == 1 else sampling.top_p
+    top_p = sampling.top_p
     if sampling.top_k is None and top_p is None:
         return logits_BV, jnp.broadcast_to(jnp.arange(logits_BV.shape[1]), logits_BV.shape)
     # `jax.lax.top_k` sorts equally likely tokens by ascending id.

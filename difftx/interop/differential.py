@@ -147,7 +147,7 @@ def heads_by_entropy(
                 rows=rows,
                 limit_tokens=max(1, ENTROPY_ROWS // len(sources.valid)) * length,
                 sharding=sharding,
-                vocab_size=config.model.vocab_size,
+                vocab_size=config.model.embeddings,
             )
             for batch in batches:
                 total_LH += np.asarray(_entropies(graphdef, params, batch, queries_BC))

@@ -10,6 +10,7 @@ from difftx.files import NAMES, read_json
 # Fields of `model` that have the same value in all imported models.
 FIXED = {
     "signal_heads": None,
+    "output_gate": False,
     "top_k": None,
     "lambda_init": None,
     "lambda_learned": True,
@@ -46,6 +47,12 @@ class Fields:
         if type(value) is not kind or (kind is not bool and isinstance(value, int | float) and not value > 0):
             raise UserError(f"{self.path}: {name}={value!r}: expected {EXPECTED[kind]}")
         return value
+
+    def read(self, *names: str) -> dict[str, Any]:
+        """Return the values of fields, whose types the caller checks. Raise `UserError` if a field is absent."""
+        if missing := [name for name in names if name not in self._raw]:
+            raise UserError(f"{self.path}: {missing[0]} is missing")
+        return {name: self._raw[name] for name in names}
 
     def require(self, name: str, value: Any) -> None:
         """Raise `UserError` unless a field is absent or has the given value."""

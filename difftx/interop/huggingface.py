@@ -13,7 +13,11 @@ from difftx.interop.fields import FIXED, Fields, heads_from
 CLASSES = {"DiffLlamaForCausalLM": "diff", "LlamaForCausalLM": "transformer", "Qwen2ForCausalLM": "transformer"}
 QWEN = "Qwen2ForCausalLM"  # A Llama with biases of queries, keys and values, which no field of its config.json states.
 # Fields of config.json for which difftx supports only the given value.
-REQUIRED = {"hidden_act": "silu", "quantization_config": None}
+REQUIRED = {
+    "hidden_act": "silu",
+    "quantization_config": None,
+    "auto_map": None,  # Modelling code of the folder, which may compute something else.
+}
 REQUIRED_OF_LLAMA = {"attention_bias": False, "mlp_bias": False, "sliding_window": None}
 REQUIRED_OF_QWEN = {"use_sliding_window": False}
 
@@ -22,7 +26,7 @@ def model_fields(path: Path) -> dict[str, Any]:
     """Return the fields of `model` that a config.json determines, or raise `UserError` if difftx lacks a feature."""
     fields = Fields(path)
     (name, *_) = fields.get("architectures", list) or ["none"]
-    if name not in CLASSES:
+    if not isinstance(name, str) or name not in CLASSES:
         raise UserError(f"{path}: architectures={name!r} cannot be converted.{did_you_mean(str(name), CLASSES)}")
     for field, value in (REQUIRED | (REQUIRED_OF_QWEN if name == QWEN else REQUIRED_OF_LLAMA)).items():
         fields.require(field, value)
@@ -90,7 +94,7 @@ def check_model(model: ModelConfig) -> None:
     if model.head_norm == "rms_affine" and model.kv_heads != model.num_heads:
         raise UserError(
             "model.head_norm='rms_affine': DiffLlama's head norm has no gain, and difftx can fold it into W_O only if "
-            f"num_kv_heads={model.kv_heads} equals num_heads={model.num_heads}; --to=official keeps the gain"
+            f"num_kv_heads={model.kv_heads} equals num_heads={model.num_heads}; --to=hf and --to=official keep the gain"
         )
 
 
@@ -107,7 +111,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     return {
         "architectures": names,
         "model_type": names[0].removesuffix("ForCausalLM").lower(),
-        "vocab_size": model.vocab_size,
+        "vocab_size": model.embeddings,
         "hidden_size": model.d_model,
         "intermediate_size": model.mlp_dim,
         "num_hidden_layers": model.num_layers,

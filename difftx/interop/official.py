@@ -54,7 +54,7 @@ def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
     model = config.model
     return {
         "attention": next(name for name in CLASSES if CLASSES[name] == model.architecture),
-        "vocab_size": model.vocab_size,
+        "vocab_size": model.embeddings,
         "embed_dim": model.d_model,
         "num_layers": model.num_layers,
         "num_heads": model.num_heads,

@@ -20,7 +20,7 @@ from difftx.errors import UserError, did_you_mean
 from difftx.interop.safetensors import Tensor
 from difftx.training.checkpoint.weights import ParamsReader, Streamed
 
-Format = Literal["hf", "official"]
+Format = Literal["hf", "diffllama", "official"]
 
 OUTPUT = "blocks/attention/output_HED"
 GAIN = "blocks/attention/head_norm/scale"
@@ -56,10 +56,42 @@ _LAMBDAS = [
     _layer(("self_attn.lambda_q1", "self_attn.lambda_q2"), "d", "attention/lambda_query_Gd", "d"),
     _layer(("self_attn.lambda_k1", "self_attn.lambda_k2"), "d", "attention/lambda_key_Gd", "d"),
 ]
-# In Hugging Face's format, each group is one half of the heads. In the official code, each head contains both groups,
-# and the rotary embedding rotates neighbouring channels, which are d / 2 apart in difftx.
+_SOFTMAX = [
+    _layer("self_attn.q_proj.weight", "Ad D", "attention/query_DHd", "D A d"),
+    _layer("self_attn.k_proj.weight", "Kd D", "attention/key_DKd", "D K d"),
+    _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
+    _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
+]
+_TWO_KEYS = [
+    _layer("self_attn.q_proj.weight", "NQd D", "attention/query_DHGd", "D N Q d"),
+    _layer("self_attn.k_proj.weight", "KGd D", "attention/key_DKGd", "D K G d"),
+    _layer("self_attn.v_proj.weight", "KGd D", "attention/value_DKE", "D K Gd"),
+    _layer("self_attn.o_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
+]
+_LAMBDA_PROJECTION = _layer("self_attn.lambda_proj.weight", "H D", "attention/lambda_DH", "D H")
+_GATE = _layer("self_attn.gate_proj.weight", "Hd D", "attention/gate_DHd", "D H d")
+_QK_NORM = [
+    _layer("self_attn.q_norm.weight", "d", "attention/query_norm/scale", "d"),
+    _layer("self_attn.k_norm.weight", "d", "attention/key_norm/scale", "d"),
+]
+# Axes of `GAIN` in the files of `modeling_difftx.py` and in difftx, for each `model.head_norm` that has parameters.
+_HEAD_NORM = {"rms_affine": ("E", "E"), "scalar": ("o", ""), "sigmoid": ("H", "H o")}
+
+# "hf" is the layout of Llama and of `modeling_difftx.py`. In DiffLlama, each group is one half of the heads. In the
+# official code, each head contains both groups, and the rotary embedding rotates neighbouring channels, which are d / 2
+# apart in difftx.
 _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
-    ("hf", "diff"): [
+    ("hf", "transformer"): _SOFTMAX,
+    ("hf", "top_k"): _SOFTMAX,
+    ("hf", "off_by_one"): _SOFTMAX,
+    ("hf", "sink"): [*_SOFTMAX, _layer("self_attn.sinks", "H", "attention/sink_H", "H")],
+    ("hf", "gated"): [*_SOFTMAX, _GATE],
+    ("hf", "diff_v2"): [*_SOFTMAX, _LAMBDA_PROJECTION],
+    ("hf", "gdla"): [*_SOFTMAX, _LAMBDA_PROJECTION],
+    ("hf", "diff"): _TWO_KEYS,
+    ("hf", "gda"): _TWO_KEYS,
+    ("hf", "signed_mask"): _TWO_KEYS,
+    ("diffllama", "diff"): [
         _layer("self_attn.q_proj.weight", "GHd D", "attention/query_DHGd", "D H G d"),
         _layer("self_attn.k_proj.weight", "GKd D", "attention/key_DKGd", "D K G d"),
         _layer("self_attn.v_proj.weight", "GKd D", "attention/value_DKE", "D K Gd"),
@@ -73,12 +105,6 @@ _ATTENTION: dict[tuple[Format, str], list[Weight]] = {
         _layer("self_attn.out_proj.weight", "D HGd", "attention/output_HED", "H Gd D"),
         _layer("self_attn.subln.weight", "Gd", "attention/head_norm/scale", "Gd"),
         *_LAMBDAS,
-    ],
-    ("hf", "transformer"): [
-        _layer("self_attn.q_proj.weight", "Hd D", "attention/query_DHd", "D H d"),
-        _layer("self_attn.k_proj.weight", "Kd D", "attention/key_DKd", "D K d"),
-        _layer("self_attn.v_proj.weight", "Kd D", "attention/value_DKd", "D K d"),
-        _layer("self_attn.o_proj.weight", "D Hd", "attention/output_HdD", "H d D"),
     ],
     ("official", "transformer"): [
         _layer("self_attn.q_proj.weight", "Hjp D", "attention/query_DHd", "D H pj"),
@@ -95,7 +121,7 @@ _BIASES = [
 
 
 def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
-    """Return the weights of a model. Outside of attention layers, both formats use Llama's names."""
+    """Return the weights of a model. Outside of attention layers, all formats use Llama's names."""
     weights = [
         Weight((EMBEDDING,), "V D", "embedding_VD", "V D"),
         *_ATTENTION[format_, model.architecture],
@@ -108,16 +134,34 @@ def weights_of(format_: Format, model: ModelConfig) -> list[Weight]:
     ]
     if model.attention_bias:
         weights += _BIASES
+    if format_ == "hf":
+        weights += _optional_weights(model)
     if not model.tie_embeddings:
         weights.append(Weight((UNEMBEDDING,), "V D", "unembedding_VD", "V D"))
     return weights
 
 
+def _optional_weights(model: ModelConfig) -> list[Weight]:
+    """Return the weights of attention that fields of `model` add in the layout "hf"."""
+    weights = list(_QK_NORM) if model.qk_norm else []
+    if model.architecture in ("diff", "gda") and model.lambda_learned:
+        weights += _LAMBDAS
+    if model.output_gate:
+        weights.append(_GATE)
+    if model.head_norm in _HEAD_NORM:
+        axes, our_axes = _HEAD_NORM[model.head_norm]
+        weights.append(_layer("self_attn.head_norm.weight", axes, GAIN.removeprefix("blocks/"), our_axes))
+    return weights
+
+
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """Return the size of the dimension that each letter stands for."""
-    d = model.d_head
-    sizes = {"D": model.d_model, "V": model.vocab_size, "F": model.mlp_dim, "H": model.num_heads, "K": model.kv_heads}
-    return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2}
+    d, noise_heads = model.d_head, model.query_heads - model.num_heads
+    sizes = {"D": model.d_model, "V": model.embeddings, "F": model.mlp_dim, "H": model.num_heads, "K": model.kv_heads}
+    if noise_heads:
+        sizes |= {"N": noise_heads, "Q": model.query_heads // noise_heads}
+    sizes |= {"A": model.query_heads, "E": model.groups * d}
+    return sizes | {"G": 2, "d": d, "p": 2, "j": d // 2, "o": 1}
 
 
 def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -126,8 +170,8 @@ def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def rearrange(array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """Transpose and reshape an array from `axes` to `new_axes`, which must consist of the same letters."""
-    letters, new_letters = axes.replace(" ", ""), new_axes.replace(" ", "")
+    """Transpose and reshape an array from `axes` to `new_axes`, which must consist of the same letters except "o"."""
+    letters, new_letters = (text.replace(" ", "").replace("o", "") for text in (axes, new_axes))
     split = array.reshape([sizes[letter] for letter in letters])
     return split.transpose([letters.index(letter) for letter in new_letters]).reshape(shape_of(new_axes, sizes))
 
@@ -158,7 +202,7 @@ def export_params(reader: ParamsReader, format_: Format, model: ModelConfig) -> 
     sizes, tensors = sizes_of(model), {}
     # The reader caches the decoded chunks of one parameter, and a chunk may hold all layers. Tensors are therefore in
     # the order of parameters, and the gain is read before the layers of W_O.
-    is_folded = format_ == "hf" and model.head_norm == "rms_affine"
+    is_folded = format_ == "diffllama" and model.head_norm == "rms_affine"
     gain_LE = reader.read(GAIN, slice(None)) if is_folded else None
     for weight in weights_of(format_, model):
         shape = shape_of(weight.axes, sizes)
@@ -219,11 +263,11 @@ def _export_layer(
 ) -> list[np.ndarray]:
     """Return the tensor `weight.names[index]` of a layer, as a list of one block."""
     sizes = sizes_of(model)
-    if weight.path == GAIN and model.head_norm != "rms_affine":  # The official format requires a gain.
+    if weight.path == GAIN and model.head_norm == "rms":  # The official format requires a gain.
         return [np.ones(shape_of(weight.axes, sizes), np.float32)]
     array = reader.read(weight.path, layer)
     if weight.path == OUTPUT and gain_LE is not None:
-        array = array * gain_LE[layer, :, None]  # Fold the gain into W_O, because Hugging Face's norm has none.
+        array = array * gain_LE[layer, :, None]  # Fold the gain into W_O, because DiffLlama's norm has none.
     if len(weight.names) > 1:
         array = array[index]
     return [rearrange(array, weight.our_axes, weight.axes, sizes)]

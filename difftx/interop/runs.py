@@ -6,21 +6,22 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
-import tiktoken
 from flax import nnx
 
 from difftx.config import Config, ModelConfig
 from difftx.config.build import override
 from difftx.config.model import default_specific_fields
 from difftx.data.sources import load_sources
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import new_folder, write_atomically
 from difftx.inference.load import read_checkpoint
-from difftx.interop import huggingface, official, tokenizers
+from difftx.interop import custom, huggingface, in_transformers, official, tokenizers
+from difftx.interop.card import write_card, write_generation_config
 from difftx.interop.differential import (
     CHANGEABLE,
     Heads,
@@ -30,6 +31,7 @@ from difftx.interop.differential import (
     heads_by_entropy,
 )
 from difftx.interop.fields import FIXED
+from difftx.interop.in_transformers import CONFIG
 from difftx.interop.parameters import Format, export_params, import_params
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.model.abstract import count_parameters
@@ -41,8 +43,8 @@ from difftx.training.checkpoint.weights import STEP, ParamsReader, save_params
 from difftx.training.run import check_vocabulary, read_config, write_description
 from difftx.training.state import graph, init_state
 
-FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "official": official}
-CONFIG = "config.json"
+FORMATS: dict[Format, ModuleType] = {"hf": huggingface, "diffllama": huggingface, "official": official}
+PROMPTS = 5  # Fewest prompts whose greedy text is compared.
 TOKENS = 64  # Most tokens per row in a comparison of logits.
 TOLERANCE = 1e-4  # Largest difference relative to the largest logit. It allows for another order of float32 sums.
 COMPARED_PARAMETERS = 500_000_000  # Larger models are not compared with the Transformer that they were.
@@ -63,7 +65,8 @@ def import_run(
     is set, logits are compared with those of transformers. If `dex_heads` is set, the folder's Transformer becomes a
     model of the architecture of `config`, as by `differentialize_run`.
     """
-    fields, chosen = FORMATS[format_].model_fields(source / CONFIG), config.model
+    format_, fields = _model_fields(source / CONFIG, format_)
+    chosen = config.model
     if dex_heads is not None:
         fields = default_specific_fields() | fields
         overridden = set(overridden) - {*CHANGEABLE}
@@ -79,7 +82,7 @@ def import_run(
         check_vocabulary(config, tokenizer)
         # Without `dex_heads`, the Transformer is the run. With `dex_heads`, it exists only during the conversion.
         imported = folder if dex_heads is None else folder / "transformer"
-        save_params(imported, arrays, config, {"tokenizer": fingerprint(tokenizer)})
+        save_params(imported, arrays, config, {"tokenizer": tokenizer.fingerprint})
         checkpoint = imported / "checkpoints" / str(STEP)
         lines = [compare_logits(source, checkpoint, config)] if verify else []
         if dex_heads is None:
@@ -120,7 +123,7 @@ def _differentialize(
     part: WeightsPart,
     config: Config,
     model: ModelConfig,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     dex_heads: Heads,
     folder: Path,
 ) -> list[str]:
@@ -133,7 +136,7 @@ def _differentialize(
         lines.append(f"heads of highest entropy: {int(chosen_LH[0].sum())} of {model.num_heads} in each layer")
     with jax.set_mesh(mesh):
         arrays = differential_params(ParamsReader(checkpoint, part), config.model, new, chosen_LH)
-        save_params(folder, arrays, new, {"tokenizer": fingerprint(tokenizer)})
+        save_params(folder, arrays, new, {"tokenizer": tokenizer.fingerprint})
     write_description(folder, new)
     before, after = added_parameters(config.model, model)
     return [
@@ -151,7 +154,7 @@ def _check_function(
     claim = f"the function is {'preserved' if is_preserved else 'not preserved'}"
     if count_parameters(config.model).total > COMPARED_PARAMETERS:
         return f"{claim}; not compared, because the model has more than {COMPARED_PARAMETERS:,} parameters"
-    tokens_BT = _random_tokens(config, mesh)
+    tokens_BT = _random_tokens(config, mesh, 2 * batch_shards(mesh))
     before_BTV = our_logits(checkpoint, config, mesh, tokens_BT, part)
     after_BTV = our_logits(converted, new, mesh, tokens_BT)
     error = float(np.linalg.norm(after_BTV - before_BTV) / np.linalg.norm(before_BTV))
@@ -167,25 +170,71 @@ def export_run(
     """Write weights of the checkpoint that `read_checkpoint` selects to a model folder. Return messages."""
 
     def export(checkpoint: Checkpoint) -> list[str]:
-        check_representable(checkpoint.config.model, format_)
-        config, tokenizer = open_tokenizer(checkpoint)
         with new_folder(out) as folder:
-            reader = ParamsReader(checkpoint.folder, part)
-            files = write_folder(folder, export_params(reader, format_, config.model), shard_bytes)
-            text = json.dumps(FORMATS[format_].config_json(config, tokenizer.eot_token), indent=2)
-            write_atomically(folder / CONFIG, text + "\n")
-            note = tokenizers.export_tokenizer(config, tokenizer, folder)
-            lines = [compare_logits(folder, checkpoint.folder, config, part)] if verify else []
+            lines = write_export(checkpoint, workdir, folder, out, format_, shard_bytes)
+            lines += [compare_logits(folder, checkpoint.folder, checkpoint.config, part)] if verify else []
             checkpoint.require_unchanged()
-        shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
-        what = f"step {checkpoint.folder.name}" if part == "params" else f"{part} of step {checkpoint.folder.name}"
-        return [f"{out}: {shards} of {what}, {_describe(config.model)}", note, *lines]
+        return lines
 
     return read_checkpoint(workdir, step, read_config(workdir), export, flag="--input", part=part)
 
 
+def write_export(
+    checkpoint: Checkpoint, workdir: Path, folder: Path, out: Path, format_: Format, shard_bytes: int
+) -> list[str]:
+    """Write a checkpoint of `workdir` to `folder`, which is later renamed to `out`. Return messages."""
+    model, part = checkpoint.config.model, checkpoint.part
+    check_representable(model, format_)
+    is_custom = format_ == "hf" and not _is_llama(model)
+    config, tokenizer = open_tokenizer(checkpoint)
+    files = write_folder(folder, export_params(ParamsReader(checkpoint.folder, part), format_, model), shard_bytes)
+    settings = (custom if is_custom else FORMATS[format_]).config_json(config, tokenizer.eot_token)
+    write_atomically(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
+    note = tokenizers.export_tokenizer(config, tokenizer, folder)
+    if is_custom:
+        shutil.copyfile(custom.MODELING, folder / custom.MODELING.name)
+    if format_ != "official":
+        write_generation_config(folder, tokenizer, model.embeddings)
+        flags = {"from": "difftx", "to": format_, "input": workdir, "out": out, "step": checkpoint.folder.name}
+        flags |= {"weights": part} if part != "params" else {}
+        command = ["python", "-m", "difftx", "convert", *(f"--{name}={flags[name]}" for name in flags)]
+        write_card(folder, out.name, settings, checkpoint, workdir, command)
+    shards = files[0] if len(files) == 1 else f"{len(files)} safetensors files"
+    what = f"step {checkpoint.folder.name}" if part == "params" else f"{part} of step {checkpoint.folder.name}"
+    return [f"{out}: {shards} of {what}, {_describe(model)}", note]
+
+
 def check_representable(model: ModelConfig, format_: Format) -> None:
     """Raise `UserError` for a model that a format cannot represent."""
+    if format_ == "hf" and not _is_llama(model):
+        custom.check_model(model)
+    else:
+        _check_published(model, format_)
+
+
+def _is_llama(model: ModelConfig) -> bool:
+    """Return whether a model is a `LlamaForCausalLM`, which needs no modelling file."""
+    if model.architecture != "transformer":
+        return False
+    try:
+        _check_published(model, "hf")
+    except UserError:
+        return False
+    return True
+
+
+def _model_fields(path: Path, format_: Format) -> tuple[Format, dict[str, Any]]:
+    """Return the layout of a model folder, and the fields of `model` that its config.json determines."""
+    if format_ == "hf" and custom.is_ours(path):
+        return format_, custom.model_fields(path)
+    fields = FORMATS[format_].model_fields(path)
+    return "diffllama" if format_ == "hf" and fields["architecture"] == "diff" else format_, fields
+
+
+def _check_published(model: ModelConfig, format_: Format) -> None:
+    """Raise `UserError` for a model that a published class cannot represent."""
+    if format_ == "diffllama" and model.architecture == "transformer":
+        raise UserError("model.architecture='transformer': --to=diffllama exports 'diff'; use --to=hf")
     if model.architecture not in ("diff", "transformer"):
         raise UserError(f"model.architecture={model.architecture!r} cannot be converted; 'diff' and 'transformer' can")
     for name in ("lambda_learned", "lambda_init", "lambda_bound", "post_scale"):
@@ -216,23 +265,34 @@ def _describe(model: ModelConfig) -> str:
 
 
 def compare_logits(folder: Path, checkpoint: Path, config: Config, part: WeightsPart = "params") -> str:
-    """Compare float32 logits of random tokens. Return the largest difference, or raise `RunError` above `TOLERANCE`."""
+    """Compare float32 logits and greedy text with transformers. Return the result as text.
+
+    The tokens are random prompts and their greedy continuations by transformers with its cache. Raise `RunError` if a
+    logit differs by more than `TOLERANCE` of the largest, or if a chosen token is not the most likely one by that much.
+    """
     mesh = make_mesh(config.mesh)
-    tokens_BT = _random_tokens(config, mesh)
-    theirs_BTV = transformers_logits(folder, tokens_BT)
+    rows = -(-PROMPTS // batch_shards(mesh)) * batch_shards(mesh)
+    random_BT = _random_tokens(config, mesh, rows)
+    model, start = in_transformers.load(folder), random_BT.shape[1] // 2
+    tokens_BT = np.concatenate([random_BT, in_transformers.greedy(model, random_BT[:, :start], random_BT.shape[1])])
+    theirs_BTV = in_transformers.logits(model, tokens_BT)
     ours_BTV = our_logits(checkpoint, config, mesh, tokens_BT, part)
     error, largest = float(np.abs(ours_BTV - theirs_BTV).max()), float(np.abs(theirs_BTV).max())
-    line = f"logits of {tokens_BT.size} random tokens differ from transformers' by at most {error:.1e} of {largest:.1f}"
+    line = f"logits of {tokens_BT.size} tokens differ from transformers' by at most {error:.1e} of {largest:.1f}"
     if not error <= TOLERANCE * largest:
         raise RunError(f"{line}: more than rounding; nothing was written")
-    return f"verified: {line}"
+    chosen_BT1, before_BTV = tokens_BT[rows:, start:, None], ours_BTV[rows:, start - 1 : -1]
+    behind_BT1 = before_BTV.max(-1, keepdims=True) - np.take_along_axis(before_BTV, chosen_BT1, -1)
+    if not behind_BT1.max() <= TOLERANCE * largest:
+        raise RunError(f"the greedy text of transformers is not that of difftx, though {line}; nothing was written")
+    return f"verified: {line}; the greedy text of {rows} prompts is equal"
 
 
-def _random_tokens(config: Config, mesh: jax.sharding.Mesh) -> np.ndarray:
-    """Return rows of random tokens whose shape the mesh divides."""
+def _random_tokens(config: Config, mesh: jax.sharding.Mesh, rows: int) -> np.ndarray:
+    """Return `rows` rows of random tokens, of a length that the mesh divides."""
     chunks = 2 * mesh.shape["context"]  # The context axis may split a row into this many chunks of equal length.
     length = min(TOKENS, config.data.sequence_length) // chunks * chunks
-    return np.random.default_rng(0).integers(config.model.vocab_size, size=(2 * batch_shards(mesh), length))
+    return np.random.default_rng(0).integers(config.model.embeddings, size=(rows, length))
 
 
 def our_logits(
@@ -246,16 +306,3 @@ def our_logits(
         graphdef = graph(config)
         logits = jax.jit(lambda params, tokens_BT: nnx.merge(graphdef, params)(tokens_BT)[0])
         return np.asarray(logits(params, tokens_BT.astype(np.int32)))
-
-
-def transformers_logits(folder: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    """Return the logits of the model that transformers loads from a folder, in float32 on the CPU."""
-    import torch  # pyrefly: ignore[missing-import]  # Installed by `make parity`.
-    import transformers  # pyrefly: ignore[missing-import]
-
-    transformers.utils.logging.disable_progress_bar()
-    # The folder is local and local_files_only is set, so nothing is downloaded.
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(folder, dtype=torch.float32, local_files_only=True)  # nosec B615
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens_BT)).logits.numpy()

@@ -8,39 +8,31 @@ converted if it splits text by cl100k_base's pattern before the merges, or if it
 import base64
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-import tiktoken
-
 from difftx.config import Config
-from difftx.data.tokenizer import BYTES, END_OF_TEXT, load_tokenizer, token_bytes
+from difftx.data.byte_level import BYTE_LEVEL, BYTES_OF, CHARACTERS, SPLIT
+from difftx.data.tokenizer import BYTES, END_OF_TEXT, TiktokenTokenizer, Tokenizer, load_tokenizer
+from difftx.data.tokenizer_files import FILES, MODEL, TOKENIZER, FileTokenizer, load_files
 from difftx.errors import UserError
 from difftx.files import read_json, schema_error, write_atomically
 
-FILE = "tokenizer.json"
 CL100K = "cl100k_base"
-# cl100k_base's pattern, without possessive quantifiers: the regex engine of `tokenizers` interprets them differently.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-SPLIT = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+COPY = "tokenizer"  # Folder of a run directory with the files of an imported model's tokenizer.
 SHAPE = {"model": {"type": str, "vocab": {str: int}, "merges": list}, "added_tokens": [{"id": int, "content": str}]}
-# As in GPT-2's files, characters from 256 on represent the bytes that are not printable Latin-1 characters.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
-BYTES_OF = {character: byte for byte, character in CHARACTERS.items()}
 
 
-def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) -> str:
+def export_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path) -> str:
     """Write tokenizer.json and tokenizer_config.json if the tokenizer is convertible. Return a message for the user."""
     name = config.data.tokenizer
-    if not _is_convertible(name):
+    if isinstance(tokenizer, FileTokenizer):
+        _copy_files(tokenizer, folder)
+        return f"tokenizer: the files of data.tokenizer={name!r}"
+    if not (isinstance(tokenizer, TiktokenTokenizer) and _is_convertible(name)):
         return f"tokenizer: not converted; only {BYTES}, {CL100K} and .tiktoken files can be. Use tiktoken's {name!r}"
-    write_atomically(folder / FILE, json.dumps(tokenizer_json(encoding, name), ensure_ascii=False) + "\n")
+    write_atomically(folder / TOKENIZER, json.dumps(tokenizer_json(tokenizer, name), ensure_ascii=False) + "\n")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
@@ -48,18 +40,19 @@ def export_tokenizer(config: Config, encoding: tiktoken.Encoding, folder: Path) 
         "clean_up_tokenization_spaces": False,
     }
     write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
-    return f"tokenizer: {FILE} is data.tokenizer={name!r}"
+    return f"tokenizer: {TOKENIZER} is data.tokenizer={name!r}"
 
 
 def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[str, str]:
     """Return the value of `data.tokenizer` for the model in `source`, and a message for the user.
 
     The value is "bytes" or the configured `name` if that is the model's tokenizer. Otherwise, a .tiktoken file is
-    written to `folder`, which is later renamed to `out`. If the tokenizer cannot be converted, the value is `name`.
+    written to `folder`, which is later renamed to `out`, or the tokenizer's files are copied there. If neither is
+    possible, the value is `name`.
     """
-    path = source / FILE
+    path = source / TOKENIZER
     if not path.is_file():
-        return name, f"tokenizer: {source} has no {FILE}; data.tokenizer={name!r} stays, and must be the model's"
+        return name, f"tokenizer: {source} has no {TOKENIZER}; data.tokenizer={name!r} stays, and must be the model's"
     theirs = read_json(path)
     if schema_error(theirs, SHAPE) is None and theirs.get("normalizer") is None:
         for known in (BYTES, name):
@@ -72,6 +65,10 @@ def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[
             kept = str(out.absolute() / file.name)
             return kept, f"tokenizer: converted, data.tokenizer={kept!r}"
         file.unlink(missing_ok=True)
+    with contextlib.suppress(UserError):  # Such as a missing library, or no end-of-text token.
+        _copy_files(load_files(source, field="data.tokenizer", end_of_text=None), folder / COPY)
+        kept = str(out.absolute() / COPY)
+        return kept, f"tokenizer: copied, data.tokenizer={kept!r}"
     return name, (
         f"tokenizer: not converted: {path} is not byte-level BPE with cl100k_base's pattern, merges by rank and "
         f"{END_OF_TEXT!r} last. data.tokenizer={name!r} stays, but its ids mean other text: generate and evaluate by "
@@ -79,9 +76,10 @@ def import_tokenizer(source: Path, folder: Path, out: Path, name: str) -> tuple[
     )
 
 
-def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
-    """Return the content of a tokenizer.json for `encoding`. `name` is its value of `data.tokenizer`."""
-    ranks = {value: rank for rank, value in enumerate(token_bytes(encoding)) if value}
+def tokenizer_json(tokenizer: TiktokenTokenizer, name: str) -> dict[str, Any]:
+    """Return the content of a tokenizer.json for a tokenizer. `name` is its value of `data.tokenizer`."""
+    encoding = tokenizer.encoding
+    ranks = {value: rank for rank, value in enumerate(tokenizer.token_bytes) if value}
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
     split = BYTE_LEVEL if name == BYTES else {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -111,6 +109,16 @@ def tokenizer_json(encoding: tiktoken.Encoding, name: str) -> dict[str, Any]:
     }
 
 
+def _copy_files(tokenizer: FileTokenizer, folder: Path) -> None:
+    """Copy the files of a tokenizer to a folder, with the names that `load_files` looks for."""
+    folder.mkdir(exist_ok=True)
+    source = tokenizer.path.parent
+    main = MODEL if tokenizer.path.suffix == ".model" else TOKENIZER
+    for file in (tokenizer.path, *(source / name for name in FILES if name not in (MODEL, TOKENIZER))):
+        if file.is_file():
+            shutil.copyfile(file, folder / (main if file == tokenizer.path else file.name))
+
+
 def _is_convertible(name: str) -> bool:
     return name in (BYTES, CL100K) or name.endswith(".tiktoken")
 
@@ -120,10 +128,10 @@ def _is_same(name: str, raw: dict[str, Any]) -> bool:
     if not _is_convertible(name):
         return False
     try:
-        encoding = load_tokenizer(name)
+        tokenizer = load_tokenizer(name)
     except UserError:
         return False
-    return _parts(tokenizer_json(encoding, name)) == _parts(raw)
+    return isinstance(tokenizer, TiktokenTokenizer) and _parts(tokenizer_json(tokenizer, name)) == _parts(raw)
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from difftx.config import Config
 from difftx.config.fields import types_of
 from difftx.config.recipes import argument_of, load_config
+from difftx.data.tokenizer import with_vocabulary
 from difftx.errors import UserError, did_you_mean
 
 # Fields that `--grid seed=…` sets. Runs with the same seed see the data in the same order.
@@ -76,7 +77,7 @@ def make_points(
         name = re.sub(r"[^\w.+-]+", "_", name)
         point_spec = f"{path}:{arg}" if arg else path
         try:
-            config = load_config(point_spec, changes)
+            config = with_vocabulary(load_config(point_spec, changes))
         except UserError as error:
             raise UserError(f"--grid, run {name}: {error}") from error
         if any(point.name == name for point in points):

@@ -69,7 +69,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.layout = layout = layout or Layout()
         init = jax.nn.initializers.normal(config.embedding_std)
-        shape = (config.vocab_size, config.d_model)
+        shape = (config.embeddings, config.d_model)
         self.embedding_VD = nnx.Param(init(rngs.params(), shape, jnp.float32, out_sharding=layout.embedding_VD))
         # The weights of all layers are stacked along a leading axis, so compile time does not grow with depth. After
         # `separate_layers`, this is a list of blocks.

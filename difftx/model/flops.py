@@ -38,7 +38,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, causal: bool) 
     holds, which gives the well-known term 12 L T d_model. In a layer with a window, `visible_keys` replaces T.
     """
     parameters = count_parameters(config)
-    products = parameters.projections + config.vocab_size * config.d_model
+    products = parameters.projections + config.embeddings * config.d_model
     width = config.query_heads * config.d_head + config.num_heads * config.d_value
     layers = config.num_layers // len(config.windows)
     keys = sum(visible_keys(sequence_length, window) for window in config.windows)
@@ -65,7 +65,7 @@ def activation_bytes(config: Config, rows: int) -> int:
     products = heads + 2 * model.mlp_dim + 2 * model.d_model
     of_input = 0 if model.remat == "offload" else model.d_model
     kept = of_input + {"dots": products, "none": 3 * products}.get(model.remat, 0)
-    return tokens * (model.num_layers * kept * width + 2 * 4 * model.vocab_size)
+    return tokens * (model.num_layers * kept * width + 2 * 4 * model.embeddings)
 
 
 def format_bytes(count: float) -> str:

@@ -79,8 +79,8 @@ def check_model_divisible(config: Config, mesh: jax.sharding.Mesh) -> None:
     model, shards_heads = config.model, config.mesh.context_method == "heads"
     hint = "; or mesh.context_method='zigzag', which does not shard heads over mesh.context"
     check_attention_divisible(model, mesh, context_shards_heads=shards_heads, hint=hint)
-    for field in ("mlp_dim", "vocab_size"):
-        _check(f"model.{field}", getattr(model, field), mesh.shape["tensor"], "mesh.tensor")
+    for field, size in {"model.mlp_dim": model.mlp_dim, "model.vocab_size": model.embeddings}.items():
+        _check(field, size, mesh.shape["tensor"], "mesh.tensor")
 
 
 def check_attention_divisible(

@@ -26,24 +26,33 @@ from difftx.training.run import Run
 from difftx.training.state import Metrics, make_train_step
 
 Evaluate = Callable[[Run, Any, int, Sequence[str], Work, str], Mapping[str, Any]]
+Export = Callable[[Run, int], str]
 
 PROGRESS_LABEL = "{what} {done}/{total}"
 PROGRESS_LINE = "{what} {done}/{total}  {text}  {seconds:.0f} s left"
 
 
-def train(run: Run, evaluate: Evaluate, *, began: float | None = None, allow_config_change: bool = False) -> int:
+def train(
+    run: Run,
+    evaluate: Evaluate,
+    export: Export | None = None,
+    *,
+    began: float | None = None,
+    allow_config_change: bool = False,
+) -> int:
     """Train from the newest checkpoint, or from the start, to the last step, and return the exit code.
 
-    `evaluate` is called every `eval.every_steps`. `began` is the result of `time.perf_counter()` at the start of the
-    process. The exit code is `EXIT_PREEMPTED` after a signal, and `EXIT_FAILED` after too many bad steps. Raise
-    `RunError` if a device has no more memory.
+    `evaluate` is called every `eval.every_steps`, and `export` every `checkpoint.export_every_steps`. `began` is the
+    result of `time.perf_counter()` at the start of the process. The exit code is `EXIT_PREEMPTED` after a signal, and
+    `EXIT_FAILED` after too many bad steps. Raise `RunError` if a device has no more memory.
     """
     interrupt = Interrupt()
     try:
         run.check_records()
         with run.lock(), Monitor(run.config.multihost) as monitor, jax.set_mesh(run.mesh):
             step = jax.jit(make_train_step(run.config), donate_argnums=0)
-            session = Session(run, evaluate, step, GuardJournal(run.workdir), interrupt, monitor, allow_config_change)
+            journal = GuardJournal(run.workdir)
+            session = Session(run, evaluate, export, step, journal, interrupt, monitor, allow_config_change)
             outcome = Attempt(session, Goodput(time.perf_counter() if began is None else began)).train()
             while isinstance(outcome, Rewind):
                 outcome = Attempt(session, Goodput(time.perf_counter()), outcome).train()
@@ -62,6 +71,7 @@ class Session:
 
     run: Run
     evaluate: Evaluate
+    export: Export | None
     step: jax.stages.Wrapped  # The result of `make_train_step`, jitted.
     journal: GuardJournal
     interrupt: Interrupt
@@ -84,7 +94,7 @@ class Attempt:
             prefetch_batches=config.data.prefetch_batches,
             sharding=run.batch_sharding,
             signature=run.data.signature,
-            vocab_size=config.model.vocab_size,
+            vocab_size=config.model.embeddings,
             where=run.data.where,
         )
         self._guard = Guard(config.guards)
@@ -125,6 +135,7 @@ class Attempt:
                     self._evaluate(reporter, display)
                 if self._step % config.checkpoint.every_steps == 0:
                     self._save(reporter)
+                    self._export(reporter, display)
             reporter.flush()
             self._goodput.switch("save")
             saved = self._guard.calm or (self._step == steps and self._guard.tripped is None)
@@ -180,6 +191,19 @@ class Attempt:
         if self._guard.calm:
             with self._goodput.section("save"):
                 self._checkpointer.save(self._state, self._data_state(), self._config)
+        reporter.restart_clock()
+
+    def _export(self, reporter: "Reporter", display: Work) -> None:
+        """Wait until this step's checkpoint is on disk, and export it, if the step has an export."""
+        session, step = self._session, self._step
+        every_steps = self._config.checkpoint.export_every_steps
+        if session.export is None or every_steps is None or step % every_steps or not self._guard.calm:
+            return
+        with self._goodput.section("save"):
+            self._checkpointer.save_and_wait(self._state, self._data_state(), self._config)
+            session.monitor.beat(step)
+            display.note(f"step {step}  {session.export(session.run, step)}")
+        session.monitor.beat(step)
         reporter.restart_clock()
 
     def _finish(self, saved: bool) -> int | Rewind:

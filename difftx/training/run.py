@@ -17,7 +17,6 @@ from typing import Any
 
 import flax.traverse_util
 import jax
-import tiktoken
 
 from difftx import kernels
 from difftx.config import Config
@@ -25,7 +24,7 @@ from difftx.config.architectures import ARCHITECTURES
 from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
 from difftx.data.sources import Sources, load_sources
-from difftx.data.tokenizer import load_tokenizer
+from difftx.data.tokenizer import Tokenizer, load_tokenizer, padded_size
 from difftx.errors import UserError, printable
 from difftx.files import (
     read_file,
@@ -53,7 +52,7 @@ RECORDS = ("config.json", "manifest.json", "metrics.jsonl", "journal.jsonl", ".l
 # Flags that may differ between processes. For config and extension, the contents are compared in place of the paths.
 OWN_FLAGS = ("distributed", "coordinator", "processes", "process", "config", "extension")
 # Fields of `data` that may differ between processes, because `Run.open` compares the contents of the data.
-OWN_DATA_FIELDS = ("path", "tokenizer", "cache_path")
+OWN_DATA_FIELDS = ("path", "tokenizer", "end_of_text", "cache_path")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Run:
     config: Config
     workdir: Path
     mesh: jax.sharding.Mesh
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     data: Sources
 
     @classmethod
@@ -79,7 +78,7 @@ class Run:
             check_divisible(config, run_mesh)
             check_attention(config, run_mesh)
             make_optimizer(config)  # Raises an error if the optimizer or schedule is unknown.
-            tokenizer = load_tokenizer(config.data.tokenizer)
+            tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
             check_vocabulary(config, tokenizer)
             return cls(config, workdir, run_mesh, tokenizer, load_sources(config.data, tokenizer))
 
@@ -89,7 +88,7 @@ class Run:
 
         return agree("the data", opened, contents, config.multihost.barrier_timeout_seconds)
 
-    def check_everywhere(self, check: Callable[["Run"], None]) -> None:
+    def check_everywhere(self, check: Callable[["Run"], object]) -> None:
         """Call `check` with this run in every process. Raise `UserError` in all processes if it fails in one."""
         agree("the checks", lambda: check(self), lambda _: {}, self.config.multihost.barrier_timeout_seconds)
 
@@ -171,12 +170,12 @@ def source_files() -> dict[str, str]:
     }
 
 
-def check_vocabulary(config: Config, tokenizer: tiktoken.Encoding) -> None:
+def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
     """Raise `UserError` if the model has fewer embeddings than the tokenizer has tokens."""
-    if tokenizer.n_vocab > config.model.vocab_size:
+    if tokenizer.n_vocab > config.model.embeddings:
         raise UserError(
             f"model.vocab_size={config.model.vocab_size} is less than the {tokenizer.n_vocab} tokens of "
-            f"data.tokenizer={config.data.tokenizer!r}; use at least {-(-tokenizer.n_vocab // 128) * 128}"
+            f"data.tokenizer={config.data.tokenizer!r}; use at least {padded_size(tokenizer)}"
         )
 
 

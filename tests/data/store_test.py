@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from difftx.commands.data import main as data_command
 from difftx.data.sources import load_corpus
 from difftx.data.store import TokenStore, open_store, read_meta, write_meta
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import load_tokenizer
 from difftx.errors import UserError
 
 TEXTS = [f"document {i} says [red]{'äöü€' * (i % 5)}[/red] and \x1b[2J ends" for i in range(60)]
@@ -184,7 +184,7 @@ def test_verify_counts_and_finds_strangers(store):
 
 def test_the_tokenizer_must_be_the_stores(store, config):
     meta = read_meta(store)
-    assert meta["tokenizer"]["vocabulary_sha256"] == fingerprint(load_tokenizer("bytes"))
+    assert meta["tokenizer"]["vocabulary_sha256"] == load_tokenizer("bytes").fingerprint
     meta["tokenizer"] |= {"name": "other", "vocabulary_sha256": "f" * 64}
     write_meta(store, meta)
     with pytest.raises(UserError, match=r"data\.tokenizer='bytes' \(vocabulary 399f.*'other' \(vocabulary ffff"):

@@ -4,10 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiktoken
 from conftest import ROOT
 
-from difftx.data.tokenizer import CL100K_PATTERN, fingerprint, load_tokenizer, token_bytes
+from difftx.data.tokenizer import CL100K_PATTERN, TiktokenTokenizer, load_tokenizer
 from difftx.errors import UserError
 
 VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
@@ -15,13 +14,13 @@ VOCABULARIES = ROOT.parent / "shared" / "tiktoken"
 
 def test_bytes_are_tokens():
     encoding = load_tokenizer("bytes")
-    assert isinstance(encoding, tiktoken.Encoding)
+    assert isinstance(encoding, TiktokenTokenizer)
     assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
     text = "naïve € 😀\n\t<|endoftext|> end" + "x" * 300
-    tokens = encoding.encode(text, disallowed_special=())
+    tokens = encoding.encode_ordinary(text)
     assert bytes(tokens) == text.encode()
     assert encoding.decode(tokens) == text
-    assert token_bytes(encoding) == [bytes([i]) for i in range(256)] + [b""]
+    assert encoding.token_bytes == [bytes([i]) for i in range(256)] + [b""]
 
 
 @pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
@@ -32,10 +31,10 @@ def test_vocabularies_by_name(tmp_path: Path, monkeypatch, name, size):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     encoding = load_tokenizer(name)
     assert encoding.n_vocab == size
-    values = token_bytes(encoding)
+    values = encoding.token_bytes
     text = "Differential attention amplifies attention to the relevant context."
-    assert b"".join(values[t] or b"" for t in encoding.encode(text)) == text.encode()
-    assert fingerprint(encoding) != fingerprint(load_tokenizer("bytes"))
+    assert b"".join(values[t] or b"" for t in encoding.encode_ordinary(text)) == text.encode()
+    assert encoding.fingerprint != load_tokenizer("bytes").fingerprint
 
 
 @pytest.mark.skipif(not VOCABULARIES.is_dir(), reason="needs the vocabularies of ../shared/tiktoken")
@@ -44,12 +43,12 @@ def test_the_file_of_cl100k_base_gives_its_tokens(tmp_path, monkeypatch):
     os.chmod(tmp_path / "cache", 0o755)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     by_name = load_tokenizer("cl100k_base")
-    lines = [b"%s %d" % (base64.b64encode(t), by_name.encode_single_token(t)) for t in by_name.token_byte_values()]
+    lines = [b"%s %d" % (base64.b64encode(t), i) for i, t in enumerate(by_name.token_bytes) if t]
     (tmp_path / "cl100k_base.tiktoken").write_bytes(b"\n".join(lines))
     by_file = load_tokenizer(str(tmp_path / "cl100k_base.tiktoken"))
     text = "It's 12345 naïve\r\n\n  tests,  isn't IT?  \t" + Path(__file__).read_text()
     assert by_file.encode_ordinary(text) == by_name.encode_ordinary(text)
-    assert by_name._pat_str == CL100K_PATTERN
+    assert by_name.encoding._pat_str == CL100K_PATTERN
 
 
 @pytest.mark.parametrize(

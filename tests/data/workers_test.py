@@ -20,6 +20,7 @@ def job_in(folder):
         valid_input=None,
         out=folder / "out",
         tokenizer="bytes",
+        end_of_text=None,
         fields=Fields("text", None),
         valid_fraction=0.1,
         shard_tokens=1000,

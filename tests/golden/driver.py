@@ -332,7 +332,7 @@ def suites(commands: Commands) -> dict[str, Any]:
     """Results of suites, generated text and converted weights of a fixed checkpoint."""
     record = {"measured": _steps(commands, "measured", "diff", MEASURED)}
     record |= {suite: _result(commands, "measured", suite) for suite in SUITES_OF_PART["suites"]}
-    for target in ("hf", "official"):
+    for target in ("diffllama", "official"):
         record[f"convert {target}"] = _converted(commands, "measured", "diff", MEASURED, target)
     return record | {"generate": _generated(commands)}
 
@@ -402,7 +402,8 @@ def _converted(
     # The folder decides the model.
     kept = {field: value for field, value in (FIELDS | fields).items() if not field.startswith("model.")}
     config = [f"--config={commands.spec(architecture)}", *(f"--config.{field}={kept[field]}" for field in kept)]
-    commands.run("convert", f"--from={target}", "--to=difftx", f"--input={there}", f"--out={back}", *config)
+    source_format = "hf" if target == "diffllama" else target
+    commands.run("convert", f"--from={source_format}", "--to=difftx", f"--input={there}", f"--out={back}", *config)
     commands.run("convert", "--from=difftx", f"--to={target}", f"--input={back}", f"--out={again}")
     files = sorted(path for path in there.iterdir() if path.suffix == ".safetensors")
     return {

@@ -14,8 +14,8 @@ CONTEXT = {"context": 2, "fsdp": 4}
 
 def language_model(config, mesh, architecture="diff", **overrides):
     """Return a model with random parameters whose attention weights are far from uniform."""
-    overrides = {"train__global_batch_tokens": 1024} | overrides
-    c = config(architecture, data__sequence_length=128, **overrides)
+    overrides = {"train__global_batch_tokens": 1024, "data__sequence_length": 128} | overrides
+    c = config(architecture, **overrides)
     return LanguageModel(c, mesh, random_params(c, mesh, embedding_scale=0.02), load_tokenizer("bytes"))
 
 

@@ -9,7 +9,6 @@ from helpers.command_server import commands
 from helpers.inference_models import language_model
 
 from difftx.commands.generate import main
-from difftx.data.tokenizer import fingerprint
 from difftx.errors import UserError, printable
 from difftx.training.checkpoint.checkpointer import Checkpointer
 from difftx.training.run import write_description
@@ -24,7 +23,7 @@ def workdir(config, mesh_of, tmp_path):
     checkpointer = Checkpointer(tmp_path, lm.config.checkpoint)
     with jax.set_mesh(lm.mesh):
         state = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(lambda: init_state(lm.config)))
-    loader = {"examples": 0, "signature": {"tokenizer": fingerprint(lm.tokenizer)}}
+    loader = {"examples": 0, "signature": {"tokenizer": lm.tokenizer.fingerprint}}
     checkpointer.save(type(state)(state.step, lm.params, state.opt_state), loader, lm.config)
     checkpointer.close()
     return tmp_path

@@ -20,6 +20,7 @@ def requests(prompts=PROMPTS, new_tokens=40, seed=0):
 
 def test_greedy_equals_a_plain_loop_while_the_cache_grows(config, mesh_of, monkeypatch):
     monkeypatch.setattr(cache, "UNIT", 32)
+    monkeypatch.setattr(decode, "ROOM_TOKENS", 1)
     lm = language_model(config, mesh_of())
     completions = generate(lm, requests(), GREEDY)
     assert max(len(c.tokens) for c in completions) == 40

@@ -11,7 +11,6 @@ import numpy as np
 from conftest import ROOT
 
 from difftx.commands.convert import main
-from difftx.data.tokenizer import fingerprint
 from difftx.interop.safetensors import read_folder, write_folder
 from difftx.training.checkpoint.checkpointer import Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import array_name
@@ -56,7 +55,7 @@ def run_of(lm, workdir):
     write_description(workdir, lm.config)
     values = {array_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(lm.params)}
     arrays = {name: Streamed(v.shape, len(v), lambda v=v: [v]) for name, v in values.items()}
-    save_params(workdir, arrays, lm.config, {"tokenizer": fingerprint(lm.tokenizer)})
+    save_params(workdir, arrays, lm.config, {"tokenizer": lm.tokenizer.fingerprint})
     return workdir
 
 

@@ -84,8 +84,10 @@ def difftx(*arguments):
     return result.stdout
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
-def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "format_"), [("diff", "hf"), ("diff", "diffllama"), ("transformer", "hf"), ("gated", "hf")]
+)
+def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, monkeypatch, architecture, format_):
     text = write_text(tmp_path / "text.txt")
     changes = TINY | {"data.path": text, "train.steps": 30, "eval.loss_tokens": 10**9, "logging.tensorboard": "false"}
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
@@ -93,11 +95,13 @@ def test_a_trained_run_scores_the_same_loss_in_transformers(tmp_path, architectu
     difftx("train.py", f"--config=configs/quickstart.py:{architecture}", f"--workdir={workdir}", *flags)
     ours = json.loads((workdir / "evals" / "loss" / "30.json").read_text())["numbers"]["loss"]
     said = difftx(
-        "-m", "difftx", "convert", "--from=difftx", "--to=hf", f"--input={workdir}", f"--out={out}", "--verify"
+        "-m", "difftx", "convert", "--from=difftx", f"--to={format_}", f"--input={workdir}", f"--out={out}", "--verify"
     )
-    assert "verified: logits of 64 random tokens differ from transformers' by at most" in said
+    assert "verified: logits of 320 tokens differ from transformers' by at most" in said
+    assert "the greedy text of 5 prompts is equal" in said
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer("line é")["input_ids"] == list("line é".encode())
     config = read_config(workdir)

@@ -118,6 +118,14 @@ def test_two_embeddings_of_a_tied_model_must_be_one(tmp_path):
     [
         ({"architectures": ["DiffLlamaForCausalLN"]}, "cannot be converted. Did you mean 'DiffLlamaForCausalLM'"),
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures='GPT2LMHeadModel' cannot be converted"),
+        (
+            {"auto_map": {"AutoModel": "modeling.M"}},
+            "auto_map={.*'modeling.M'} cannot be converted",
+        ),
+        (
+            {"architectures": [["DiffLlamaForCausalLM"]]},
+            r"architectures=\['DiffLlamaForCausalLM'\] cannot",
+        ),
         ({"attention_bias": True}, "attention_bias=True cannot be converted; only False can"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' cannot be converted; only 'silu' can"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted; only None can"),
@@ -189,29 +197,43 @@ def test_an_output_that_is_there_or_has_no_parent(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "format_", "changes", "message"),
     [
-        ("diff_v2", "hf", {}, "model.architecture='diff_v2' cannot be converted"),
+        ("diff_v2", "diffllama", {}, "model.architecture='diff_v2' cannot be converted"),
+        ("transformer", "diffllama", {}, "--to=diffllama exports 'diff'; use --to=hf"),
         ("gated", "official", {}, "model.architecture='gated' cannot be converted"),
-        ("diff", "hf", {"lambda_learned": False}, "model.lambda_learned=False: other formats learn λ"),
-        ("diff", "hf", {"lambda_init": 0.8}, "model.lambda_init=0.8: other formats learn λ"),
+        ("diff", "diffllama", {"lambda_learned": False}, "model.lambda_learned=False: other formats learn λ"),
+        ("diff", "diffllama", {"lambda_init": 0.8}, "model.lambda_init=0.8: other formats learn λ"),
         ("diff", "official", {"head_norm": "scalar"}, "model.head_norm='scalar': other formats normalise"),
-        ("diff", "hf", {"attention_logit_bits": 8}, "model.attention_logit_bits=8: other formats do not quantise"),
+        (
+            "diff",
+            "diffllama",
+            {"attention_logit_bits": 8},
+            "model.attention_logit_bits=8: other formats do not quantise",
+        ),
         ("diff", "official", {"post_scale": 0.2}, "model.post_scale=0.2: other formats learn λ"),
-        ("diff", "hf", {"lambda_bound": "tanh"}, "model.lambda_bound=tanh: other formats learn λ"),
-        ("diff", "hf", {"attention_operand_bits": 8}, "model.attention_operand_bits=8: other formats do not quantise"),
-        ("diff", "hf", {"head_norm": "none"}, "other formats normalise each differential head"),
-        ("diff", "hf", {"num_heads": 4, "num_kv_heads": 2}, "model.head_norm='rms_affine': DiffLlama's head norm has"),
-        ("diff", "hf", {"head_norm_eps": 1e-6}, "DiffLlama has only one"),
+        ("diff", "diffllama", {"lambda_bound": "tanh"}, "model.lambda_bound=tanh: other formats learn λ"),
+        (
+            "diff",
+            "diffllama",
+            {"attention_operand_bits": 8},
+            "model.attention_operand_bits=8: other formats do not quantise",
+        ),
+        ("diff", "diffllama", {"head_norm": "none"}, "other formats normalise each differential head"),
+        (
+            "diff",
+            "diffllama",
+            {"num_heads": 4, "num_kv_heads": 2},
+            "head_norm='rms_affine': DiffLlama's head norm",
+        ),
+        ("diff", "diffllama", {"head_norm_eps": 1e-6}, "DiffLlama has only one"),
         ("diff", "official", {"head_norm_eps": 1e-6}, "the official code requires 1e-05"),
         ("diff", "official", {"head_dim": 4}, "the official code derives it from d_model and num_heads"),
-        ("transformer", "hf", {"head_norm": "rms"}, "Llama has no head norm"),
-        (
-            "transformer",
-            "hf",
-            {"d_model": 66, "num_heads": 4, "head_dim": 16},
-            "d_model=66, .* transformers refuses",
-        ),
         ("transformer", "official", {"head_norm": "rms"}, "MultiheadAttention has no head norm"),
-        ("diff", "hf", {"qk_norm": True}, "model.qk_norm=True cannot be converted: models of the other formats do not"),
+        (
+            "diff",
+            "diffllama",
+            {"qk_norm": True},
+            "model.qk_norm=True cannot be converted: models of the other",
+        ),
         ("transformer", "hf", {"window": 8}, "model.window=8 cannot be converted"),
         ("diff", "official", {"logit_soft_cap": 30.0}, "model.logit_soft_cap=30.0 cannot be converted"),
         ("diff", "hf", {"attention_bias": True}, "model.attention_bias=True cannot be converted"),
@@ -228,10 +250,8 @@ def test_runs_that_other_formats_cannot_represent(config, architecture, format_,
 def test_a_refused_export_writes_nothing(config, mesh_of, tmp_path):
     grouped = language_model(config, mesh_of(), model__num_heads=4, model__num_kv_heads=2)
     workdir = run_of(grouped, tmp_path / "run")
-    with pytest.raises(
-        UserError, match="can fold it into W_O only if num_kv_heads=2 equals num_heads=4; --to=official"
-    ):
-        export(workdir, tmp_path / "out")
+    with pytest.raises(UserError, match="can fold it into W_O only if num_kv_heads=2 equals num_heads=4; --to=hf"):
+        export(workdir, tmp_path / "out", format_="diffllama")
     with pytest.raises(UserError, match=r"step 7: no such checkpoint; .*checkpoints has 0$"):
         export(workdir, tmp_path / "out", "--step=7")
     with pytest.raises(UserError, match=r"no config\.json there, so it is not a run"):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from difftx.data.tokenizer import END_OF_TEXT, fingerprint, load_tokenizer
+from difftx.data.tokenizer import END_OF_TEXT, load_tokenizer
 from difftx.interop import tokenizers
 from difftx.training.run import read_config
 from interop.folders import FIXTURES, export, import_, words_file
@@ -37,7 +37,7 @@ def test_a_vocabulary_of_ones_own_comes_back(tmp_path, capsys):
     name, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", "bytes")
     assert name == str(tmp_path / "run" / "tokenizer.tiktoken")
     assert note.startswith("tokenizer: converted")
-    assert fingerprint(load_tokenizer(name)) == fingerprint(encoding)
+    assert load_tokenizer(name).fingerprint == encoding.fingerprint
     # Where the run's config names it already, it stays.
     configured = str(tmp_path / "words.tiktoken")
     name, note = tokenizers.import_tokenizer(folder, tmp_path / "run", tmp_path / "run", configured)
@@ -75,4 +75,4 @@ def test_what_is_not_the_same_is_not_converted(tmp_path, change):
     assert note.startswith("tokenizer: not converted")
     assert "data.tokenizer='bytes' stays, but its ids mean other text" in note
     assert not list((tmp_path / "run").iterdir())
-    assert END_OF_TEXT in encoding.special_tokens_set
+    assert END_OF_TEXT in encoding.encoding.special_tokens_set

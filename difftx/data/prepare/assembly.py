@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from difftx.data.prepare.job import Job
-from difftx.data.prepare.readers import Document, Source, Unit
+from difftx.data.prepare.readers import Conversation, Document, Source, Unit
 from difftx.data.store import SPLITS, sha256_of, shard_file, write_meta
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import RunError, UserError
 from difftx.files import new_file, read_record, write_atomically, write_record
 
@@ -57,7 +58,7 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
     documents: list[Document] = []
     problems: list[str] = []
     empty = 0
-    for document in unit.content.documents(job.fields):
+    for document in _documents(job, unit):
         if isinstance(document, UserError):
             if not job.skip_unreadable:
                 raise UserError(f"{document}; {HOW_TO_SKIP}")
@@ -65,10 +66,7 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
         elif not document.text:
             empty += 1
         else:
-            # Encode text that looks like a special token as ordinary text. Encode prompt and text separately, so that
-            # no token spans both, because generation also starts after the last token of a prompt.
-            texts = (document.prompt, document.text)
-            parts += [*(job.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts), end_of_text]
+            parts += [*_encode(job.encoding, document), end_of_text]
             documents.append(document)
     tokens = np.concatenate([*parts, np.array([], np.uint32)]).astype(job.dtype, copy=False)
     sizes = np.array([len(d.utf8) for d in documents], np.int64)
@@ -86,6 +84,29 @@ def encode_unit(job: Job, unit: Unit) -> UnitSummary:
             summary=np.frombuffer(json.dumps(dataclasses.asdict(summary)).encode(), np.uint8),
         )
     return summary
+
+
+def _documents(job: Job, unit: Unit) -> Iterator[Document | UserError]:
+    """Yield the documents of a unit. A conversation becomes one document per message of the assistant."""
+    for found in unit.content.documents(job.fields):
+        if isinstance(found, Conversation):
+            yield from found.documents(job.encoding.require_chat_template("--messages_field"))
+        else:
+            yield found
+
+
+def _encode(encoding: Tokenizer, document: Document) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of prompt and text, uint32.
+
+    They are encoded separately, so that no token spans both, because generation also starts after the last token of a
+    prompt. The names of special tokens are ordinary text, except where a chat template has written them.
+    """
+    prompt, text = document.prompt, document.text
+    if document.is_chat:
+        ids = encoding.encode_chat(prompt), encoding.encode_chat(text, continues=True)
+        return np.array(ids[0], np.uint32), np.array(ids[1], np.uint32)
+    before = encoding.encode_prompt(prompt) if prompt else encoding.prefix
+    return np.array(before, np.uint32), encoding.encode_to_numpy(text, continues=bool(prompt))
 
 
 def discard_corrupt_units(job: Job) -> Iterator[str]:
@@ -200,7 +221,7 @@ def write_shard(job: Job, shard: Shard) -> None:
     """Assemble a shard from its units, then write its record, which marks the shard as finished."""
     if _record_file(job, shard).exists():
         return
-    optional = {"ids": job.fields.id, "prompts": job.fields.prompt}
+    optional = {"ids": job.fields.id, "prompts": job.fields.has_prompts or None}
     kinds = ["tokens", "offsets", *(kind for kind, field in optional.items() if field is not None)]
     hashes = {kind: hashlib.sha256() for kind in kinds}
     documents, tokens, text_bytes = 0, 0, 0

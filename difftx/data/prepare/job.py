@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 
 from difftx.data.prepare.readers import Fields, Source, load_hugging_face
 from difftx.data.store import FORMAT, SPLITS, is_store, read_meta
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import UserError
 from difftx.files import read_record, write_record
 from difftx.registry import loaded_extensions
@@ -46,6 +45,7 @@ class Job:
     valid_input: str | None
     out: Path
     tokenizer: str
+    end_of_text: str | None  # Name of the end-of-text token, for tokenizers whose files do not name one.
     fields: Fields
     valid_fraction: float  # Share of the documents to hold out for validation, chosen by their hashes.
     shard_tokens: int  # Number of tokens per shard. The last document of a shard may exceed it.
@@ -73,8 +73,8 @@ class Job:
         return self.work / "job.json"
 
     @property
-    def encoding(self) -> tiktoken.Encoding:
-        return _load_tokenizer(self.tokenizer, field="--tokenizer")
+    def encoding(self) -> Tokenizer:
+        return _load_tokenizer(self.tokenizer, field="--tokenizer", end_of_text=self.end_of_text)
 
     @property
     def dtype(self) -> np.dtype:
@@ -84,14 +84,16 @@ class Job:
 def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     """Return the fields of `meta.json` that are known in advance. They determine the content of the store."""
     files, extensions = input_states(sources), [extension.sha256 for extension in loaded_extensions()]
+    library = job.encoding.library
     return {
         "format": FORMAT,
         "tokenizer": {
             "name": job.tokenizer,
-            "vocabulary_sha256": fingerprint(job.encoding),
+            "vocabulary_sha256": job.encoding.fingerprint,
             "vocab_size": job.encoding.n_vocab,
             "end_of_text": job.encoding.eot_token,
-        },
+        }
+        | ({} if job.end_of_text is None else {"end_of_text_name": job.end_of_text}),
         "dtype": job.dtype.name,
         "source": {
             "input": job.input,
@@ -105,9 +107,18 @@ def describe(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
             "valid_fraction": job.valid_fraction,
             "shard_tokens": job.shard_tokens,
         }
-        | ({"extensions": extensions} if extensions else {}),
-        "versions": {"tiktoken": importlib.metadata.version("tiktoken")},
+        | ({"extensions": extensions} if extensions else {})
+        | _messages(job),
+        "versions": {library: importlib.metadata.version(library)},
     }
+
+
+def _messages(job: Job) -> dict[str, str]:
+    """Return the fields of `meta.json` that determine the text of conversations."""
+    if (field := job.fields.messages) is None:
+        return {}
+    template = job.encoding.require_chat_template(f"--messages_field={field}")
+    return {"messages_field": field, "chat_template_sha256": hashlib.sha256(template.text.encode()).hexdigest()}
 
 
 def input_states(sources: Sequence[Source]) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from difftx.data.chat_template import ChatTemplate
 from difftx.data.records import LONGEST_DOCUMENT, OPENERS, READ_ERRORS, TOO_LONG, open_stream, why_unreadable
 from difftx.errors import UserError, import_extra
 from difftx.registry import Registry
@@ -27,10 +28,16 @@ class Fields:
     text: str
     id: str | None
     prompt: str | None = None  # Field with the text before the document, which the loss does not count.
+    messages: str | None = None  # Field with a conversation, in place of `text` and `prompt`.
 
     @property
     def names(self) -> list[str]:
-        return [name for name in (self.text, self.id, self.prompt) if name is not None]
+        content = (self.text, self.prompt) if self.messages is None else (self.messages,)
+        return [name for name in (*content, self.id) if name is not None]
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.prompt is not None or self.messages is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +48,29 @@ class Document:
     utf8: bytes  # The prompt followed by the text.
     id: str | None
     prompt: str = ""
+    is_chat: bool = False  # Whether a chat template wrote prompt and text, so that they name special tokens.
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A conversation of the input, of which each message of the assistant becomes a document."""
+
+    messages: Any
+    id: str | None
+    record_name: Callable[[], str]
+
+    def documents(self, template: ChatTemplate) -> Iterator[Document | UserError]:
+        try:
+            for prompt, text in template.turns(self.messages):
+                yield Document(text, (prompt + text).encode(), self.id, prompt, is_chat=True)
+        except UnicodeEncodeError:
+            yield UserError(f"{self.record_name()}: half of a surrogate pair, which is not UTF-8")
+        except UserError as error:
+            yield UserError(f"{self.record_name()}: {error}")
+
+
+type Content = Lines | Texts | Rows  # The method `documents` yields a `UserError` for each unreadable document.
+type Found = Document | Conversation | UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +81,14 @@ class Lines:
     start: int
     data: bytes
 
-    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+    def documents(self, fields: Fields) -> Iterator[Found]:
         position = self.start
         for index, line in enumerate(self.data.split(b"\n")):
             if line.strip():
                 yield self._document(line, index, position, fields)
             position += len(line) + 1
 
-    def _document(self, line: bytes, index: int, position: int, fields: Fields) -> Document | UserError:
+    def _document(self, line: bytes, index: int, position: int, fields: Fields) -> Found:
         try:
             record = json.loads(line.decode().removeprefix("\ufeff" if position == 0 else ""))
         except UnicodeDecodeError as error:
@@ -90,12 +120,13 @@ class Texts:
     files: tuple[tuple[Path, bytes | UserError], ...]  # Path and content of each file, or the error of reading it.
     start: int = 0  # Byte at which the content starts in its file. It is not 0 for the held-out end of a single file.
 
-    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+    def documents(self, fields: Fields) -> Iterator[Found]:
         for file, data in self.files:
             if isinstance(data, UserError):
                 yield data
-            elif fields.prompt is not None:
-                yield UserError(f"{file}: a text file has no field {fields.prompt!r}; --prompt_field is for JSON lines")
+            elif (field := fields.messages or fields.prompt) is not None:
+                flag = "--prompt_field" if fields.messages is None else "--messages_field"
+                yield UserError(f"{file}: a text file has no field {field!r}; {flag} is for JSON lines")
             else:
                 try:
                     yield Document(data.decode(), data, fields.id and str(file))
@@ -111,12 +142,11 @@ class Rows:
     start: int
     rows: tuple[dict[str, Any], ...]
 
-    def documents(self, fields: Fields) -> Iterator[Document | UserError]:
+    def documents(self, fields: Fields) -> Iterator[Found]:
         for index, row in enumerate(self.rows, start=self.start):
             yield _document_of(row, fields, lambda index=index: f"{self.table}: row {index}")
 
 
-type Content = Lines | Texts | Rows  # The method `documents` yields a `UserError` for each unreadable document.
 type Chunk = tuple[Content, int, int]  # `content`, `end` and `input_bytes` of a `Unit`.
 
 
@@ -302,7 +332,7 @@ def read_rows(
     name = str(source.files[0])
     for row in rows:
         batch.append(row)
-        size += len(str(row.get(fields.text, "")))
+        size += len(str(row.get(fields.messages or fields.text, "")))
         if size >= UNIT_BYTES:
             end = position + len(batch)
             yield Rows(name, position, tuple(batch)), end, source.size * len(batch) // total
@@ -318,18 +348,21 @@ def _unreadable(file: Path, reason: str, input_bytes: int = 0) -> Chunk:
     return Texts(((file, UserError(reason)),)), 0, input_bytes
 
 
-def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Document | UserError:
-    for field, flag in ((fields.text, "--text_field"), (fields.prompt, "--prompt_field")):
+def _document_of(record: dict[str, Any], fields: Fields, name_of_record: Callable[[], str]) -> Found:
+    flags = {fields.text: "--text_field", fields.prompt: "--prompt_field"}
+    for field, flag in {fields.messages: "--messages_field"}.items() if fields.messages else flags.items():
         if field is None:
             continue
         if field not in record:
             names = ", ".join(map(repr, itertools.islice(record, 10))) or "none"
             return UserError(f"{name_of_record()}: no field {field!r}; its fields: {names}; choose with {flag}")
-        if not isinstance(record[field], str):
+        if fields.messages is None and not isinstance(record[field], str):
             return UserError(f"{name_of_record()}: field {field!r} is not text but {type(record[field]).__name__}")
     if fields.id is not None and fields.id not in record:
         return UserError(f"{name_of_record()}: no field {fields.id!r}; choose with --id_field")
     document_id = None if fields.id is None else str(record[fields.id])
+    if fields.messages is not None:
+        return Conversation(record[fields.messages], document_id, name_of_record)
     text, prompt = record[fields.text], "" if fields.prompt is None else record[fields.prompt]
     try:
         return Document(text, (prompt + text).encode(), document_id, prompt)

@@ -44,7 +44,7 @@ class HallucinationSet:
         """Read the file. Raise `UserError` if it is invalid, or if a prompt does not fit the model's context."""
         self.name, self.kind, self.new_tokens = config.name, config.kind, config.new_tokens
         self._config = config
-        self._encode, self._decode = run.tokenizer.encode_ordinary, run.tokenizer.decode
+        self._tokenizer = run.tokenizer
         self._window, settings = run.config.data.sequence_length, run.config.eval.hallucination
         self._refuse_long = settings.long_documents == "refuse"
         field = f"eval.hallucination.sets, {config.name}.path"
@@ -64,9 +64,9 @@ class HallucinationSet:
         return HallucinationItem(id=name, name=record.name, document=document, question=question, references=references)
 
     def _with_prompt(self, item: HallucinationItem) -> HallucinationItem:
-        before = self._encode(BEFORE[self.kind])
-        after = self._encode(AFTER[self.kind].format(question=item.question))
-        tokens, document = self._encode(item.document), item.document
+        before = self._tokenizer.encode_prompt(BEFORE[self.kind])
+        after = self._tokenizer.encode_ordinary(AFTER[self.kind].format(question=item.question), continues=True)
+        tokens, document = self._tokenizer.encode_ordinary(item.document, continues=True), item.document
         room = self._window - len(before) - len(after) - self.new_tokens
         if room < FEWEST_TOKENS:
             raise UserError(
@@ -81,7 +81,7 @@ class HallucinationSet:
             )
         if is_long:
             tokens = tokens[: room - room // 2] + tokens[-(room // 2) :]
-            document = self._decode(tokens)
+            document = self._tokenizer.decode(tokens)
         return dataclasses.replace(item, tokens=(*before, *tokens, *after), document=document, cut=is_long)
 
 

@@ -146,7 +146,7 @@ class IclTask:
         return Example(question, label, question + self.labels[label] + self._encode("\n"))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode_ordinary(text))
+        return tuple(self._tokenizer.encode_ordinary(text, continues=True))
 
 
 def _one_line(record: Record, field: str) -> str:

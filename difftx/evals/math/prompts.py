@@ -47,7 +47,7 @@ class MathTask:
         window = run.config.data.sequence_length
         self.items: list[MathItem] = []
         for number, problem in enumerate(problems):
-            prompt = run.tokenizer.encode_ordinary(f"{context}Question: {problem.question}\nAnswer:{nudge}")
+            prompt = run.tokenizer.encode_prompt(f"{context}Question: {problem.question}\nAnswer:{nudge}")
             if len(prompt) >= window:
                 raise UserError(
                     f"{problem.name}: the prompt has {len(prompt)} tokens, and the model's context "

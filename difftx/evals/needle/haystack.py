@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from difftx.config import Config
 from difftx.data.packing import PackedRows
 from difftx.data.sources import open_split, read_texts, text_files
 from difftx.data.store import META
-from difftx.data.tokenizer import token_bytes
+from difftx.data.tokenizer import Tokenizer
 from difftx.errors import UserError
 from difftx.training.run import Run
 
@@ -63,11 +62,11 @@ class Text:
         return round(exact)
 
 
-def find_boundaries(tokens: np.ndarray, tokenizer: tiktoken.Encoding, *, longest: int) -> Text:
+def find_boundaries(tokens: np.ndarray, tokenizer: Tokenizer, *, longest: int) -> Text:
     """Repeat a text until it has at least `longest` tokens, and find its boundaries."""
     tokens_N = np.resize(tokens, max(len(tokens), longest)).astype(np.int32)
     before_N, after_N = tokens_N[:-1], tokens_N[1:]
-    values = [value or b"" for value in token_bytes(tokenizer)]
+    values = [value or b"" for value in tokenizer.token_bytes]
     ends_sentence = np.array([bool(SENTENCE_END.search(value)) for value in values])
     ends_line = np.array([bool(LINE_END.search(value)) for value in values])
     begins_with_space = np.array([value[:1].isspace() for value in values])
@@ -109,7 +108,7 @@ def haystack_files(config: Config) -> list[Path]:
 def _encode_files(run: Run, path: str, limit: int) -> np.ndarray:
     parts, count = [np.empty(0, np.uint32)], 0
     for text in read_texts(path, FIELD):
-        parts.append(run.tokenizer.encode_to_numpy(text, disallowed_special=()))
+        parts.append(run.tokenizer.encode_to_numpy(text))
         count += len(parts[-1])
         if count >= limit:
             break

@@ -124,13 +124,13 @@ class NeedlePrompts:
         )
 
     def _needle(self, city: str, number: str) -> list[int]:
-        return self._tokenizer.encode_ordinary(NEEDLE.format(city=city, number=number))
+        return self._tokenizer.encode_ordinary(NEEDLE.format(city=city, number=number), continues=True)
 
     def _question(self, cities: Sequence[str]) -> list[int]:
         if len(cities) == 1:
-            return self._tokenizer.encode_ordinary(ONE_QUESTION.format(cities=cities[0]))
+            return self._tokenizer.encode_ordinary(ONE_QUESTION.format(cities=cities[0]), continues=True)
         listed = f"{', '.join(cities[:-1])} and {cities[-1]}"
-        return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed))
+        return self._tokenizer.encode_ordinary(SEVERAL_QUESTIONS.format(cities=listed), continues=True)
 
     def _check_length(self, case: NeedleCaseConfig, length_field: str, case_field: str) -> None:
         if case.needles > len(CITIES):

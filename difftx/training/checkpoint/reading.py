@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tiktoken
-
 from difftx.config import Config
 from difftx.config.build import config_from_dict
 from difftx.config.fields import values_of
 from difftx.data.loader import signature_changes
-from difftx.data.tokenizer import fingerprint, load_tokenizer
+from difftx.data.tokenizer import Tokenizer, load_tokenizer
 from difftx.errors import RunError, UserError
 from difftx.parallel.multihost import decide_on_primary
 from difftx.registry import require_extensions
@@ -23,7 +21,7 @@ from difftx.training.resume import changed_fields
 from difftx.training.run import Run
 
 # Fields of `data` that only locate the data. The signature in the manifest identifies the contents.
-LOCATIONS = ("path", "sources", "tokenizer")
+LOCATIONS = ("path", "sources", "tokenizer", "end_of_text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +95,19 @@ def open_run(checkpoint: Checkpoint, workdir: Path) -> Run:
     return Run.open(checkpoint.config, workdir)
 
 
-def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, tiktoken.Encoding]:
+def open_tokenizer(checkpoint: Checkpoint) -> tuple[Config, Tokenizer]:
     """Return the tokenizer that the checkpoint was trained with, and a config with the tokenizer's present location."""
     for config in _moved(checkpoint):
         with contextlib.suppress(UserError):
-            tokenizer = load_tokenizer(config.data.tokenizer)
-            if fingerprint(tokenizer) == checkpoint.data.get("tokenizer"):
+            tokenizer = load_tokenizer(config.data.tokenizer, end_of_text=config.data.end_of_text)
+            if tokenizer.fingerprint == checkpoint.data.get("tokenizer"):
                 return config, tokenizer
-    tokenizer = load_tokenizer(checkpoint.config.data.tokenizer)
-    if fingerprint(tokenizer) != checkpoint.data.get("tokenizer"):
+    data = checkpoint.config.data
+    tokenizer = load_tokenizer(data.tokenizer, end_of_text=data.end_of_text)
+    if tokenizer.fingerprint != checkpoint.data.get("tokenizer"):
         raise UserError(
             f"{checkpoint.folder} was trained with another vocabulary than data.tokenizer="
-            f"{checkpoint.config.data.tokenizer!r} has now; put the tokenizer's file back"
+            f"{data.tokenizer!r} has now; put the tokenizer's file back"
         )
     return checkpoint.config, tokenizer
 

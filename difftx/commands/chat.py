@@ -1,0 +1,165 @@
+"""Talk to a trained model: python -m difftx chat --workdir=DIR. The model is loaded and compiled once.
+
+With a chat template, the lines are messages of one conversation. Without one, the model continues each line by itself.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from difftx.commands.flags import add_weights_flag, parse_command
+from difftx.commands.generate import NEW_TOKENS, SEEDS
+from difftx.errors import UserError, did_you_mean, printable
+from difftx.parallel import multihost
+
+if TYPE_CHECKING:
+    from difftx.data.chat_template import Message
+    from difftx.inference.decode import LanguageModel
+    from difftx.inference.sampling import Sampling
+
+MARK = "> "
+HELP = """\
+/temperature 0.7         divides the logits; 0 takes the most likely token
+/top_p 0.9               sample among the most likely tokens that reach this probability; none: all
+/top_k 40                sample among this number of most likely tokens; none: all
+/repetition_penalty 1.1  above 1: repeated tokens become less likely; none: off
+/tokens 256              at most this many new tokens
+/seed 7                  seed of the next answer; each later answer has the next seed
+/reset                   begin a new conversation
+/help                    print this list
+/quit                    end, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the flags, then lines until the end of the input. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    parser = argparse.ArgumentParser("difftx chat", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    add_weights_flag(parser)
+    parser.add_argument("--system", help="first message of each conversation, which instructs the model")
+    multihost.add_flags(parser)
+    parser.epilog = f"--mesh.field=value changes a field of the run's mesh. Commands in the loop:\n{HELP}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    options, overrides = parse_command(parser, arguments, "mesh")
+
+    # Imported after the flags are checked, because the import is slow.
+    import jax
+
+    from difftx.inference.load import load
+
+    lm = load(options.workdir, options.step, overrides, options, options.weights)
+    if jax.process_count() > 1:
+        raise UserError("difftx chat reads from one terminal, so it runs in one process; use difftx generate")
+    if options.system is not None:
+        lm.tokenizer.require_chat_template("--system")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # The terminal may not use UTF-8.
+    what = "The model continues each line" if lm.tokenizer.chat_template is None else "A conversation"
+    print(f"{what}; /help lists the commands")
+    converse(lm, _lines(), lambda text: print(printable(text), end="", flush=True), system=options.system)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings that lines such as "/seed 7" change."""
+
+    sampling: "Sampling"
+    tokens: int = NEW_TOKENS  # Largest number of new tokens.
+    seed: int = 0  # Seed of the next answer.
+
+    def changed(self, name: str, value: str) -> "Settings":
+        """Return the settings after the line "/name value". Raise `UserError` if the value is not valid."""
+        kind = int if name in ("tokens", "seed", "top_k") else float
+        is_optional = name not in ("tokens", "seed", "temperature")
+        try:
+            number: Any = None if is_optional and value == "none" else kind(value)
+        except ValueError as error:
+            what = "a whole number" if kind is int else "a number"
+            raise UserError(f"/{name} {value}: give {what}{' or none' * is_optional}, as in /help") from error
+        if name not in ("tokens", "seed"):
+            return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, **{name: number}))
+        least, most = (1, SEEDS) if name == "tokens" else (0, SEEDS - 1)
+        if not least <= kind(value) <= most:
+            raise UserError(f"/{name} {value}: must lie in {least} … {most}")
+        return dataclasses.replace(self, **{name: number})
+
+
+CHANGES = ("temperature", "top_p", "top_k", "repetition_penalty", "tokens", "seed")
+
+
+def converse(
+    lm: "LanguageModel", lines: Iterable[str], write: Callable[[str], None], *, system: str | None = None
+) -> None:
+    """Answer each line, and write the answers piece by piece. A line that is a command changes the settings."""
+    from difftx.inference.sampling import Sampling
+
+    settings = Settings(Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None))
+    start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*start]
+    for line in lines:
+        name, _, value = line.removeprefix("/").partition(" ")
+        try:
+            if not line.strip():
+                continue
+            if not line.startswith("/"):
+                messages = _answer(lm, messages, line, settings, write)
+                settings = dataclasses.replace(settings, seed=(settings.seed + 1) % SEEDS)
+            elif name == "quit":
+                return
+            elif name == "reset":
+                messages = [*start]
+            elif name == "help":
+                write(f"{HELP}\n")
+            elif name in CHANGES:
+                settings = settings.changed(name, value.strip())
+            else:
+                raise UserError(f"/{name}: no such command.{did_you_mean(name, [*CHANGES, 'reset', 'help', 'quit'])}")
+        except UserError as error:
+            write(f"error: {error}\n")
+
+
+def _answer(
+    lm: "LanguageModel", messages: "list[Message]", line: str, settings: Settings, write: Callable[[str], None]
+) -> "list[Message]":
+    """Write the model's answer to a line. Return the conversation with both."""
+    from difftx.inference.generate import Request, check, generate
+
+    asked = [*messages, {"role": "user", "content": line}]
+    if (template := lm.tokenizer.chat_template) is not None:
+        prompt = lm.tokenizer.encode_chat(template.render(asked, add_generation_prompt=True))
+    else:
+        prompt = lm.tokenizer.encode_prompt(line)
+    name, room = "the line" if template is None else "the conversation", lm.window - len(prompt)
+    request = Request(prompt=prompt, new_tokens=max(1, min(settings.tokens, room)), seed=settings.seed)
+    try:
+        check(lm, request, name)
+    except UserError as error:
+        raise UserError(f"{error}" + ("" if template is None else "; /reset begins a new one")) from error
+    pieces: list[str] = []
+
+    def show(_: int, text: str) -> None:
+        pieces.append(text)
+        write(text)
+
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the answer.
+        generate(lm, [request], settings.sampling, on_text=show)
+    answer = "".join(pieces)
+    write("" if answer.endswith("\n") else "\n")
+    # The text after the end of the message, such as a line break of the template, is not part of it.
+    return [*asked, {"role": "assistant", "content": answer.rstrip()}]
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of the standard input, with a mark in front of each if it is a terminal."""
+    while True:
+        try:
+            line = input(MARK if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        yield line

@@ -1,0 +1,111 @@
+"""Chat templates: Jinja templates that write a conversation as text, rendered as transformers renders them."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from difftx.errors import UserError
+
+ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
+
+type Message = Mapping[str, Any]  # Has "role" and mostly "content".
+
+
+class ChatTemplate:
+    """A template of a tokenizer. `special_tokens` are its variables bos_token, eos_token, …"""
+
+    def __init__(self, text: str, special_tokens: Mapping[str, str], name: str):
+        """Compile the template. Raise `UserError` with the tokenizer's `name` if it is not valid."""
+        self.text, self._special_tokens, self._name = text, dict(special_tokens), name
+        try:
+            self._template = _environment().from_string(text)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{name}: the chat template is not valid ({error})") from error
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """Return the text of a conversation, optionally with the beginning of the assistant's next message."""
+        if why := _why_invalid(messages):
+            raise UserError(f"messages: {why}")
+        try:
+            return self._template.render(
+                messages=[_without_none(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # A template can raise errors of many types, such as TypeError.
+            raise UserError(f"{self._name}: the chat template refuses the messages: {error}") from error
+
+    def turns(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
+        """Return each message of the assistant as a pair: the text before it, as in generation, and its own text."""
+        found = []
+        for i, message in enumerate(messages):
+            if isinstance(message, Mapping) and message.get("role") == "assistant":
+                before = self.render(messages[:i], add_generation_prompt=True)
+                whole = self.render(messages[: i + 1], add_generation_prompt=False)
+                if not whole.startswith(before):
+                    raise UserError(
+                        f"{self._name}: the chat template writes messages 1 … {i} in another way when message {i + 1} "
+                        "follows, so that the assistant's text cannot be told from its prompt; use another template"
+                    )
+                found.append((before, whole[len(before) :]))
+        if not found and (why := _why_invalid(messages) or "no message has the role assistant, so there is no target"):
+            raise UserError(f"messages: {why}")
+        return found
+
+
+class _Generation(jinja2.ext.Extension):
+    """The block {% generation %} … {% endgeneration %}, by which transformers finds the assistant's tokens."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja declares the attribute so.
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _why_invalid(messages: object) -> str | None:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        return f"not a list of at least one message with {ROLES}"
+    for i, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f"message {i} is not an object with {ROLES}"
+    return None
+
+
+def _without_none(message: Message) -> dict[str, Any]:
+    # As in transformers: many templates test whether a key exists.
+    return {key: value for key, value in message.items() if value is not None}
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return the sandbox in which transformers renders, with the same functions."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        # Jinja's own filter escapes HTML characters.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    # The output is the text of a prompt, not HTML, so nothing is escaped.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(  # nosec B701
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    functions = {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals.update(functions)  # pyrefly: ignore[bad-argument-type, no-matching-overload]
+    return environment

@@ -1,0 +1,318 @@
+"""Tokenizers in the files of Hugging Face: tokenizer.json, or a SentencePiece model, and the settings next to them.
+
+The settings are read as transformers reads them: tokenizer_config.json and special_tokens_map.json name the special
+tokens, and chat_template.jinja is the chat template.
+"""
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from difftx.data.byte_level import BYTES_OF
+from difftx.data.chat_template import ChatTemplate
+from difftx.data.tokenizer import Tokenizer
+from difftx.errors import UserError, import_extra
+from difftx.files import json_sha256, read_file, read_json
+
+EXTRA = "tokenizers"
+TOKENIZER, MODEL, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"
+SPECIAL_TOKENS = "special_tokens_map.json"
+FILES = (TOKENIZER, MODEL, CONFIG, SPECIAL_TOKENS, TEMPLATE)
+# Keys of tokenizer_config.json that name a special token. Chat templates receive them as variables.
+NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SPACE = "▁"  # U+2581, which stands for a space in the tokens of SentencePiece.
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # A byte of a character that is not in the vocabulary.
+
+
+def load_files(path: Path, *, field: str, end_of_text: str | None) -> "FileTokenizer":
+    """Return the tokenizer of a tokenizer.json file, of a SentencePiece model, or of a folder with one of them.
+
+    `field` and `end_of_text` are as in `load_tokenizer`.
+    """
+    name = f"{field}={str(path)!r}"
+    if path.is_dir():
+        found = [path / file for file in (TOKENIZER, MODEL) if (path / file).is_file()]
+        if not found:
+            raise UserError(f"{name}: the folder has neither {TOKENIZER} nor {MODEL}")
+        path = found[0]
+    settings = _read_settings(path.parent)
+    family = SentencePieceTokenizer if path.suffix == ".model" else JsonTokenizer
+    try:
+        return family(path, settings, name, end_of_text)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{name}: its files are not those of a tokenizer ({error!r})") from error
+
+
+class FileTokenizer(Tokenizer):
+    """The parts that the two families share. Errors begin with `field`, such as "data.tokenizer='/path'"."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        field: str,
+        end_of_text: str | None,
+        vocabulary: Mapping[str, int],
+    ):
+        """Find the special tokens of `settings`, and the end-of-text token, in `vocabulary`: the id of each token."""
+        self.name, self.path, self._vocabulary = str(path), path, vocabulary
+        self.n_vocab = max(vocabulary.values(), default=-1) + 1
+        name, fix = end_of_text or _content(settings.get("eos_token")), f"{field.partition('tokenizer')[0]}end_of_text"
+        if name is None:
+            raise UserError(f"{field}: no file names its end-of-text token (eos_token); set {fix} to its name")
+        if name not in vocabulary:
+            raise UserError(
+                f"{field}: the end-of-text token {name!r} is not in the vocabulary; set {fix} to one that is"
+            )
+        self.eot_token = vocabulary[name]
+        if (template := settings.get("chat_template")) is not None:
+            names = {key: _content(settings[key]) for key in NAMED if settings.get(key)}
+            self.chat_template = ChatTemplate(template, names, self.name)
+
+
+class JsonTokenizer(FileTokenizer):
+    """A tokenizer.json, by the library `tokenizers`."""
+
+    library = "tokenizers"
+
+    def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
+        self._raw, self._settings, self._field = read_json(path), settings, field
+        self._library = import_extra("tokenizers", EXTRA)
+        self._coders: dict[tuple[bool, bool], Any] = {}
+        self._plain = self._coder(chat=True, continues=False)
+        super().__init__(path, settings, field, end_of_text, self._plain.get_vocab(with_added_tokens=True))
+        self.prefix = tuple(self._prefix())
+        self._bytes_of = self._byte_rule()
+
+    def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
+        return np.array(self._encode(text, chat=False, continues=continues), np.uint32)
+
+    def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
+        return self._encode(text, chat=True, continues=continues)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._plain.decode(tokens, skip_special_tokens=False)
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes | None]:
+        special = {token.content for token in self._plain.get_added_tokens_decoder().values() if token.special}
+        values: list[bytes | None] = [None] * self.n_vocab
+        for token, id_ in self._vocabulary.items():
+            values[id_] = b"" if token in special or id_ == self.eot_token else self._bytes_of(token)
+        return values
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        added = [str(token) for _, token in sorted(self._plain.get_added_tokens_decoder().items())]
+        return json_sha256([self._raw, added, self.eot_token])
+
+    def _encode(self, text: str, *, chat: bool, continues: bool) -> list[int]:
+        coder = self._coder(chat=chat, continues=continues)
+        return coder.encode(_without_surrogates(text), add_special_tokens=False).ids
+
+    def _coder(self, *, chat: bool, continues: bool) -> Any:
+        """Return the library's tokenizer. Only for a chat do the names of special tokens in the text have a meaning."""
+        if (chat, continues) not in self._coders:
+            coder = self._build(_without_leading_space(self._raw) if continues else self._raw)
+            coder.encode_special_tokens = not chat
+            self._coders[chat, continues] = coder
+        return self._coders[chat, continues]
+
+    def _build(self, raw: dict[str, Any]) -> Any:
+        """Return the library's tokenizer of a tokenizer.json, with the added tokens of the settings."""
+        try:
+            coder = self._library.Tokenizer.from_str(json.dumps(raw))
+        except Exception as error:  # The library raises Exception itself.
+            raise UserError(f"{self._field}: not a tokenizer.json that `tokenizers` reads ({error})") from error
+        coder.no_truncation()
+        coder.no_padding()
+        known = {repr(token) for token in coder.get_added_tokens_decoder().values()}
+        listed = map(self._added_token, _added_entries(self._settings))
+        coder.add_tokens([token for token in listed if repr(token) not in known])
+        names = {token.content for token in coder.get_added_tokens_decoder().values()}
+        coder.add_tokens([self._added_token(t) for t in _special_entries(self._settings) if _content(t) not in names])
+        return coder
+
+    def _added_token(self, entry: str | dict[str, Any]) -> Any:
+        flags = {"content": entry} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "__type"}
+        return self._library.AddedToken(**{"special": True} | flags)
+
+    def _prefix(self) -> Iterator[int]:
+        """Yield the ids that the library puts in front of every text."""
+        encoded = self._plain.encode("a")
+        for id_, is_special in zip(encoded.ids, encoded.special_tokens_mask, strict=True):
+            if not is_special:
+                return
+            yield id_
+
+    def _byte_rule(self) -> Callable[[str], bytes]:
+        """Return a function from a token to its bytes within a text, which depends on the decoder."""
+        kinds = {part["type"] for part in _parts(self._raw.get("decoder"), "decoders")}
+        if "ByteLevel" in kinds:
+            return _byte_level
+        if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+            return _with_byte_fallback if "ByteFallback" in kinds else _with_spaces
+        raise UserError(
+            f"{self._field}: its decoder is {', '.join(sorted(kinds)) or 'missing'}, and difftx reads tokenizers of "
+            "byte-level BPE and of SentencePiece; use one of these"
+        )
+
+
+class SentencePieceTokenizer(FileTokenizer):
+    """A SentencePiece model, by the library `sentencepiece`."""
+
+    library = "sentencepiece"
+
+    def __init__(self, path: Path, settings: dict[str, Any], field: str, end_of_text: str | None):
+        library = import_extra("sentencepiece", EXTRA)
+        description = import_extra("sentencepiece.sentencepiece_model_pb2", EXTRA).ModelProto()
+        if (content := read_file(path)) is None:
+            raise UserError(f"{field}: no such file")
+        try:
+            description.ParseFromString(content)
+            self._model = library.SentencePieceProcessor(model_proto=content)
+        except Exception as error:  # Errors of protobuf and of the library, of several types.
+            raise UserError(f"{field}: not a SentencePiece model ({error})") from error
+        # Text that continues another one has no leading space unless it begins with one, which is then kept.
+        description.normalizer_spec.add_dummy_prefix = description.normalizer_spec.remove_extra_whitespaces = False
+        self._continuing = library.SentencePieceProcessor(model_proto=description.SerializeToString())
+        ids = range(self._model.get_piece_size())
+        pieces = [self._model.id_to_piece(id_) for id_ in ids]
+        roles = {"bos": self._model.bos_id(), "eos": self._model.eos_id(), "unk": self._model.unk_id()}
+        settings = {f"{role}_token": pieces[id_] for role, id_ in roles.items() if id_ >= 0} | settings
+        added = {_content(token): int(id_) for id_, token in settings.get("added_tokens_decoder", {}).items()}
+        vocabulary = {piece: id_ for id_, piece in enumerate(pieces)} | added
+        super().__init__(path, settings, field, end_of_text, vocabulary)
+        named = [_content(token) for token in _special_entries(settings) if _content(token) in vocabulary]
+        controls = [pieces[id_] for id_ in ids if self._model.is_control(id_)]
+        names = [*controls, *named, *added, *([end_of_text] if end_of_text else [])]
+        self._special: dict[int, str] = {vocabulary[name]: name for name in names}
+        longest_first = sorted(self._special.values(), key=lambda name: -len(name))
+        self._names = re.compile("|".join(map(re.escape, longest_first)))
+        if settings.get("add_bos_token"):
+            self.prefix = (vocabulary[_content(settings["bos_token"])],)
+        self._content = content
+
+    def encode_to_numpy(self, text: str, *, continues: bool = False) -> np.ndarray:
+        return np.array(self._encode(text, continues=continues), np.uint32)
+
+    def encode_chat(self, text: str, *, continues: bool = False) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for found in self._names.finditer(text):
+            ids += self._encode(text[end : found.start()], continues=continues or bool(ids))
+            ids.append(self._vocabulary[found[0]])
+            end = found.end()
+        return ids + self._encode(text[end:], continues=continues or bool(ids))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text = ""
+        for is_special, run in itertools.groupby(tokens, self._special.__contains__):
+            if is_special:
+                text += "".join(map(self._special.__getitem__, run))
+            else:
+                text += (self._continuing if text else self._model).decode(list(run))
+        return text
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes | None]:
+        values: list[bytes | None] = [None] * self.n_vocab
+        for piece, id_ in self._vocabulary.items():
+            if id_ in self._special or self._model.is_unknown(id_):
+                values[id_] = b""
+            elif not self._model.is_unused(id_):
+                values[id_] = _with_byte_fallback(piece) if self._model.is_byte(id_) else _with_spaces(piece)
+        return values
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return json_sha256([self._content.hex(), sorted(self._special.items()), self.eot_token])
+
+    def _encode(self, text: str, *, continues: bool) -> list[int]:
+        return (self._continuing if continues else self._model).encode(_without_surrogates(text))
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of tokenizer_config.json, and those of other files that take precedence in transformers."""
+    settings = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if "added_tokens_decoder" not in settings and (folder / SPECIAL_TOKENS).is_file():
+        settings |= read_json(folder / SPECIAL_TOKENS)
+    if (template := read_file(folder / TEMPLATE)) is not None:
+        settings["chat_template"] = template.decode()
+    elif isinstance(templates := settings.get("chat_template"), list):  # Several templates with names.
+        settings["chat_template"] = {entry["name"]: entry["template"] for entry in templates}.get("default")
+    return settings
+
+
+def _added_entries(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tokens that the settings add to the vocabulary, in the order of their ids."""
+    added = settings.get("added_tokens_decoder", {})
+    return [added[id_] for id_ in sorted(added, key=int)]
+
+
+def _special_entries(settings: Mapping[str, Any]) -> list[str | dict[str, Any]]:
+    """Return the special tokens that the settings name."""
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    named = [settings[key] for key in NAMED if settings.get(key)]
+    return [*named, *(extra.values() if isinstance(extra, dict) else extra)]
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a special token, which files write as a text or as an object."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _parts(component: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
+    """Yield a normalizer, pre-tokenizer or decoder, or the parts of a sequence of them, in the list `name`."""
+    if component is not None:
+        if component["type"] == "Sequence":
+            for part in component[name]:
+                yield from _parts(part, name)
+        else:
+            yield component
+
+
+def _without_leading_space(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer.json that does not put a space in front of a text."""
+    normalizers = [part for part in _parts(raw.get("normalizer"), "normalizers") if part["type"] != "Prepend"]
+    splitters = []
+    for part in _parts(raw.get("pre_tokenizer"), "pretokenizers"):
+        if part["type"] == "Metaspace":
+            part = {k: v for k, v in part.items() if k != "add_prefix_space"} | {"prepend_scheme": "never"}
+        elif part["type"] == "ByteLevel":
+            part = part | {"add_prefix_space": False}
+        splitters.append(part)
+    return raw | {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitters} if splitters else None,
+    }
+
+
+def _byte_level(token: str) -> bytes:
+    # A token that was added to the vocabulary is text.
+    return bytes(map(BYTES_OF.__getitem__, token)) if all(c in BYTES_OF for c in token) else token.encode()
+
+
+def _with_spaces(token: str) -> bytes:
+    return token.replace(SPACE, " ").encode()
+
+
+def _with_byte_fallback(token: str) -> bytes:
+    return bytes.fromhex(found[1]) if (found := BYTE.fullmatch(token)) else _with_spaces(token)
+
+
+def _without_surrogates(text: str) -> str:
+    """Return a text with U+FFFD in place of each half of a surrogate pair, which tiktoken encodes so too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

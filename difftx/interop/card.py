@@ -1,0 +1,103 @@
+"""The model card and the generation config of an exported model folder."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from difftx.config import Config
+from difftx.config.fields import values_of
+from difftx.data.tokenizer import Tokenizer
+from difftx.errors import UserError, printable
+from difftx.files import read_json, write_atomically
+from difftx.interop import custom
+from difftx.model.abstract import count_parameters
+from difftx.training.checkpoint.reading import Checkpoint
+from difftx.training.metrics import read_metrics
+
+CARD, GENERATION = "README.md", "generation_config.json"
+LOAD = """import transformers
+
+model = transformers.AutoModelForCausalLM.from_pretrained({arguments})
+tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})"""
+SERVABLE = "Each layer calls the attention function once, so engines with one key/value cache per layer can serve it."
+NOT_SERVABLE = "**This model is not servable**: vLLM, SGLang and similar engines cannot compute its attention weights."
+DIFFLLAMA = (
+    "**This folder is not servable**: DiffLlama calls the attention function twice per layer, but engines keep one "
+    "key/value cache per layer. `--to=hf` exports a servable folder."
+)
+
+
+def write_card(
+    folder: Path, name: str, settings: dict[str, Any], checkpoint: Checkpoint, workdir: Path, command: Sequence[str]
+) -> None:
+    """Write the model card of an export. `name` is the final name of `folder`, and `settings` is its config.json."""
+    config, step = checkpoint.config, int(checkpoint.folder.name)
+    (causal,) = settings["architectures"]
+    is_custom = "auto_map" in settings
+    arguments = f"{name!r}, trust_remote_code=True" if is_custom else f"{name!r}"
+    serving = DIFFLLAMA if causal.startswith("DiffLlama") else NOT_SERVABLE if causal == custom.EAGER else SERVABLE
+    code = f"The class `{causal}` is in `{custom.MODELING.name}`." if is_custom else f"The class is `{causal}`."
+    parts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"tags: [difftx, {config.model.architecture}]\n---",
+        f"# {name}",
+        f"A language model trained with difftx: architecture `{config.model.architecture}`, "
+        f"{count_parameters(config.model).total:,} parameters, step {step:,} of {config.train.steps:,}, "
+        f"{step * config.train.global_batch_tokens:,} tokens.",
+        f"{code} {serving}",
+        _code("python", LOAD.format(arguments=arguments, folder=name)),
+        "## Model",
+        _table(("field", "value"), [(f"`{field}`", f"`{value}`") for field, value in _changed(config)]),
+        "## Losses",
+        _table(("number", "value"), _losses(checkpoint, workdir, step)) or "No loss of this step is recorded.",
+        "## Data",
+        "The signature of the training data, which also identifies the tokenizer:",
+        _code("json", json.dumps(checkpoint.data, indent=2)),
+        "## Command",
+        "This command made the folder:",
+        _code("bash", shlex.join(command)),
+        "The config of the training:",
+        _code("json", config.to_json().strip()),
+    ]
+    write_atomically(folder / CARD, "\n\n".join(map(printable, parts)) + "\n")
+
+
+def write_generation_config(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Write the defaults of `generate` in transformers: greedy text, as `difftx generate --temperature=0` writes it."""
+    end, known = tokenizer.eot_token, tokenizer.token_bytes
+    unused = [token for token in range(vocab_size) if token >= len(known) or known[token] is None]
+    settings = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
+    settings |= {"suppress_tokens": unused} if unused else {}  # Rows of the embedding without a token.
+    write_atomically(folder / GENERATION, json.dumps(settings) + "\n")
+
+
+def _changed(config: Config) -> list[tuple[str, Any]]:
+    """Return the fields of `model` that change what the trained model computes."""
+    return [(name, value) for name, value in values_of(config.model).items() if name not in custom.FREE]
+
+
+def _losses(checkpoint: Checkpoint, workdir: Path, step: int) -> list[tuple[str, str]]:
+    """Return the training loss, and the numbers of all suites whose results are of these weights."""
+    found: list[tuple[str, Any]] = []
+    if checkpoint.part == "params":
+        rows = [row for row in read_metrics(workdir / "metrics.jsonl")[0] if row["split"] == "train"]
+        found += [("training loss", row["loss"]) for row in rows if row["step"] == step][-1:]
+    for path in sorted(workdir.glob(f"evals/*/{step}*.json")):
+        try:
+            result = read_json(path)
+        except UserError:
+            continue
+        if isinstance(result, dict) and result.get("weights") == checkpoint.weights:
+            found += [(f"{path.parent.name}: {name}", number) for name, number in result.get("numbers", {}).items()]
+    return [(name, f"{number:.4f}") for name, number in found if isinstance(number, int | float)]
+
+
+def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
+    lines = [head, ("---", "---"), *rows]
+    return "\n".join(f"| {left} | {right} |" for left, right in lines) if rows else ""
+
+
+def _code(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"

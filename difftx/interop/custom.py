@@ -1,0 +1,149 @@
+"""Conversion of the config.json of `modeling_difftx.py`, which transformers loads as remote code, in both directions.
+
+The modelling file is copied into each exported folder. difftx never executes the copy.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from difftx.config import Config, ModelConfig
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.build import build_group
+from difftx.config.fields import values_of
+from difftx.config.model import default_specific_fields
+from difftx.errors import UserError
+from difftx.interop.fields import Fields
+
+MODELING = Path(__file__).with_name("modeling_difftx.py")
+SERVABLE, EAGER = "DifftxForCausalLM", "DifftxEagerForCausalLM"
+SUPPORTED = ("diff", "gda", "diff_v2", "gdla", "gated", "transformer", "top_k", "off_by_one", "sink", "signed_mask")
+# Fields of config.json, and the fields of `model` with the same values.
+SAME = {
+    "architecture": "architecture",
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "qk_norm": "qk_norm",
+    "head_norm": "head_norm",
+    "head_norm_eps": "head_norm_eps",
+    "lambda_init": "lambda_init",
+    "lambda_learned": "lambda_learned",
+    "lambda_std_dev": "lambda_std",
+    "lambda_bound": "lambda_bound",
+    "post_scale": "post_scale",
+    "top_k": "top_k",
+    "final_logit_softcapping": "logit_soft_cap",  # Gemma's name, which engines read.
+}
+# Fields of `model` that other fields of config.json determine.
+DERIVED = ("num_heads", "num_kv_heads", "head_dim", "signal_heads", "output_gate", "rope_theta")
+# Fields of `model` that do not change what a trained model computes, except by rounding.
+FREE = (
+    "init",
+    "init_std",
+    "embedding_std",
+    "zero_init_output",
+    "compute_dtype",
+    "remat",
+    "attention_implementation",
+    "attention_logit_granularity",
+    "cache",
+)
+
+
+def is_servable(model: ModelConfig) -> bool:
+    """Return whether the attention of a model is ordinary softmax attention, and arithmetic on its outputs."""
+    return ARCHITECTURES[model.architecture].kernel != "mapped_attention"
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a config.json names a class of the modelling file."""
+    return class_of(path) in (SERVABLE, EAGER)
+
+
+def class_of(path: Path) -> Any:
+    """Return the first class that a config.json names, or None."""
+    return next(iter(Fields(path).get("architectures", list, [None])), None)
+
+
+def model_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of `model` that a config.json determines, or raise `UserError` if it contradicts itself."""
+    fields = Fields(path)
+    fields.require("quantization_config", None)
+    raw = fields.read(*SAME, "num_noise_heads")
+    queries, noise_heads = fields.get("num_attention_heads", int), raw["num_noise_heads"]
+    if noise_heads is not None and (type(noise_heads) is not int or not 0 < noise_heads < queries):
+        raise UserError(f"{path}: num_noise_heads={noise_heads!r}: expected null or a count below {queries}, all heads")
+    heads, kv_heads = queries - (noise_heads or 0), fields.get("num_key_value_heads", int)
+    architecture, d_model = raw["architecture"], fields.get("hidden_size", int)
+    if architecture not in SUPPORTED:
+        raise UserError(f"{path}: architecture={architecture!r} cannot be converted; use one of {', '.join(SUPPORTED)}")
+    shares_noise = architecture in ("gda", "gdla") and noise_heads
+    groups, width = ARCHITECTURES[architecture].groups, fields.get("head_dim", int)
+    sub_heads = queries if groups == 2 else heads
+    model = {
+        **default_specific_fields(),
+        **{ours: raw[theirs] for theirs, ours in SAME.items()},
+        "num_heads": heads,
+        "num_kv_heads": None if kv_heads == (noise_heads if shares_noise else heads) else kv_heads,
+        "head_dim": None if sub_heads * width == groups * d_model else width // groups,
+        "signal_heads": heads // noise_heads if shares_noise else None,
+        "output_gate": fields.get("output_gate", bool, False) and architecture == "gdla",
+        "rope_theta": fields.get("rope_parameters", dict).get("rope_theta"),
+    }
+    try:
+        built = build_group(ModelConfig, model, "model")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    for name, value in _description(built).items():
+        fields.require(name, value)
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE, "extensions"}
+    return {name: getattr(built, name) for name in names}
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise `UserError` for a model that the modelling file cannot represent."""
+    if model.architecture not in SUPPORTED:
+        names = ", ".join(SUPPORTED)
+        raise UserError(f"model.architecture={model.architecture!r} cannot be converted; use one of {names}")
+    defaults = values_of(build_group(ModelConfig, {}, "model"))
+    for name, value in values_of(model).items():
+        if name not in (*SAME.values(), *DERIVED, *FREE) and value != defaults[name]:
+            raise UserError(f"model.{name}={value} cannot be converted: {MODELING.name} does not have it")
+
+
+def config_json(config: Config, end_of_text: int) -> dict[str, Any]:
+    """Return the content of config.json for a model that `check_model` accepts."""
+    model = config.model
+    return {
+        **_description(model),
+        "max_position_embeddings": config.data.sequence_length,
+        "initializer_range": model.init_std,
+        "use_cache": True,
+        "bos_token_id": None,  # nosec B105: a token of text, not a password
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,  # nosec B105
+        "dtype": "float32",
+    }
+
+
+def _description(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json that `model` determines. Heads are those of the attention call."""
+    values, causal = values_of(model), SERVABLE if is_servable(model) else EAGER
+    classes = {"AutoConfig": "DifftxConfig", "AutoModel": causal.replace("ForCausalLM", "Model")}
+    classes["AutoModelForCausalLM"] = causal
+    return {
+        "architectures": [causal],
+        "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
+        "model_type": "difftx",
+        **{theirs: values[ours] for theirs, ours in SAME.items()},
+        "num_attention_heads": model.query_heads,
+        "num_key_value_heads": model.kv_heads,
+        "num_noise_heads": model.query_heads - model.num_heads or None,
+        "head_dim": model.groups * model.d_head,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "output_gate": model.output_gate or model.architecture == "gated",
+    }

@@ -1,0 +1,42 @@
+"""Exports of checkpoints during training, every `checkpoint.export_every_steps`."""
+
+import shutil
+
+from difftx.errors import RunError, UserError
+from difftx.files import new_folder
+from difftx.interop import SHARD_MIB
+from difftx.interop.runs import check_representable, write_export
+from difftx.parallel.multihost import decide_on_primary
+from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
+from difftx.training.checkpoint.reading import open_checkpoint
+from difftx.training.run import Run
+
+FOLDER = "exports"
+
+
+def check_run(run: Run) -> None:
+    """Raise `UserError` if the run has exports, but its model cannot be exported."""
+    if run.config.checkpoint.export_every_steps is not None:
+        check_representable(run.config.model, "hf")
+
+
+def write(run: Run, step: int) -> str:
+    """Export the checkpoint of a step to `<workdir>/exports/<step>`. All processes must call this function.
+
+    Return a message, also after a failure, which does not end the training.
+    """
+    workdir = run.workdir.absolute()
+    checkpoint = open_checkpoint(workdir / "checkpoints" / str(step), run.config)
+
+    def export() -> str:
+        out = workdir / FOLDER / str(step)
+        try:
+            out.parent.mkdir(exist_ok=True)
+            if out.exists():  # Written before a rewind to an earlier step.
+                shutil.rmtree(out)
+            with new_folder(out) as folder:
+                return write_export(checkpoint, workdir, folder, out, "hf", SHARD_MIB * 2**20)[0]
+        except (OSError, UserError, RunError) as error:
+            return f"not exported: {error}"
+
+    return decide_on_primary(export, DECISION_SECONDS)

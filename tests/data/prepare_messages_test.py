@@ -1,0 +1,88 @@
+"""Conversations in a store: the ids of prompt and answer, and which of them the loss counts."""
+
+import json
+
+import pytest
+from helpers.tokenizer_files import FAMILIES, sentencepiece_model, write_settings
+
+from difftx.__main__ import main as difftx
+from difftx.data.packing import PackedRows
+from difftx.data.store import open_store, read_meta
+from difftx.data.tokenizer import load_tokenizer
+from difftx.errors import UserError
+
+pytest.importorskip("tokenizers", reason="make test installs the extra tokenizers")
+pytest.importorskip("sentencepiece", reason="make test installs the extra tokenizers")
+
+CONVERSATIONS = [
+    {
+        "id": i,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"{i}+{i}"},
+            {"role": "assistant", "content": str(2 * i)},
+            {"role": "user", "content": "naïve 漢字?"},
+            {"role": "assistant", "content": f"No {i}"},
+        ],
+    }
+    for i in range(4)
+]
+
+
+def prepare(tmp_path, monkeypatch, tokenizer, records, *flags):
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    command = ["difftx", "prepare", f"--input={tmp_path / 'chats.jsonl'}", f"--tokenizer={tokenizer}", *flags]
+    monkeypatch.setattr("sys.argv", [*command, f"--out={tmp_path / 'store'}", "--workers=1", "--valid_fraction=0"])
+    assert difftx() == 0
+    return open_store(tmp_path / "store", "train")
+
+
+@pytest.mark.parametrize("family", ["byte-level BPE", "sentencepiece"])
+def test_the_loss_counts_the_assistants_messages_alone(tmp_path, monkeypatch, family):
+    folder = tmp_path / "tokenizer"
+    if family == "sentencepiece":
+        folder.mkdir()
+        sentencepiece_model(folder / "tokenizer.model", "bpe")
+        write_settings(folder)
+    else:
+        FAMILIES[family](folder)
+    store = prepare(tmp_path, monkeypatch, folder, CONVERSATIONS, "--messages_field=messages", "--id_field=id")
+    assert store.prompts is not None
+    encoding = load_tokenizer(str(folder))
+    counted, prompts = [], []
+    for document in range(len(store.prompts)):
+        start, stop = map(int, store.offsets[document : document + 2])
+        tokens, prompt = store.slice(start, stop).tolist(), int(store.prompts[document])
+        prompts.append(encoding.decode(tokens[:prompt]))
+        counted.append(encoding.decode(tokens[prompt:]))
+        text = CONVERSATIONS[document // 2]["messages"][2 + 2 * (document % 2)]["content"]
+        assert b"".join(encoding.token_bytes[token] for token in tokens[prompt:]).decode() == f"{text}\n"
+        # In generation, the prompt has the same ids.
+        messages = CONVERSATIONS[document // 2]["messages"][: 2 + 2 * (document % 2)]
+        text = encoding.chat_template.render(messages, add_generation_prompt=True)
+        assert tokens[:prompt] == encoding.encode_chat(text)
+    assert counted == [f"{text}</s>\n</s>" for i in range(4) for text in (2 * i, f"No {i}")]
+    assert prompts[0] == "<|system|>Be brief.</s>\n<|user|>0+0</s>\n<|assistant|>"
+    rows = PackedRows(store, sequence_length=128, packing="best_fit", document_mask=True, cache_path=str(tmp_path))
+    total = sum(row["loss_mask"].sum() for row in map(rows.__getitem__, range(len(rows))))
+    lengths = (store.offsets[1:] - store.offsets[:-1]).astype(int)
+    assert total == (lengths - store.prompts.astype(int)).sum()
+    meta = read_meta(tmp_path / "store")
+    assert meta["source"]["messages_field"] == "messages"
+    assert set(meta["versions"]) == {"sentencepiece" if family == "sentencepiece" else "tokenizers"}
+
+
+@pytest.mark.parametrize(
+    ("record", "flags", "message"),
+    [
+        ({"messages": "hello"}, [], "line 1: messages: not a list of at least one message"),
+        ({"messages": [{"role": "user", "content": "a"}]}, [], "line 1: messages: no message has the role assistant"),
+        ({"text": "a"}, [], "line 1: no field 'messages'; its fields: 'text'; choose with --messages_field"),
+        ({"messages": []}, ["--prompt_field=p"], "--messages_field and --prompt_field are both set"),
+        ({"messages": []}, ["--tokenizer=bytes"], "--messages_field=messages needs a chat template"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, record, flags, message):
+    folder = FAMILIES["byte-level BPE"](tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path, monkeypatch, folder, [record], "--messages_field=messages", *flags)

@@ -1,0 +1,80 @@
+"""Tokenizers of files against transformers' fast tokenizers, which do not need torch."""
+
+import pytest
+from helpers.tokenizer_files import FAMILIES, SPECIAL, TEMPLATE, random_strings, sentencepiece_model, write_settings
+
+from difftx.data.tokenizer import load_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="make test and make parity install it")
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Héllo </s> 漢字\n", "name": None},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "Bye"},
+]
+
+BLOCKS = """\
+{%- set names = namespace(count=0) %}
+{{ bos_token }}
+{% for message in messages %}
+    {% if message.role == "system" %}
+        {% continue %}
+    {% endif %}
+    {% set names.count = names.count + 1 %}
+{{ names.count }} {{ message | tojson }} {% generation %}{{ message.content | trim }}{% endgeneration %}
+
+{% endfor %}
+{% if add_generation_prompt %}
+<|assistant|>
+{% endif %}
+"""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_thousand_strings_are_encoded_and_decoded_as_by_transformers(family, tmp_path):
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    literal = transformers.PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
+    assert (ours.n_vocab, ours.eot_token) == (len(theirs), theirs.eos_token_id)
+    for number, text in enumerate(random_strings(10_000)):
+        if number % 10 == 0:
+            text += SPECIAL[number // 10 % 3] + text[:5]
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode_chat(text) == ids, repr(text)
+        assert ours.decode(ids) == theirs.decode(ids), repr(text)
+        ordinary = ours.encode_ordinary(text)
+        assert ordinary == literal(text, add_special_tokens=False)["input_ids"], repr(text)
+        if number % 10 == 0:
+            assert ours.encode_prompt(text) == literal(text)["input_ids"], repr(text)
+    assert (family == "BPE with byte fallback") == bool(ours.prefix)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("template", [TEMPLATE, BLOCKS], ids=["line", "blocks"])
+def test_conversations_are_written_as_by_transformers(family, prompt, template, tmp_path):
+    folder = FAMILIES[family](tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(template)
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    text = ours.chat_template.render(CONVERSATION, add_generation_prompt=prompt)
+    assert text == theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=prompt)
+    ids = theirs.apply_chat_template(CONVERSATION, add_generation_prompt=prompt, return_dict=False)
+    assert ours.encode_chat(text) == ids
+
+
+def test_a_sentencepiece_model_is_that_of_llama(tmp_path):
+    """Except for texts that begin with a space: there, LlamaTokenizer leaves out the space that the library adds."""
+    sentencepiece_model(tmp_path / "tokenizer.model", "bpe")
+    write_settings(tmp_path)
+    theirs, ours = transformers.LlamaTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    compared = 0
+    for text in random_strings(10_000):
+        if not text.startswith((" ", "▁")):
+            compared += 1
+            ids = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            assert ours.encode_ordinary(text) == ids, repr(text)
+            assert ours.decode(ids) == theirs.decode(ids), repr(text)
+    assert compared > 8000
+    text = ours.chat_template.render(CONVERSATION, add_generation_prompt=True)
+    assert ours.encode_chat(text) == theirs(text, add_special_tokens=False)["input_ids"]

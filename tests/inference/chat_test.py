@@ -1,0 +1,111 @@
+"""The command `difftx chat`: programs are compiled once, whatever is said and set."""
+
+import contextlib
+import dataclasses
+
+import jax
+import pytest
+from helpers.inference_models import TENSOR, language_model
+
+from difftx.commands.chat import converse
+from difftx.data.chat_template import ChatTemplate
+from difftx.data.tokenizer import load_tokenizer
+from difftx.inference import cache, decode
+from difftx.inference.generate import Request, generate
+from difftx.inference.sampling import GREEDY, Sampling
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+HOT = Sampling(repetition_penalty=None, temperature=0.8, top_k=None, top_p=None)
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yield a list of the programs that are compiled or read from the cache of compiled programs."""
+    found = []
+
+    def note(event, seconds, **_):
+        if event == COMPILED:
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def said(lm, *lines, **options):
+    pieces = []
+    converse(lm, lines, pieces.append, **options)
+    return pieces
+
+
+def alone(lm, prompt, seed, tokens=8, sampling=HOT):
+    request = Request(prompt=prompt, new_tokens=tokens, seed=seed)
+    return generate(lm, [request], sampling)[0].text
+
+
+def test_nothing_is_compiled_after_the_first_answer(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    with compilations() as found:
+        said(lm, "/tokens 40", "/top_p 0.9", "the first line")
+        first = len(found)
+        assert first
+        said(lm, "/tokens 40", "/top_p 0.9", "another", "/temperature 0.3", "line", "/top_p 0.5", "/seed 9", "line")
+        assert len(found) == first
+
+
+@pytest.mark.parametrize("sizes", [{}, TENSOR], ids=["one device", "mesh"])
+def test_a_completion_compiles_one_program_for_its_tokens(config, mesh_of, sizes):
+    """Prompt and new tokens exceed the smallest cache. It once grew during the completion, for a second program."""
+    lm = language_model(config, mesh_of(**sizes), data__sequence_length=512, train__global_batch_tokens=4096)
+    before = decode._decode_block._cache_size()
+    (completion,) = generate(lm, [Request(prompt=[5] * 100, new_tokens=400, seed=0)], HOT)
+    assert len(completion.tokens) > cache.UNIT - 100
+    assert decode._decode_block._cache_size() == before + 1
+
+
+def test_answers_are_those_of_generate_and_settings_hold(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    pieces = said(lm, "/tokens 8", "/seed 3", "é 1", "é 1", "/temperature 0", "é 1")
+    text = "".join(pieces)
+    prompt = list("é 1".encode())
+    expected = [alone(lm, prompt, 3), alone(lm, prompt, 4), alone(lm, prompt, 5, sampling=GREEDY)]
+    assert text == "".join(answer + "\n" * (not answer.endswith("\n")) for answer in expected)
+    assert expected[0] != expected[1]
+
+
+def test_a_conversation_is_written_by_the_template(config, mesh_of):
+    lm = language_model(config, mesh_of())
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.chat_template = ChatTemplate(TEMPLATE, {}, "bytes")
+    lm = dataclasses.replace(lm, tokenizer=tokenizer)
+    answers = "".join(said(lm, "/tokens 4", "/temperature 0", "a", "b", "/reset", "a", system="S"))
+    first = alone(lm, list(b"[system]S[user]a[assistant]"), 0, tokens=4, sampling=GREEDY)
+    asked = f"[system]S[user]a[assistant]{first.rstrip()}[user]b[assistant]".encode()
+    second = alone(lm, list(asked), 0, tokens=4, sampling=GREEDY)
+    lines = [text + "\n" * (not text.endswith("\n")) for text in (first, second, first)]
+    assert answers == "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/temperature hot", "error: /temperature hot: give a number, as in /help\n"),
+        ("/temperature -1", "error: temperature=-1.0 must be 0"),
+        ("/top_p 2", "error: top_p=2.0 must be more than 0"),
+        ("/tokens none", "error: /tokens none: give a whole number, as in /help\n"),
+        ("/seed 5000000000", "error: /seed 5000000000: must lie in 0 …"),
+        ("/topp 1", "error: /topp: no such command. Did you mean 'top_p'?\n"),
+        ("x" * 200, "error: the line has 200 tokens, and the model's context data.sequence_length=128; shorten it"),
+    ],
+)
+def test_mistakes_are_one_line_and_the_loop_goes_on(config, mesh_of, line, message):
+    lm = language_model(config, mesh_of())
+    answer, helped = said(lm, line, "", "/help", "/quit", "/seed x")
+    assert answer.startswith(message)
+    assert helped.startswith("/temperature")

@@ -1,0 +1,161 @@
+"""`difftx convert --to=hf` of every architecture: there and back, the files of the folder, and damaged folders."""
+
+import ast
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers.interop_models import MODELS, NOT_SERVABLE, config_of, exported
+
+from difftx.config.architectures import ARCHITECTURES
+from difftx.config.fields import values_of
+from difftx.errors import UserError
+from difftx.interop import custom
+from difftx.interop.runs import check_representable
+from difftx.training.run import read_config
+from interop.folders import export, import_, parameters, rewrite, with_model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_is_bit_for_bit(config, mesh_of, tmp_path, name):
+    lm, workdir, folder = exported(config, mesh_of(), name, tmp_path)
+    back = import_(folder, tmp_path / "back")
+    jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)
+    now, before = (values_of(read_config(run).model) for run in (back, workdir))
+    assert {name for name in now if now[name] != before[name]} <= {*custom.FREE}
+    again = export(back, tmp_path / "again")
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert files.get(custom.MODELING.name) == (None if name == "llama" else custom.MODELING.read_bytes())
+
+
+def test_every_architecture_can_be_exported():
+    # A Transformer that becomes differential is exported after its λ has grown, which is not built yet.
+    known = {*ARCHITECTURES} - {"zero_branch", "dex"}
+    assert {architecture for architecture, _ in MODELS.values()} == {*custom.SUPPORTED} == known
+    (constant,) = [
+        node.value
+        for node in ast.parse(custom.MODELING.read_text()).body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "EAGER_ONLY"
+    ]
+    assert {*ast.literal_eval(constant)} == {*NOT_SERVABLE}
+
+
+def test_the_modelling_file_imports_nothing_of_difftx():
+    tree = ast.parse(custom.MODELING.read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert {module.split(".")[0] for module in modules} == {"math", "typing", "torch", "transformers"}
+
+
+@pytest.mark.parametrize(("name", "serving"), [("gdla", "engines with one key/value cache"), ("sink", "not servable")])
+def test_the_model_card(config, mesh_of, tmp_path, name, serving):
+    lm, workdir, _ = exported(config, mesh_of(), name, tmp_path)
+    rows = [{"split": "train", "step": step, "attempt": 1, "loss": 2.5 + step} for step in (0, 1)]
+    others = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 0, "tokens_per_second": 1.0, "step_seconds": 1.0}
+    others |= {"data_wait_seconds": 0.0, "skipped": 0}
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row | others) + "\n" for row in rows))
+    manifest = json.loads((workdir / "checkpoints" / "0" / "manifest.json").read_text())
+    for suite, weights, number in (("loss", manifest["weights"], 1.25), ("recall", "of another attempt", 0.75)):
+        (workdir / "evals" / suite).mkdir(parents=True)
+        result = {"weights": weights, "numbers": {"value": number}}
+        (workdir / "evals" / suite / "0.json").write_text(json.dumps(result))
+    out = export(workdir, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    assert card.startswith(f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [difftx, {name}]\n")
+    assert serving in card
+    assert "| `num_heads` | `8` |" in card or name == "sink"
+    assert "| training loss | 2.5000 |" in card
+    assert "| loss: value | 1.2500 |" in card
+    assert "0.75" not in card.split("## Data")[0]
+    assert manifest["data"]["tokenizer"] in card
+    assert f"difftx convert --from=difftx --to=hf --input={workdir} --out={out} --step=0" in card
+    assert lm.config.to_json().strip() in card
+    generation = json.loads((out / "generation_config.json").read_text())
+    unused = list(range(257, lm.config.model.vocab_size))
+    assert generation == {"do_sample": False, "eos_token_id": 256, "pad_token_id": 256, "suppress_tokens": unused}
+    assert (out / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("diff", {"window": 8}, r"model\.window=8 cannot be converted: modeling_difftx\.py does not have it"),
+        ("gda", {"attention_logit_bits": 8}, r"model\.attention_logit_bits=8 cannot be converted"),
+        ("transformer", {"window": 8}, r"model\.window=8 cannot be converted"),
+    ],
+)
+def test_models_that_the_modelling_file_cannot_represent(config, name, changes, message):
+    model = with_model(config_of(config, name), **changes).model
+    with pytest.raises(UserError, match=message):
+        check_representable(model, "hf")
+
+
+def refused(source, tmp_path, message):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=message) as raised:
+        import_(source, tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"auto_map": {"AutoModelForCausalLM": "other/repo--evil.Model"}},
+            r"auto_map=.*evil.* cannot be converted; only .*modeling_difftx\.DifftxForCausalLM",
+        ),
+        ({"architectures": ["LlamaForCausalLM"]}, r"auto_map=\{.* cannot be converted; only None can"),
+        ({"architectures": [["DifftxForCausalLM"]]}, r"architectures=\['DifftxForCausalLM'\] cannot be converted"),
+        ({"architectures": ["DifftxEagerForCausalLM"]}, r"architectures=.*Eager.* only \['DifftxForCausalLM'\] can"),
+        ({"architecture": "sink"}, r"config\.json: "),
+        ({"architecture": ["gda"]}, r"architecture=\['gda'\] cannot be converted; use one of diff, "),
+        ({"architecture": "mystery"}, "architecture='mystery' cannot be converted; use one of diff, "),
+        ({"num_noise_heads": 0}, "num_noise_heads=0: expected null or a count below 8"),
+        ({"num_noise_heads": "2"}, "num_noise_heads='2': expected null or a count"),
+        ({"num_noise_heads": 3}, r"config\.json: model\.num_heads=5: their 10 sub-heads"),
+        ({"num_noise_heads": None}, r"config\.json: model\.signal_heads=None: architecture 'gda' requires it"),
+        ({"num_key_value_heads": 3}, r"config\.json: model\.num_kv_heads=3 does not divide"),
+        ({"head_dim": 3}, r"config\.json: "),
+        ({"hidden_size": "32"}, "hidden_size='32': expected a count"),
+        ({"hidden_size": 10**30}, r"an integer of 100 bits"),
+        ({"rms_norm_eps": 0}, r"config\.json: model\.norm_eps=0"),
+        ({"lambda_bound": "arctan"}, r"config\.json: model\.lambda_bound='arctan': expected"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters=.* cannot be converted"),
+        ({"rope_parameters": {"rope_type": "default"}}, r"config\.json: model\.rope_theta=None"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* cannot be converted; only None can"),
+    ],
+)
+def test_configs_that_contradict_themselves(config, tmp_path, changes, message):
+    settings = custom.config_json(config_of(config, "gda"), 256) | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    refused(tmp_path, tmp_path, message)
+
+
+def test_a_missing_field(config, tmp_path):
+    settings = custom.config_json(config_of(config, "gda"), 256)
+    del settings["lambda_bound"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    refused(tmp_path, tmp_path, r"config\.json: lambda_bound is missing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers.1.self_attn.lambda_q1": None}, r"no tensor model\.layers\.1\.self_attn\.lambda_q1\."),
+        ({"model.layers.0.self_attn.gate_proj.weight": np.zeros((2, 2), "f4")}, "does not belong to the model that"),
+        ({"model.layers.0.self_attn.q_proj.weight": np.zeros((2, 2), "f4")}, r"has shape \(2, 2\), but config\.json"),
+    ],
+)
+def test_tensors_that_do_not_fit(config, mesh_of, tmp_path, changes, message):
+    _, _, folder = exported(config, mesh_of(), "gda", tmp_path)
+    refused(rewrite(folder, tmp_path / "source", **changes), tmp_path, message)
+
+
+def test_a_hostile_modelling_file_is_not_executed(config, mesh_of, tmp_path):
+    lm, _, folder = exported(config, mesh_of(), "gda", tmp_path)
+    (folder / custom.MODELING.name).write_text("raise SystemExit('executed')\n")
+    back = import_(folder, tmp_path / "back")
+    jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], lm.params)

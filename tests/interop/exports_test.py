@@ -1,0 +1,53 @@
+"""train.py with `checkpoint.export_every_steps`."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from helpers.command_server import commands
+
+from difftx.errors import UserError
+from interop.folders import export, import_, parameters, tensors_of
+
+STEPS = {"train.steps": "7", "checkpoint.every_steps": "2", "checkpoint.export_every_steps": "4"}
+
+
+def train(text_file, workdir, **changes):
+    fields = TINY | STEPS | {"data.path": str(text_file), "logging.every_steps": "1", "logging.tensorboard": "false"}
+    fields |= {name.replace("__", "."): value for name, value in changes.items()}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    return commands().run(["train.py", "--config=configs/quickstart.py:diff", f"--workdir={workdir}", *flags])
+
+
+def test_exports_are_the_checkpoints_of_their_steps(text_file, tmp_path, mesh_of):
+    workdir = tmp_path / "run"
+    result = train(text_file, workdir, train__steps="8", checkpoint__keep="9")
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in (workdir / "exports").iterdir()) == ["4", "8"]
+    for step in (4, 8):
+        by_command = export(workdir, tmp_path / f"{step}", f"--step={step}")
+        now, expected = tensors_of(workdir / "exports" / str(step)), tensors_of(by_command)
+        assert now.keys() == expected.keys()
+        assert all(np.array_equal(now[name], expected[name]) for name in now)
+        card = (workdir / "exports" / str(step) / "README.md").read_text()
+        assert f"step {step} of 8" in card
+        assert "| training loss | " in card
+    back = import_(workdir / "exports" / "8", tmp_path / "back")
+    jax.tree.map(np.testing.assert_array_equal, parameters(back, mesh_of())[1], parameters(workdir, mesh_of())[1])
+
+
+def test_an_export_that_fails_does_not_end_the_training(text_file, tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "exports").write_text("not a folder")
+    result = train(text_file, workdir)
+    assert result.returncode == 0, result.stderr
+    assert "step 4  not exported: " in result.stdout
+
+
+def test_mistakes_are_found_before_training(text_file, tmp_path, config):
+    result = train(text_file, tmp_path / "run", model__window="8")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "model.window=8 cannot be converted: modeling_difftx.py does not have it" in result.stderr
+    with pytest.raises(UserError, match=r"export_every_steps=3 must be a multiple of checkpoint\.every_steps=2"):
+        config(checkpoint__every_steps=2, checkpoint__export_every_steps=3)
