@@ -1,6 +1,7 @@
-"""Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines.
+"""Atomic writes, reads with retries, checks of JSON files, and logs of JSON lines, on local disks and in buckets.
 
 All functions that read a file retry after temporary errors, and raise `UnreadableError` if every attempt fails.
+Functions with a parameter of type `AnyPath` also take paths in buckets (docs/storage.md).
 """
 
 import argparse
@@ -18,14 +19,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from difftx.errors import UnreadableError, UserError
+from difftx.storage import objects
+from difftx.storage.lines import BucketLog
+from difftx.storage.paths import AnyPath, is_bucket
+
+if TYPE_CHECKING:
+    from etils import epath
 
 # Pauses between attempts to read, long enough for a file server to restart.
 RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
+FOLDER_MARKER = ".complete"
 # JSON type → name in error messages.
 NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
 
@@ -46,8 +55,13 @@ def require_local_paths(flags: argparse.Namespace) -> None:
                 require_local(f"--{name}", path)
 
 
-def require_writable(folder: Path) -> None:
-    """Raise an `OSError` that names the cause, unless a folder is writable or can be created."""
+def require_writable(folder: AnyPath) -> None:
+    """Raise an `OSError` that names the cause, unless a folder is writable or can be created.
+
+    Raise `UserError` if the store of a bucket ignores the conditions of writes.
+    """
+    if is_bucket(folder):
+        return objects.require_conditions(folder)
     folder = folder.absolute()
     while not os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -70,19 +84,26 @@ def require_writable_file(path: Path) -> None:
     require_writable(path.parent)
 
 
-def require_run(workdir: Path) -> None:
+def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
-    if size_of(path) is None and not path.is_dir():
+    if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
         raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: AnyPath) -> Iterator[BinaryIO]:
     """Open a file under a temporary name. At the end of the block, sync it to disk and rename it to `path`.
 
     If the block raises an exception, delete the file. A killed process leaves a file whose name begins with a dot.
+    For a bucket, the file is a local temporary file, which is uploaded at the end of the block.
     """
+    if is_bucket(path):
+        with tempfile.TemporaryDirectory(prefix="difftx-") as folder:
+            with (source := Path(folder, "file")).open("wb") as file:
+                yield file
+            _upload(path, source)
+        return
     temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
@@ -97,12 +118,27 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _upload(path: "epath.Path", source: Path) -> None:
+    """Create or replace an object with the content of a local file: small ones with one request."""
+    if source.stat().st_size <= ONE_REQUEST_BYTES:
+        objects.write(path, source.read_bytes())
+    else:
+        objects.upload(path, str(source))
+
+
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: AnyPath) -> Iterator[Path]:
     """Create a folder under a temporary name. At the end of the block, rename it to `path`.
 
     If the block raises an exception, delete the folder. The next call deletes a folder that a killed process has left.
+    For a bucket, the folder is a local temporary folder. At the end of the block, its files are uploaded, and then the
+    record `FOLDER_MARKER` with their sizes. A folder without this record is incomplete.
     """
+    if is_bucket(path):
+        with tempfile.TemporaryDirectory(prefix="difftx-") as made:
+            yield Path(made)
+            _upload_folder(path, Path(made))
+        return
     remove_temporaries(path.parent, path.name)
     temporary = _temporary(path)
     temporary.mkdir()
@@ -114,7 +150,18 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, text: str) -> None:
+def _upload_folder(path: "epath.Path", source: Path) -> None:
+    marker = path / FOLDER_MARKER
+    if size_of(marker) is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    objects.delete(path / name for name in objects.list_below(path))  # What a killed process has left.
+    files = sorted(file for file in source.rglob("*") if file.is_file())
+    for file in files:
+        _upload(path / file.relative_to(source).as_posix(), file)
+    write_record(marker, {"files": {file.relative_to(source).as_posix(): file.stat().st_size for file in files}})
+
+
+def write_atomically(path: AnyPath, text: str) -> None:
     """Write a file so that a crash leaves either the complete old text or the complete new text."""
     with new_file(path) as file:
         file.write(text.encode())
@@ -166,8 +213,10 @@ def retry_read[T](path: Path, read: Callable[[], T]) -> T:
     raise AssertionError("The last attempt returns or raises.")
 
 
-def read_file(path: Path) -> bytes | None:
+def read_file(path: AnyPath) -> bytes | None:
     """Return the contents of a file, or None if the file does not exist. Raise `UserError` if `path` is a folder."""
+    if is_bucket(path):
+        return objects.read_verified(path)
     try:
         return retry_read(path, path.read_bytes)
     except IsADirectoryError as error:
@@ -176,8 +225,10 @@ def read_file(path: Path) -> bytes | None:
         return None
 
 
-def size_of(path: Path) -> int | None:
+def size_of(path: AnyPath) -> int | None:
     """Return the size of a file in bytes, or None if `path` is not an existing regular file."""
+    if is_bucket(path):
+        return found.size if (found := objects.describe(path)) else None
     # `Path.is_file` would return False if it cannot tell whether the file exists. This function raises an error.
     try:
         status = retry_read(path, path.stat)
@@ -186,11 +237,13 @@ def size_of(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def list_folder(path: Path) -> dict[str, bool]:
+def list_folder(path: AnyPath) -> dict[str, bool]:
     """Return each name in a folder, with True for folders and symbolic links. An absent folder has no names.
 
     Raise `UserError` if `path` is a file, and `UnreadableError` if it is a link whose target does not exist.
     """
+    if is_bucket(path):
+        return objects.list_folder(path)
 
     def scan() -> dict[str, bool]:
         with os.scandir(path) as entries:
@@ -211,7 +264,7 @@ def check_link(path: Path) -> None:
         raise UnreadableError(f"{path} cannot be read: it is a link to {path.readlink()}, which does not exist here")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: AnyPath) -> Any:
     """Return the value in a JSON file. Raise `UserError` if the file does not exist or is not JSON."""
     content = read_file(path)
     if content is None:
@@ -252,22 +305,48 @@ def schema_error(value: Any, shape: Any, path: str = "") -> str | None:
 class JsonLines:
     """A file of JSON objects, one per line, to which several threads and processes may append.
 
-    If a process is killed in `append`, the last line may be incomplete. `read` skips such a line.
+    If a process is killed in `append`, the last line may be incomplete. `read` skips such a line. In a bucket, either
+    all rows of an `append` are visible or none; `BucketLog` stores them.
     """
 
-    def __init__(self, path: Path):
-        self.path, self._lock = path, threading.Lock()
+    def __init__(self, path: AnyPath):
+        self.path = path
+        self._log = BucketLog(path) if is_bucket(path) else _LocalLog(path)
 
     def read(self, shape: Any = dict) -> list[dict[str, Any]]:
         """Return the objects that match `shape`, a schema for `schema_error`. An absent file has none."""
-        return [row for row in parse_json_lines(read_file(self.path) or b"", shape) if row is not None]
+        return [row for row in parse_json_lines(self.content(), shape) if row is not None]
+
+    def content(self) -> bytes:
+        """Return all lines. An absent file has none."""
+        return self._log.read()
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append objects, and sync the file to disk."""
-        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Append objects. They are on disk, or in the bucket, when the function returns."""
+        self._log.append("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Atomically replace the content of the file."""
+        self._log.replace("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def remove(self) -> None:
+        """Delete the file. It may be absent."""
+        self._log.remove()
+
+
+class _LocalLog:
+    """A local file with the interface of `BucketLog`."""
+
+    def __init__(self, path: Path):
+        self._path, self._lock = path, threading.Lock()
+
+    def read(self) -> bytes:
+        return read_file(self._path) or b""
+
+    def append(self, content: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may have left an incomplete line since the last call.
-        with self._lock, self.path.open("a+b") as file:
+        with self._lock, self._path.open("a+b") as file:
             if size := file.seek(0, os.SEEK_END):
                 file.seek(size - 1)
                 content = content if file.read(1) == b"\n" else b"\n" + content
@@ -275,10 +354,13 @@ class JsonLines:
             file.flush()
             os.fsync(file.fileno())
 
-    def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Atomically replace the content of the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+    def replace(self, content: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(self._path) as file:
+            file.write(content)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
 
 
 def parse_json_lines(content: bytes, shape: Any = dict) -> list[dict[str, Any] | None]:
@@ -295,14 +377,22 @@ def _parse_json(text: bytes) -> Any:
         return None
 
 
-def write_record(path: Path, content: dict[str, Any]) -> None:
+def write_record(path: AnyPath, content: dict[str, Any]) -> None:
     """Atomically write a JSON object together with its SHA-256."""
     write_atomically(path, json.dumps(with_sha256(content)))
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """Return the object that `write_record` wrote, or None if the file holds anything else."""
-    return without_sha256(_parse_json(path.read_bytes()))
+def read_record(path: AnyPath) -> dict[str, Any] | None:
+    """Return the object that `write_record` wrote, or None if the file holds anything else.
+
+    Raise `FileNotFoundError` if the file does not exist.
+    """
+    if not is_bucket(path):
+        return without_sha256(_parse_json(path.read_bytes()))
+    content = read_file(path)
+    if content is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return without_sha256(_parse_json(content))
 
 
 def with_sha256(content: dict[str, Any]) -> dict[str, Any]:

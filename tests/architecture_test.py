@@ -12,6 +12,7 @@ PACKAGE = ROOT / "difftx"
 ORDER = [
     "huge_pages",
     "errors",
+    "storage",
     "files",
     "compilation_cache",
     "progress",

@@ -1,0 +1,183 @@
+"""The lock of a run in a bucket: an object that names its owner, which the owner renews.
+
+A waiting process takes the lock over if the owner ran on the same machine and is dead, or if the generation of the
+object has not changed for `takeover_seconds` of the waiting process's own clock, so that clocks may differ. The owner
+stops writing before that: it counts from the start of its last renewal, on a clock that includes suspension.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from difftx.errors import RunError, UnreadableError, UserError, printable
+from difftx.storage import objects
+
+if TYPE_CHECKING:
+    from etils import epath
+
+RENEWALS = 6  # Renewals of the owner within `takeover_seconds`.
+# Share of `takeover_seconds` for which the owner trusts a renewal. The rest covers clocks of different speed.
+TRUSTED = 0.8
+POLLS = 10  # Reads of a waiting process within `takeover_seconds`.
+EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
+
+
+class BucketLock:
+    """The lock at a path in a bucket, as a context manager. Only its owner may write what the lock protects.
+
+    Entering raises `UserError` if a live process still has the lock after `wait_seconds`.
+    """
+
+    def __init__(self, path: "epath.Path", *, takeover_seconds: float, wait_seconds: float):
+        self._path, self._takeover, self._wait = path, takeover_seconds, wait_seconds
+        self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": platform.node(), "machine": _machine()}
+        self._me |= {"pid": os.getpid(), "start": _start_time(os.getpid())}
+        self._renewing = threading.Lock()
+        self._generation: bytes | None = None
+        self._renewed = 0.0  # Time before the last renewal, on the clock of `_now`.
+        self._successor: str | None = None  # The process that has taken the lock over.
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._acquire()
+        self._thread = threading.Thread(target=self._renew_regularly, name="difftx lock", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._ended.set()
+        self._thread.join()
+        with self._renewing:
+            if self._successor is None:
+                # Not deleted, because not every store deletes on a condition. After an error, the next process finds a
+                # dead owner.
+                with contextlib.suppress(UserError, UnreadableError):
+                    objects.write_if(self._path, _content(None), self._generation)
+
+    def check(self) -> None:
+        """Raise `RunError` if this process has lost the lock. Call this directly before each commit.
+
+        Without a recent renewal, renew the lock now, and raise `UnreadableError` if the store cannot be reached.
+        """
+        with self._renewing:
+            if self._successor is None and _now() - self._renewed > TRUSTED * self._takeover:
+                self._renew()
+            if self._successor is not None:
+                raise RunError(
+                    f"{self._path.parent}: {self._successor} has taken this folder over, because this process did not "
+                    f"renew its lock for {self._takeover:g} s; this process stops"
+                )
+
+    def _acquire(self) -> None:
+        seen, since, announced = None, time.monotonic(), False
+        deadline = time.monotonic() + max(self._wait, EXTRA_WAIT * self._takeover)
+        while True:
+            found = objects.read(self._path)
+            now = time.monotonic()  # After the read, because the owner may have renewed the lock until then.
+            generation = None if found is None else found.generation
+            if generation != seen:
+                seen, since = generation, now
+            owner = None if found is None else _owner(found.content)
+            if owner is None or _is_dead(owner) or now - since > self._takeover:
+                started = _now()
+                generation = objects.write_if(self._path, _content(self._me), seen)
+                if generation is not None:
+                    self._generation, self._renewed = generation, started
+                    return
+                continue  # Another process was first.
+            if not announced:
+                print(printable(f"{self._path.parent}: waiting for {_name(owner)}, which trains there"), flush=True)
+                announced = True
+            if now > deadline:
+                raise UserError(
+                    f"--workdir={self._path.parent}: {_name(owner)} trains there; stop it, or use another --workdir"
+                )
+            time.sleep(self._takeover / POLLS)
+
+    def _renew_regularly(self) -> None:
+        while not self._ended.wait(self._takeover / RENEWALS) and self._successor is None:
+            with self._renewing:
+                try:
+                    self._renew()
+                except (UserError, UnreadableError):
+                    continue  # `check` raises the error if no renewal succeeds in time.
+
+    def _renew(self) -> None:
+        """Write the lock again, unless another process has. The caller holds `_renewing`."""
+        while True:
+            started = _now()
+            generation = objects.write_if(self._path, _content(self._me), self._generation)
+            if generation is not None:
+                self._generation, self._renewed = generation, started
+                return
+            found = objects.read(self._path)
+            owner = None if found is None else _owner(found.content)
+            if found is None or owner is None or owner["id"] != self._me["id"]:
+                self._successor = "another process" if owner is None else _name(owner)
+                return
+            self._generation = found.generation  # Of a renewal that took place although it raised an error.
+
+
+def _content(owner: dict[str, Any] | None) -> bytes:
+    """Return a new content of a lock. Contents differ, because S3's generation is a hash of the content."""
+    return json.dumps({"owner": owner, "renewal": uuid.uuid4().hex}).encode()
+
+
+def _owner(content: bytes) -> dict[str, Any] | None:
+    """Return the owner in the content of a lock, or None if the lock is free."""
+    try:
+        found = json.loads(content)
+        return found["owner"] and {name: found["owner"][name] for name in ("id", "host", "machine", "pid", "start")}
+    except (ValueError, KeyError, TypeError):
+        # Not a lock, or a shortened response. It is taken over if it stays like this.
+        return {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None}
+
+
+def _name(owner: dict[str, Any]) -> str:
+    return f"process {owner['pid']} on {owner['host']}"
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Return whether the owner ran on this machine and has ended."""
+    return owner["machine"] == _machine() and _start_time(owner["pid"]) != owner["start"]
+
+
+def _machine() -> list[str]:
+    """Return what identifies this machine: containers may share a host name, and may have the same process ids."""
+    found = [platform.node()]
+    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
+        try:
+            found.append(read().strip())
+        except OSError:  # Not Linux.
+            return [*found, uuid.UUID(int=uuid.getnode()).hex]
+    return found
+
+
+def _start_time(process: int) -> str | None:
+    """Return the start time of a process, in units of the operating system, or None if the process has ended."""
+    try:
+        # The fields after the name, which may contain spaces and parentheses. A zombie has ended.
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return None
+    except (PermissionError, OverflowError):
+        pass
+    return "running"
+
+
+def _now() -> float:
+    """Return the seconds of a clock that also counts while the machine is suspended, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

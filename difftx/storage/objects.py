@@ -1,0 +1,286 @@
+"""Objects in buckets of Google Cloud Storage and S3: reads, conditional writes, listings.
+
+TensorStore sends the requests of single objects, and fsspec those that list and describe objects. Both retry 429, 5xx,
+lost connections and timeouts. An absent object is None. Other failures raise `UserError` if credentials or the bucket
+are wrong, and `UnreadableError` when the retries end. A write that raises `UnreadableError` may have taken place.
+"""
+
+import base64
+import errno
+import functools
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from difftx.errors import UnreadableError, UserError
+
+if TYPE_CHECKING:
+    from etils import epath
+
+# Retries of TensorStore: 0.2 s to 5 s, doubling, with jitter.
+RETRIES = {"max_retries": 7, "initial_delay": "200ms", "max_delay": "5s"}
+# TensorStore would wait forever for a server that accepts a connection and is silent.
+SILENCE_SECONDS = 15
+OPERATION_SECONDS = 180.0
+REREAD_SECONDS = (0.2, 0.8, 2.0)  # Pauses before a content that does not match its size or checksum is read again.
+CONCURRENT = 32  # Requests at a time.
+REFUSED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|Invalid Credentials|\b40[13]\b|AccessDenied")
+
+
+class Stored(NamedTuple):
+    """The content of an object, and the generation that this content has in the store."""
+
+    content: bytes
+    generation: bytes
+
+
+class Description(NamedTuple):
+    """The size of an object in bytes, and its CRC32C if the store has one."""
+
+    size: int
+    crc32c: int | None
+
+
+def read(path: "epath.Path") -> Stored | None:
+    """Return an object. The caller must verify the content: TensorStore compares its length with the response only."""
+    found = _result(path, "read", lambda: _bucket_of(path).read(_key(path)))
+    return Stored(found.value, found.stamp.generation) if found.state == "value" else None
+
+
+def read_all(paths: Iterable["epath.Path"]) -> Iterator[Stored | None]:
+    """Return the object of each path in order, as `read`, with several requests at a time."""
+    paths = list(paths)
+    for start in range(0, len(paths), CONCURRENT):
+        group = paths[start : start + CONCURRENT]
+        futures = [_bucket_of(path).read(_key(path)) for path in group]
+        for path, future in zip(group, futures, strict=True):
+            found = _result(path, "read", lambda future=future: future)
+            yield Stored(found.value, found.stamp.generation) if found.state == "value" else None
+
+
+def is_current(path: "epath.Path", generation: bytes) -> bool:
+    """Return whether an object exists and has this generation."""
+    found = _result(path, "read", lambda: _bucket_of(path).read(_key(path), if_not_equal=generation))
+    return found.state == "unspecified"
+
+
+def read_verified(path: "epath.Path") -> bytes | None:
+    """Return the content of an object after a comparison with the size and CRC32C that the store has, or None.
+
+    Raise `UserError` if `path` is a folder.
+    """
+    for pause in (*REREAD_SECONDS, None):
+        described = describe(path)
+        if described is None:
+            if list_folder(path):
+                raise UserError(f"{path} is a folder, not a file; move it away")
+            return None
+        found = read(path)
+        if found is not None and _matches(found.content, described):
+            return found.content
+        if pause is not None:  # Another process may have replaced the object between the two requests.
+            time.sleep(pause)
+    raise UnreadableError(f"{path} cannot be read: its content does not have the size and CRC32C that the store lists")
+
+
+def write(path: "epath.Path", content: bytes) -> None:
+    """Create or replace an object, whatever its generation."""
+    _result(path, "write", lambda: _bucket_of(path).write(_key(path), content))
+
+
+def write_if(path: "epath.Path", content: bytes, generation: bytes | None) -> bytes | None:
+    """Write an object if it has the generation, or if it is absent and `generation` is None.
+
+    Return the new generation, or None if the object has another one. No other call may write the same `content`: it
+    shows whether this call wrote the object if the store's reply was lost and the retry failed on the condition.
+    """
+    condition = _absent() if generation is None else generation
+    stamp = _result(path, "write", lambda: _bucket_of(path).write(_key(path), content, if_equal=condition))
+    if stamp.generation:
+        return stamp.generation
+    found = read(path)
+    if found is None:
+        if generation is not None:
+            return None
+        raise UnreadableError(f"{path}: another process deleted this object while it was created; run again")
+    return found.generation if found.content == content else None
+
+
+def delete(paths: Iterable["epath.Path"]) -> None:
+    """Delete objects. An object may be absent."""
+    paths = list(paths)
+    for start in range(0, len(paths), CONCURRENT):
+        group = paths[start : start + CONCURRENT]
+        futures = [_bucket_of(path).write(_key(path), None) for path in group]
+        for path, future in zip(group, futures, strict=True):
+            _result(path, "delete", lambda future=future: future)
+
+
+def list_below(folder: "epath.Path") -> list[str]:
+    """Return the names of all objects below a folder, relative to it, with one request per page."""
+    # TensorStore would return an empty listing if the credentials may not list objects.
+    found = _described(folder, "list", lambda: _fsspec(folder).find(f"{_name(folder)}/")) or []
+    return sorted(name.removeprefix(f"{_name(folder)}/") for name in found)
+
+
+def list_folder(path: "epath.Path") -> dict[str, bool]:
+    """Return each name in a folder, with True for folders, with one request per page. An absent folder has none.
+
+    Raise `UserError` if `path` is an object.
+    """
+    entries = _described(path, "list", lambda: _fsspec(path).ls(_name(path), detail=True)) or []
+    if [entry["type"] for entry in entries if entry["name"].rstrip("/") == _name(path)] == ["file"] and len(
+        entries
+    ) == 1:
+        raise UserError(f"{path} is not a folder; move it away")
+    names = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] == "directory" for entry in entries}
+    names.pop("", None)
+    return names
+
+
+def describe(path: "epath.Path") -> Description | None:
+    """Return size and CRC32C of an object, or None if it is absent or a folder."""
+    found = _described(path, "read", lambda: _fsspec(path).info(_name(path)))
+    if found is None or found["type"] != "file":
+        return None
+    crc32c = found.get("crc32c")
+    return Description(found["size"], crc32c and int.from_bytes(base64.b64decode(crc32c)))
+
+
+def upload(path: "epath.Path", source: str) -> None:
+    """Create or replace an object with the content of a local file, in parts. It appears when all parts are there."""
+    _described(path, "write", lambda: _fsspec(path).put_file(source, _name(path)))
+
+
+def require_conditions(folder: "epath.Path") -> None:
+    """Raise `UserError` unless objects can be written to a folder and the store enforces the conditions of writes."""
+    probe = folder / f".difftx-probe-{secrets.token_hex(8)}"
+    # fsspec sends the condition with the write. On S3, TensorStore would first read the generation, and hide the fault.
+    conditions = [{"mode": "create"}, {"IfMatch": '"0"'}] if _scheme(probe) == "s3" else [{"mode": "create"}]
+    write(probe, b"first")
+    try:
+        for condition in conditions:
+            if _accepts(probe, condition):
+                raise UserError(
+                    f"{folder}: the store ignores the conditions of writes (If-Match, ifGenerationMatch), so "
+                    "nothing would keep two processes from writing the same run; use a store that enforces them"
+                )
+    finally:
+        delete([probe])
+
+
+def _accepts(path: "epath.Path", condition: dict[str, str]) -> bool:
+    """Return whether the store writes an object under a condition that does not hold."""
+    try:
+        _described(path, "write", lambda: _fsspec(path).pipe_file(_name(path), b"second", **condition))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _result(path: "epath.Path", verb: str, start: Callable[[], Any]) -> Any:
+    """Return the result of a request of TensorStore. Every error of a request is a `ValueError` with a status."""
+    try:
+        return start().result(timeout=OPERATION_SECONDS)
+    except (ValueError, TimeoutError) as error:
+        raise _explained(path, verb, error) from error
+
+
+def _described(path: "epath.Path", verb: str, request: Callable[[], Any]) -> Any:
+    """Return the result of a request of fsspec, or None if the object is absent. A condition may fail."""
+    try:
+        return request()
+    except FileNotFoundError as error:
+        if verb == "write":
+            raise _explained(path, verb, error) from error
+        return None
+    except FileExistsError:
+        raise
+    except Exception as error:  # fsspec's stores raise errors of several HTTP libraries.
+        if "PreconditionFailed" in str(error) or getattr(error, "errno", None) == errno.EINVAL:
+            raise FileExistsError(str(path)) from error
+        raise _explained(path, verb, error) from error
+
+
+def _explained(path: "epath.Path", verb: str, error: Exception) -> UserError | UnreadableError:
+    """Return the error of one line for a failed request."""
+    scheme, bucket = _scheme(path), _name(path).partition("/")[0]
+    if isinstance(error, PermissionError) or REFUSED.search(str(error)):
+        default = {"gs": "gcloud auth application-default login", "s3": "aws configure"}[scheme]
+        return UserError(
+            f"{path}: the credentials of this process may not {verb} objects of bucket {bucket}; grant them the "
+            f"permission, or use other credentials ({default})"
+        )
+    if isinstance(error, FileNotFoundError) or "NOT_FOUND" in str(error):
+        return UserError(f"{path}: there is no bucket {bucket}; create it, or use another one")
+    done = {"read": "read", "write": "written", "delete": "deleted", "list": "listed"}[verb]
+    cause = str(error) or type(error).__name__
+    return UnreadableError(f"{path} cannot be {done}: {cause[:300]} (all retries failed); run the same command again")
+
+
+def _matches(content: bytes, described: Description) -> bool:
+    if len(content) != described.size or described.crc32c is None:
+        return len(content) == described.size
+    import google_crc32c
+
+    return google_crc32c.value(content) == described.crc32c
+
+
+def _scheme(path: "epath.Path") -> str:
+    return str(path).partition("://")[0]
+
+
+def _name(path: "epath.Path") -> str:
+    """Return bucket and key of a path, such as "bucket/folder/name"."""
+    return str(path).partition("://")[2]
+
+
+def _key(path: "epath.Path") -> str:
+    return _name(path).partition("/")[2]
+
+
+def _bucket_of(path: "epath.Path") -> Any:
+    return _bucket(_scheme(path), _name(path).partition("/")[0])
+
+
+@functools.cache
+def _bucket(scheme: str, bucket: str) -> Any:
+    """Return the TensorStore client of a bucket."""
+    for name, value in (("CONNECT_TIMEOUT_SECONDS", 10), ("LOW_SPEED_TIME_SECONDS", SILENCE_SECONDS)):
+        os.environ.setdefault(f"TENSORSTORE_CURL_{name}", str(value))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    import tensorstore as ts
+
+    spec = {"driver": "gcs", "bucket": bucket}
+    if scheme == "s3":
+        spec["driver"] = "s3"
+        # botocore, which s3fs uses, reads these variables. TensorStore takes an endpoint as an argument only.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        spec |= {"endpoint": endpoint} if endpoint else {}
+    context = ts.Context({f"{spec['driver']}_request_retries": RETRIES})
+    return ts.KvStore.open(spec, context=context).result()
+
+
+@functools.cache
+def _absent() -> bytes:
+    """Return TensorStore's generation of absent objects, for which it has no public name."""
+    import tensorstore as ts
+
+    return ts.KvStore.open({"driver": "memory"}).result().read("absent").result().stamp.generation
+
+
+def _fsspec(path: "epath.Path") -> Any:
+    """Return the fsspec client of a path's store, without a cache of listings. fsspec keeps one per process."""
+    import fsspec
+
+    if _scheme(path) == "s3":
+        retries = {"max_attempts": 1}  # s3fs repeats each request five times.
+        settings = {"retries": retries, "connect_timeout": 10, "read_timeout": SILENCE_SECONDS}
+        return fsspec.filesystem("s3", config_kwargs=settings, use_listings_cache=False)
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(sock_connect=10, sock_read=SILENCE_SECONDS)
+    return fsspec.filesystem("gs", requests_timeout=timeout, consistency="md5", use_listings_cache=False)

@@ -1,0 +1,41 @@
+"""Paths of local files, and of objects in buckets: gs://bucket/name and s3://bucket/name."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from difftx.errors import UserError, import_extra, require_extra
+
+if TYPE_CHECKING:
+    from etils import epath
+    from typing_extensions import TypeIs
+
+type AnyPath = Path | epath.Path
+
+# Scheme → library that lists the store, which orbax uses too, and the extra of pyproject.toml that installs it.
+LIBRARIES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+
+
+def path_of(field: str, text: str) -> AnyPath:
+    """Return the path in a flag or field: an `etils.epath.Path` for gs:// and s3://, or else a local `pathlib.Path`.
+
+    Raise `UserError` if the store is unknown, if its library is missing, or if the text names no bucket.
+    """
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)", text)
+    if found is None:
+        return Path(text)
+    scheme, bucket = found.groups()
+    if scheme not in LIBRARIES:
+        raise UserError(f"{field}={text}: stores of type {scheme} are not supported; use gs://, s3:// or a local path")
+    if not bucket:
+        raise UserError(f"{field}={text}: no bucket is named; write {scheme}://bucket/folder")
+    require_extra(*LIBRARIES[scheme])
+    # Otherwise gcsfs asks a second service for the kind of each bucket, and prints a line if that fails.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    return import_extra("etils.epath", LIBRARIES[scheme][1]).Path(text)
+
+
+def is_bucket(path: AnyPath) -> "TypeIs[epath.Path]":
+    """Return whether a path is in a bucket."""
+    return not isinstance(path, Path)

@@ -1,0 +1,271 @@
+"""The lock of a run in a bucket, between real processes that are killed, frozen and continued late."""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from difftx.errors import RunError, UserError
+from difftx.files import JsonLines
+from difftx.storage import lock as lock_module
+from difftx.storage import objects
+from difftx.storage.lock import BucketLock
+
+TAKEOVER = 3.0
+
+# Take the lock, write a row per command, and report each step on stdout. A command is a line on stdin.
+OWNER = """
+import sys
+from difftx.errors import RunError, UserError
+from difftx.files import JsonLines
+from difftx.storage import lock
+from difftx.storage.paths import path_of
+
+folder, name, takeover, other_machine = path_of("folder", sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+if other_machine == "yes":  # What another machine would write.
+    lock._machine = lambda: [name]
+try:
+    with lock.BucketLock(folder / ".lock", takeover_seconds=takeover, wait_seconds=0) as held:
+        log = JsonLines(folder / "log.jsonl")
+        log.rewrite(log.read())
+        print("owner", flush=True)
+        for i, command in enumerate(sys.stdin):
+            if command == "end\\n":
+                break
+            if command == "write\\n":
+                held.check()
+            log.append([{"name": name, "row": i}])
+            print("wrote", flush=True)
+    print("released", flush=True)
+except (UserError, RunError) as error:
+    print(f"error: {error}", flush=True)
+"""
+
+
+class Process:
+    """A process that runs `OWNER`."""
+
+    def __init__(self, folder, name, *, other_machine="no", takeover=TAKEOVER):
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(folder), name, str(takeover), other_machine],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self):
+        """Return the next line of output except that of a waiting process."""
+        return next(line for line in iter(self._process.stdout.readline, "") if "waiting" not in line).strip()
+
+    def say(self, command):
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        return self.line()
+
+    def signal(self, number):
+        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def close(self):
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+
+        def started(*args, **kwargs):
+            process = Process(*args, **kwargs)
+            stack.callback(process.close)
+            return process
+
+        yield started
+
+
+def rows(folder):
+    return [row["name"] for row in JsonLines(folder / "log.jsonl").read()]
+
+
+def test_a_second_process_waits_then_gives_up_or_follows(bucket, start):
+    folder = bucket.folder()
+    first = start(folder, "first")
+    assert first.line() == "owner"
+    started = time.monotonic()
+    second = start(folder, "second")
+    assert second.line().startswith(f"error: --workdir={folder}: process ")
+    assert time.monotonic() - started > TAKEOVER
+    assert first.say("write") == "wrote"
+    third = start(folder, "third")
+    assert first.say("end") == "released"
+    assert third.line() == "owner"
+    assert third.say("write") == "wrote"
+    assert rows(folder) == ["first", "third"]
+
+
+@pytest.mark.parametrize("other_machine", ["no", "yes"])
+def test_a_killed_owner_is_followed(bucket, start, other_machine):
+    folder = bucket.folder()
+    first = start(folder, "first", other_machine=other_machine, takeover=6.0)
+    assert first.line() == "owner"
+    assert first.say("write") == "wrote"
+    first.signal(signal.SIGKILL)
+    begun = time.monotonic()
+    with BucketLock(folder / ".lock", takeover_seconds=6.0, wait_seconds=0) as held:
+        waited = time.monotonic() - begun
+        held.check()
+    assert waited < 1 if other_machine == "no" else 5 < waited < 9
+
+
+def test_a_frozen_owner_that_continues_late_does_not_write(bucket, start):
+    folder = bucket.folder()
+    first = start(folder, "first")
+    assert first.line() == "owner"
+    assert first.say("write") == "wrote"
+    first.signal(signal.SIGSTOP)
+    second = start(folder, "second", other_machine="yes")
+    third = start(folder, "third", other_machine="yes")
+    assert sorted([second.line()[:5], third.line()[:5]]) == ["error", "owner"]
+    owner = "second" if second._process.poll() is None else "third"
+    first.signal(signal.SIGCONT)
+    assert "has taken this folder over" in first.say("write")
+    assert {"second": second, "third": third}[owner].say("write") == "wrote"
+    assert rows(folder) == ["first", owner]
+
+
+def test_a_late_append_without_a_check_is_not_visible(bucket, start):
+    """The owner is frozen between its check and its write."""
+    folder = bucket.folder()
+    first = start(folder, "first")
+    assert first.line() == "owner"
+    first.signal(signal.SIGSTOP)
+    second = start(folder, "second", other_machine="yes")
+    assert second.line() == "owner"
+    assert second.say("write") == "wrote"
+    first.signal(signal.SIGCONT)
+    assert "another process" in first.say("write without a check")
+    assert second.say("write") == "wrote"
+    assert rows(folder) == ["second", "second"]
+
+
+class Store:
+    """A store of one object with conditional writes, for schedules of thousands of requests."""
+
+    def __init__(self, actors):
+        self.content, self.generation, self._actors = None, 0, actors
+
+    def read(self, path):
+        self._actors.wait()
+        return None if self.content is None else objects.Stored(self.content, b"%d" % self.generation)
+
+    def write_if(self, path, content, generation):
+        self._actors.wait()
+        if generation != (None if self.content is None else b"%d" % self.generation):
+            return None
+        self.content, self.generation = content, self.generation + 1
+        return b"%d" % self.generation
+
+
+class Actors:
+    """Processes of which one runs at a time, from a request or a sleep to the next, and a clock."""
+
+    def __init__(self, count):
+        self.clock, self.store, self.checks = 0.0, Store(self), 0
+        self.failures, self._over, self._ended = [], False, set()
+        self._turns = [threading.Semaphore(0) for _ in range(count)]
+        self._done, self._index = threading.Semaphore(0), threading.local()
+
+    def play(self, schedule):
+        """Give each actor of a schedule its turns. "tick" moves the clock by 0.3 of the time to a takeover."""
+        threads = [threading.Thread(target=self._run, args=(index,)) for index in range(len(self._turns))]
+        for thread in threads:
+            thread.start()
+        for turn in schedule:
+            if turn == "tick":
+                self.clock += 0.3 * TAKEOVER
+            elif turn not in self._ended:
+                self._turns[turn].release()
+                self._done.acquire()
+        self._over = True
+        for turn in self._turns:
+            turn.release()
+        for thread in threads:
+            thread.join()
+
+    def wait(self, *_):
+        """Let the other actors run until the schedule returns to this one."""
+        if self._index.started:
+            self._done.release()
+        self._index.started = True
+        self._turns[self._index.value].acquire()
+        if self._over:
+            raise SystemExit
+
+    def _run(self, index):
+        self._index.value, self._index.started = index, False
+        lock = BucketLock(Path("run/.lock"), takeover_seconds=TAKEOVER, wait_seconds=10 * TAKEOVER)
+        lock._me |= {"machine": [str(index)], "host": str(index)}
+        try:
+            lock._acquire()
+            while True:
+                lock.check()
+                self.checks += 1
+                if json.loads(self.store.content)["owner"]["id"] != lock._me["id"]:
+                    self.failures.append(f"{index} would write without the lock")
+                self.wait()
+                if self.checks % 2:  # A heartbeat between two checks.
+                    with lock._renewing:
+                        lock._renew()
+        except (UserError, RunError, SystemExit):
+            pass
+        finally:
+            self._ended.add(index)
+            if not self._over:
+                self._done.release()
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Return a function that plays a schedule and returns the number of successful checks."""
+
+    def played(count, schedule):
+        actors = Actors(count)
+        clock = types.SimpleNamespace(monotonic=lambda: actors.clock, sleep=actors.wait)
+        monkeypatch.setattr(lock_module, "objects", actors.store)
+        monkeypatch.setattr(lock_module, "time", clock)
+        monkeypatch.setattr(lock_module, "_now", lambda: actors.clock)
+        actors.play(schedule)
+        assert not actors.failures, (actors.failures, schedule)
+        return actors.checks
+
+    return played
+
+
+def test_every_schedule_of_two_processes_has_one_writer(play, capsys):
+    """All schedules of six turns, after process 0 has taken the lock and process 1 has waited for some time."""
+    turns = (0, 1, "tick")
+    checks = sum(
+        play(2, (0, 0, 1, "tick", "tick", "tick", *schedule)) for schedule in itertools.product(turns, repeat=6)
+    )
+    assert checks > 500
+
+
+def test_random_schedules_of_three_processes_have_one_writer(play, capsys):
+    random_ = random.Random(0)
+    checks = sum(play(3, random_.choices((0, 1, 2, "tick"), weights=(2, 3, 3, 2), k=40)) for _ in range(300))
+    assert checks > 500

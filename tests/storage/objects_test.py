@@ -1,0 +1,147 @@
+"""Objects of real servers, behind a proxy that makes faults."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from helpers.buckets import environment
+
+from difftx.errors import UnreadableError, UserError
+from difftx.storage import objects
+from difftx.storage.paths import path_of
+
+TRANSIENT = ["429", "500", "503", "reset", "lost", "slow", "cut"]
+
+
+def test_a_write_replaces_only_the_generation_that_was_read(bucket):
+    path = bucket.folder() / "a" / "b"
+    assert objects.read(path) is None
+    first = objects.write_if(path, b"first", None)
+    assert first
+    assert objects.write_if(path, b"other", None) is None
+    second = objects.write_if(path, b"second", first)
+    assert second
+    assert second != first
+    assert objects.write_if(path, b"third", first) is None
+    assert objects.read(path) == (b"second", second)
+    assert objects.is_current(path, second)
+    assert not objects.is_current(path, first)
+    objects.delete([path])
+    assert objects.read(path) is None
+    assert objects.write_if(path, b"third", second) is None
+    assert not objects.is_current(path, second)
+
+
+@pytest.mark.parametrize("fault", [*TRANSIENT, "short"])
+def test_every_request_survives_faults(bucket, fault):
+    folder, content = bucket.folder(), random.Random(0).randbytes(5000)
+    objects.write(folder / "before", content)
+    bucket.plan(kinds=[fault], in_a_row=1)
+    first = objects.write_if(folder / "a", b"first", None)
+    assert first
+    assert objects.write_if(folder / "a", b"second", None) is None
+    assert objects.write_if(folder / "a", content, first)
+    objects.write(folder / "b" / "c", content)
+    assert objects.read_verified(folder / "a") == content
+    assert objects.read_verified(folder / "b" / "c") == content
+    assert objects.list_folder(folder) == {"a": False, "b": True, "before": False}
+    assert objects.list_below(folder) == ["a", "b/c", "before"]
+    objects.delete([folder / "before", folder / "a"])
+    assert objects.describe(folder / "a") is None
+    assert bucket.plan()["faults"][fault] >= (2 if fault in ("cut", "short") else 8)
+
+
+def test_listings_have_pages(bucket):
+    folder = bucket.folder()
+    for i in range(7):
+        objects.write(folder / f"file{i}", b"x" * i)
+        objects.write(folder / f"folder{i}" / "a", b"")
+    bucket.plan()
+    assert objects.list_folder(folder) == {f"file{i}": False for i in range(7)} | {f"folder{i}": True for i in range(7)}
+    assert bucket.plan()["requests"] == {"list": 5}
+    assert objects.list_below(folder) == sorted([f"file{i}" for i in range(7)] + [f"folder{i}/a" for i in range(7)])
+    assert bucket.plan()["requests"] == {"list": 5}
+    assert objects.list_folder(folder / "absent") == {}
+    assert objects.list_below(folder / "file") == []
+    with pytest.raises(UserError, match="file0 is not a folder"):
+        objects.list_folder(folder / "file0")
+    with pytest.raises(UserError, match="folder0 is a folder, not a file"):
+        objects.read_verified(folder / "folder0")
+
+
+def test_a_large_file_is_uploaded_in_parts(bucket, tmp_path):
+    content = random.Random(0).randbytes(12 * 2**20)
+    (tmp_path / "file").write_bytes(content)
+    path = bucket.folder() / "large"
+    objects.upload(path, str(tmp_path / "file"))
+    assert objects.read_verified(path) == content
+    assert objects.describe(path).size == len(content)
+
+
+REQUESTS = {
+    "read": lambda path: objects.read(path),
+    "write": lambda path: objects.write(path, b"x"),
+    "written": lambda path: objects.write_if(path, b"x", None),
+    "delete": lambda path: objects.delete([path]),
+    "list": lambda path: objects.list_folder(path),
+    "below": lambda path: objects.list_below(path),
+    "describe": lambda path: objects.describe(path),
+}
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_refusals_name_bucket_and_credentials(bucket, request_):
+    bucket.plan(kinds=["403"])
+    with pytest.raises(UserError, match=r"the credentials of this process may not .* objects of bucket runs"):
+        REQUESTS[request_](bucket.folder() / "a")
+
+
+@pytest.mark.parametrize("request_", ["read", "written", "list"])
+def test_retries_end_in_one_line(bucket, request_, monkeypatch):
+    bucket.plan(kinds=["503"])
+    with pytest.raises(UnreadableError, match=r"a cannot be (read|written|listed): .*run the same command again"):
+        REQUESTS[request_](bucket.folder() / "a")
+
+
+def test_an_absent_bucket_is_named(bucket):
+    path = path_of("--workdir", f"{bucket.scheme}://absent-bucket/a")
+    with pytest.raises(UserError, match="there is no bucket absent-bucket"):
+        objects.write(path, b"x")
+
+
+def test_conditions_are_required(bucket):
+    folder = bucket.folder()
+    objects.require_conditions(folder)
+    bucket.plan(kinds=["lost"], in_a_row=1)
+    objects.require_conditions(folder)
+    bucket.plan(kinds=["unconditional"])
+    with pytest.raises(UserError, match="the store ignores the conditions of writes"):
+        objects.require_conditions(folder)
+    bucket.plan()
+    assert objects.list_folder(folder) == {}
+
+
+PROBE = """
+import sys
+from difftx.storage.objects import require_conditions
+from difftx.storage.paths import path_of
+require_conditions(path_of("--workdir", sys.argv[1]))
+"""
+
+
+def test_the_emulator_without_the_proxy_is_refused(buckets):
+    """The emulator of Google Cloud Storage ignores generations."""
+    if "gs" not in buckets:
+        pytest.skip("gcp_storage_emulator is not installed")
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE, "gs://runs/a"],
+        env=os.environ | environment("gs", buckets["gs"].emulator),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1
+    assert "the store ignores the conditions of writes" in found.stderr.splitlines()[-1]
