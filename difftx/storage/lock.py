@@ -26,6 +26,8 @@ RENEWALS = 6  # Renewals of the owner within `takeover_seconds`.
 # Share of `takeover_seconds` for which the owner trusts a renewal. The rest covers clocks of different speed.
 TRUSTED = 0.8
 POLLS = 10  # Reads of a waiting process within `takeover_seconds`.
+# Owner of an object that is not a lock.
+UNKNOWN = {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None}
 EXTRA_WAIT = 1.5  # A waiting process gives up after this multiple of `takeover_seconds`, and after `wait_seconds`.
 
 
@@ -79,7 +81,7 @@ class BucketLock:
         seen, since, announced = None, time.monotonic(), False
         deadline = time.monotonic() + max(self._wait, EXTRA_WAIT * self._takeover)
         while True:
-            found = objects.read(self._path)
+            found = self._read()
             now = time.monotonic()  # After the read, because the owner may have renewed the lock until then.
             generation = None if found is None else found.generation
             if generation != seen:
@@ -117,12 +119,21 @@ class BucketLock:
             if generation is not None:
                 self._generation, self._renewed = generation, started
                 return
-            found = objects.read(self._path)
+            found = self._read()
             owner = None if found is None else _owner(found.content)
             if found is None or owner is None or owner["id"] != self._me["id"]:
                 self._successor = "another process" if owner is None else _name(owner)
                 return
             self._generation = found.generation  # Of a renewal that took place although it raised an error.
+
+    def _read(self) -> objects.Stored | None:
+        """Return the lock. Read it again while it is not JSON, because a response may be shortened."""
+        for pause in (*objects.REREAD_SECONDS, 0.0):
+            found = objects.read(self._path)
+            if found is None or _owner(found.content) != UNKNOWN:
+                break
+            time.sleep(pause)
+        return found
 
 
 def _content(owner: dict[str, Any] | None) -> bytes:
@@ -136,8 +147,8 @@ def _owner(content: bytes) -> dict[str, Any] | None:
         found = json.loads(content)
         return found["owner"] and {name: found["owner"][name] for name in ("id", "host", "machine", "pid", "start")}
     except (ValueError, KeyError, TypeError):
-        # Not a lock, or a shortened response. It is taken over if it stays like this.
-        return {"id": None, "host": "an unknown host", "machine": None, "pid": 0, "start": None}
+        # Not a lock. It is taken over if it stays like this.
+        return UNKNOWN
 
 
 def _name(owner: dict[str, Any]) -> str:

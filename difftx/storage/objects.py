@@ -101,12 +101,19 @@ def write_if(path: "epath.Path", content: bytes, generation: bytes | None) -> by
     stamp = _result(path, "write", lambda: _bucket_of(path).write(_key(path), content, if_equal=condition))
     if stamp.generation:
         return stamp.generation
-    found = read(path)
-    if found is None:
-        if generation is not None:
+    for pause in (*REREAD_SECONDS, None):
+        found = read(path)
+        if found is None:
+            if generation is not None:
+                return None
+            raise UnreadableError(f"{path}: another process deleted this object while it was created; run again")
+        if found.content == content:
+            return found.generation
+        if not content.startswith(found.content):  # Otherwise this may be a shortened response.
             return None
-        raise UnreadableError(f"{path}: another process deleted this object while it was created; run again")
-    return found.generation if found.content == content else None
+        if pause is not None:
+            time.sleep(pause)
+    raise UnreadableError(f"{path} cannot be read: its content is incomplete; run the same command again")
 
 
 def delete(paths: Iterable["epath.Path"]) -> None:

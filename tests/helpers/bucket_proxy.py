@@ -214,8 +214,10 @@ class Handler(BaseHTTPRequestHandler):
             connection.request(self.command, path, body, {**kept, "Content-Length": str(len(body))})
             response = connection.getresponse()
             return response.status, response.getheaders(), response.read()
-        except http.client.RemoteDisconnected:  # The emulator of Google Cloud Storage fails on an absent bucket.
-            return 404, [], b""
+        except (OSError, http.client.HTTPException):
+            # The emulator of Google Cloud Storage fails on a write to an absent bucket.
+            status = 404 if self.server.store == "gs" and "/b/runs/" not in path else 503
+            return status, [], self._error(status)
         finally:
             connection.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import JsonLines
 from difftx.storage import lock as lock_module
 from difftx.storage import objects
@@ -27,7 +27,7 @@ TAKEOVER = 3.0
 # Take the lock, write a row per command, and report each step on stdout. A command is a line on stdin.
 OWNER = """
 import sys
-from difftx.errors import RunError, UserError
+from difftx.errors import RunError, UnreadableError, UserError
 from difftx.files import JsonLines
 from difftx.storage import lock
 from difftx.storage.paths import path_of
@@ -263,6 +263,24 @@ def test_every_schedule_of_two_processes_has_one_writer(play, capsys):
         play(2, (0, 0, 1, "tick", "tick", "tick", *schedule)) for schedule in itertools.product(turns, repeat=6)
     )
     assert checks > 500
+
+
+def test_faults_do_not_cost_the_lock(bucket, quick_retries, monkeypatch):
+    """Replies are lost, and what is read to find out is shortened."""
+    monkeypatch.setattr(objects, "REREAD_SECONDS", (0.0,) * 6)
+    with BucketLock(bucket.folder() / ".lock", takeover_seconds=60, wait_seconds=0) as held:
+        for seed in range(25):
+            bucket.plan(kinds=["lost", "short", "503", "cut"], rate=0.5, in_a_row=2, seed=seed)
+            with held._renewing:
+                held._renew()
+            held.check()
+        bucket.plan(kinds=["lost"], in_a_row=100)
+        with held._renewing, pytest.raises(UnreadableError):
+            held._renew()  # It takes place, although every reply is lost.
+        bucket.plan()
+        with held._renewing:
+            held._renew()
+        held.check()
 
 
 def test_random_schedules_of_three_processes_have_one_writer(play, capsys):

@@ -1,0 +1,123 @@
+"""Paths of all stores, and the functions of difftx/files.py on each of them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from difftx import files
+from difftx.errors import UnreadableError, UserError
+from difftx.storage.paths import is_bucket, path_of
+
+
+def test_local_paths_are_pathlib_paths():
+    for text in ("runs/a", "/runs/a", ".", "gs:/a", "C:a", "a://b/c".replace("://", ":/")):
+        assert type(path_of("--workdir", text)) is type(Path(text))
+        assert path_of("--workdir", text) == Path(text)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_paths_of_buckets_keep_their_address(scheme):
+    pytest.importorskip({"gs": "gcsfs", "s3": "s3fs"}[scheme])
+    path = path_of("--workdir", f"{scheme}://runs/a/b")
+    assert is_bucket(path)
+    assert str(path / "c") == f"{scheme}://runs/a/b/c"
+    assert (path.name, str(path.parent)) == ("b", f"{scheme}://runs/a")
+
+
+def test_errors_of_one_line(monkeypatch):
+    with pytest.raises(UserError, match="--workdir=ftp://a/b: stores of type ftp are not supported; use gs://, s3://"):
+        path_of("--workdir", "ftp://a/b")
+    with pytest.raises(UserError, match=r"data\.path=gs://: no bucket is named; write gs://bucket/folder"):
+        path_of("data.path", "gs://")
+    for scheme, library, extra in (("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(UserError, match=rf"^{library} is not installed: .*\[{extra}\]"):
+            path_of("--workdir", f"{scheme}://runs/a")
+
+
+IMPORTED = """
+import sys
+import difftx.files
+print([name for name in ("tensorstore", "fsspec", "etils", "aiohttp") if name in sys.modules])
+"""
+
+
+def test_local_paths_import_no_client():
+    found = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_files_have_the_same_meaning_everywhere(folder):
+    path = folder / "run" / "config.json"
+    files.require_writable(folder / "run")
+    assert files.list_folder(folder / "run") == {}
+    assert (files.size_of(path), files.read_file(path)) == (None, None)
+    with pytest.raises(UserError, match="No such file"):
+        files.read_json(path)
+    with pytest.raises(FileNotFoundError):
+        files.read_record(path)
+    with pytest.raises(UserError, match="is not a run"):
+        files.require_run(folder / "run")
+    if not is_bucket(folder):
+        path.parent.mkdir()
+    files.write_atomically(path, json.dumps({"λ": 1}))
+    files.require_run(folder / "run")
+    assert files.read_json(path) == {"λ": 1}
+    assert files.size_of(path) == len(path_bytes := files.read_file(path))
+    assert json.loads(path_bytes) == {"λ": 1}
+    files.write_record(path, {"a": 2})
+    assert files.read_record(path) == {"a": 2}
+    files.write_atomically(path, json.dumps({"a": 2, "sha256": "0" * 64}))
+    assert files.read_record(path) is None
+    assert files.list_folder(folder) == {"run": True}
+    assert files.list_folder(folder / "run") == {"config.json": False}
+    with pytest.raises(UserError, match="is not a folder; move it away"):
+        files.list_folder(path)
+    with pytest.raises(UserError, match="run is a folder, not a file; move it away"):
+        files.read_file(folder / "run")
+
+
+@pytest.mark.parametrize("size", [0, 10, 3 * 2**20])
+def test_a_new_file_appears_at_the_end_of_the_block(folder, monkeypatch, size):
+    monkeypatch.setattr(files, "ONE_REQUEST_BYTES", 2**20)
+    with files.new_file(folder / "a") as file:
+        file.write(b"x" * size)
+        assert files.read_file(folder / "a") is None
+    assert files.read_file(folder / "a") == b"x" * size
+    with pytest.raises(TypeError), files.new_file(folder / "a") as file:
+        file.write("text")
+    assert files.read_file(folder / "a") == b"x" * size
+    assert files.list_folder(folder) == {"a": False}
+
+
+def test_a_new_folder_is_complete_with_its_marker(bucket, monkeypatch):
+    folder = bucket.folder() / "out"
+    for name in ("a", "b"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "write_record", lambda *_: 1 / 0)  # The process ends before the marker.
+            with pytest.raises(ZeroDivisionError), files.new_folder(folder) as made:
+                (made / name).write_text("half")
+        assert files.list_folder(folder) == {name: False}
+    with files.new_folder(folder) as made:
+        (made / "deep").mkdir()
+        (made / "deep" / "c").write_text("all")
+    assert files.list_folder(folder) == {".complete": False, "deep": True}
+    assert files.read_record(folder / ".complete") == {"files": {"deep/c": 3}}
+    with pytest.raises(FileExistsError), files.new_folder(folder):
+        pass
+
+
+def test_shortened_contents_are_never_returned(bucket, monkeypatch):
+    monkeypatch.setattr("difftx.storage.objects.REREAD_SECONDS", (0.0,) * 3)
+    path = bucket.folder() / "a"
+    files.write_atomically(path, "text" * 100)
+    bucket.plan(kinds=["short"], limit=3)
+    assert files.read_file(path) == b"text" * 100
+    bucket.plan(kinds=["short"])
+    message = re.escape(f"{path} cannot be read: its content does not have the size and CRC32C")
+    with pytest.raises(UnreadableError, match=message):
+        files.read_file(path)
