@@ -56,10 +56,14 @@ def evaluate(evaluation: Evaluation) -> Result:
 def compressed(config: Config) -> dict[str, Config]:
     """Return a config for each cache to measure, by name: "whole", "8_bits" or "128_tokens", for example."""
     settings = config.eval.cache
-    caches = {WHOLE: CacheConfig()} | {f"{bits}_bits": CacheConfig(bits=bits) for bits in settings.bits}
+    caches = {WHOLE: CacheConfig()} | {
+        f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=settings.chunk_tokens) for bits in settings.bits
+    }
     for share in settings.shares:
         tokens = round(share * config.data.sequence_length)
-        caches[f"{tokens}_tokens"] = CacheConfig(tokens=tokens, recent_share=settings.recent_share)
+        caches[f"{tokens}_tokens"] = CacheConfig(
+            tokens=tokens, recent_share=settings.recent_share, chunk_tokens=settings.chunk_tokens
+        )
     return {
         name: dataclasses.replace(config, model=dataclasses.replace(config.model, cache=cache))
         for name, cache in caches.items()

@@ -182,6 +182,22 @@ def test_losses_by_cache(config, text_file, tmp_path, architecture):
         assert numbers[f"bytes_per_token_{name}"] == size
 
 
+def test_short_rows_are_compressed_in_small_chunks(config, text_file, tmp_path):
+    """A row that is one chunk is not compressed before it is scored."""
+    changes = {"data__path": text_file, "data__sequence_length": 32, "eval__loss_tokens": 256}
+    changes |= {"eval__cache__bits": "4", "eval__cache__shares": "0.25"}
+    with pytest.raises(UserError, match=r"tokens=8 is less than twice model\.cache\.chunk_tokens=32; .*eval\.cache\."):
+        compressed(config(**changes))
+    found = {}
+    for chunk, shares in ((32, "()"), (4, "0.25")):
+        c = config(**changes | {"eval__cache__chunk_tokens": chunk, "eval__cache__shares": shares})
+        run = Run.open(c, tmp_path, one_device())
+        found[chunk] = evals.evaluate(run, random_params(run), 0, ["cache"])["cache"].numbers
+    assert found[32]["loss_loss_4_bits"] == pytest.approx(found[32]["loss_loss_whole"], rel=1e-6)
+    assert abs(found[4]["loss_loss_4_bits"] - found[4]["loss_loss_whole"]) > 1e-5
+    assert abs(found[4]["loss_loss_8_tokens"] - found[4]["loss_loss_whole"]) > 1e-5
+
+
 def test_a_row_of_documents_is_refused(config, text_file, tmp_path):
     fields = {"data__path": text_file, "eval__cache__shares": "0.5"}
     c = config(data__sequence_length=128, data__document_mask="true", **fields)
@@ -190,6 +206,3 @@ def test_a_row_of_documents_is_refused(config, text_file, tmp_path):
     compressing = dataclasses.replace(run, config=compressed(c)["8_bits"])
     with pytest.raises(UserError, match=r"data\.document_mask=True: "):
         evals.evaluate(compressing, random_params(run), 0, ["loss"])
-    short = config(**fields)
-    with pytest.raises(UserError, match=r"tokens=16 must be at least 64"):
-        compressed(short)
