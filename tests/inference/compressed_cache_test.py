@@ -198,6 +198,18 @@ def test_short_rows_are_compressed_in_small_chunks(config, text_file, tmp_path):
     assert abs(found[4]["loss_loss_8_tokens"] - found[4]["loss_loss_whole"]) > 1e-5
 
 
+def test_answers_are_those_of_the_compressed_cache(config, tmp_path):
+    c = config(
+        data__path="synthetic:copy", data__sequence_length=64, data__synthetic__vocab_size=8, data__synthetic__pairs=2,
+        data__synthetic__valid_examples=16, eval__cache__suites="exact_match", eval__cache__bits="()",
+        eval__cache__shares="1,0.25", eval__cache__chunk_tokens=8,
+    )  # fmt: skip
+    run = Run.open(c, tmp_path, one_device())
+    numbers = evals.evaluate(run, random_params(run), 0, ["cache"])["cache"].numbers
+    assert numbers["exact_match_accuracy_64_tokens"] == numbers["exact_match_accuracy_whole"] > 0
+    assert numbers["exact_match_accuracy_16_tokens"] != numbers["exact_match_accuracy_whole"]
+
+
 def test_a_row_of_documents_is_refused(config, text_file, tmp_path):
     fields = {"data__path": text_file, "eval__cache__shares": "0.5"}
     c = config(data__sequence_length=128, data__document_mask="true", **fields)
