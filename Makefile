@@ -29,7 +29,7 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study test test-long test-compile test-exhaustive parity chaos lint format
+.PHONY: quickstart reproduce study study-optimizers study-differential study-cache test test-long test-compile test-exhaustive parity chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -77,6 +77,21 @@ study-sizes:
 	$(SWEEP) --grid task=books-0.8m arm=transformer,diff,diff_v2 optimizer.learning_rate=2e-3,4e-3,8e-3 $(LOSS) --out=$(STUDY)/size-0.5m
 	$(SWEEP) --grid task=books-0.8m,books arm=transformer,diff,diff_v2 $(LONGER) $(LOSS) --out=$(STUDY)/tokens-2m
 	$(SWEEP) --grid task=books-0.8m arm=transformer optimizer.learning_rate=2e-3 $(LONGER) $(LOSS) --out=$(STUDY)/size-2m-transformer
+
+# Exploratory studies: warm-up and optimizers (two hours of a core), Transformers made differential, compressed caches.
+study-optimizers: .venv/.installed stores/books.bigrams
+	$(BIN)/python benchmarks/optimizer_study.py --out=$(STUDY)/optimizers
+
+study-differential: .venv/.installed stores/books.bigrams
+	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential
+
+CACHES = --config.model.compute_dtype=bfloat16 --config.eval.suites=cache --config.eval.loss_tokens=32768
+study-cache: .venv/.installed stores/books.bigrams
+	$(SWEEP) --grid task=recall arm=transformer-8x256-norm,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,exact_match \
+		--config.eval.cache.chunk_tokens=4 --out=$(STUDY)/cache-recall
+	$(SWEEP) --grid task=books-0.8m arm=transformer,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,recall \
+		--config.eval.cache.chunk_tokens=8 --config.train.steps=1000 --config.optimizer.warmup_steps=500 \
+		--config.eval.every_steps=1000 --out=$(STUDY)/cache-books
 
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
