@@ -85,7 +85,8 @@ study-optimizers: .venv/.installed stores/books.bigrams
 study-differential: .venv/.installed stores/books.bigrams
 	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential
 
-CACHES = --config.model.compute_dtype=bfloat16 --config.eval.suites=cache --config.eval.loss_tokens=32768
+CACHES = --config.model.compute_dtype=bfloat16 --config.eval.suites=cache,quantize --config.eval.loss_tokens=32768 \
+	--config.eval.quantize.rounded=operands --config.eval.quantize.bits=16,8,4
 study-cache: .venv/.installed stores/books.bigrams
 	$(SWEEP) --grid task=recall arm=transformer-8x256-norm,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,exact_match \
 		--config.eval.cache.chunk_tokens=4 --out=$(STUDY)/cache-recall

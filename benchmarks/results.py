@@ -58,7 +58,7 @@ PLACES_OF_DATA = (
 )  # Fields left out of printed commands: paths differ by machine.
 NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
 # Suites whose numbers at the last step are collected.
-SUITES = ("loss", "recall", "exact_match", "attention", "outliers", "cache")
+SUITES = ("loss", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
 SIGNIFICANT_DIGITS = 6
 # Added to the half width of an interval in comparisons: equal results of all seeds would give an interval of width 0.
 RESOLUTION = 0.005

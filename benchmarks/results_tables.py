@@ -148,6 +148,12 @@ def paired(records: Sequence[Record], task: str, arm: str, reference: str, numbe
     return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
 
 
+def paired_numbers(records: Sequence[Record], task: str, arm: str, number: str, reference: str) -> list[float]:
+    """Return one number of an arm minus another number of the same run, for each seed."""
+    own, other = (of_seeds(records, task, arm, name) for name in (number, reference))
+    return [own[seed] - other[seed] for seed in sorted(own)]
+
+
 def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
     """Return the mean over seeds of an arm's number minus the reference's, with sign and interval."""
     return signed(estimate(paired(records, task, arm, reference, number)))
@@ -348,19 +354,27 @@ def caches(records: Sequence[Record], task: str) -> list[str]:
 def caches_table(records: Sequence[Record], task: str, number: str) -> str:
     """Return a table with a row for each cache of the suite `cache`, and a column of each arm's number with it.
 
-    The cells of compressed caches are differences from the whole cache, of the same runs.
+    Below them are rows of the suite `quantize`, without a cache. All cells but those of the whole cache are differences
+    from the same runs without compression.
     """
     records = [r for r in records if r["task"] == task]
     arms = list(dict.fromkeys(r["arm"] for r in records))
+
+    def cells(compressed: str, plain: str) -> list[str]:
+        found = (paired_numbers(records, task, arm, compressed, plain) for arm in arms)
+        return [signed(estimate(values)) for values in found]
+
+    whole = f"cache/{number}_{WHOLE}"
     rows = []
     for name in caches(records, task):
-        sizes = dict.fromkeys(f"{r['numbers'][CACHE_SIZE + name]:g}" for r in records)
-        row = [name.replace("_", " "), " or ".join(sizes)]
-        for arm in arms:
-            whole, found = (of_seeds(records, task, arm, f"cache/{number}_{cache}") for cache in (WHOLE, name))
-            values = [found[seed] - (whole[seed] if name != WHOLE else 0) for seed in sorted(found)]
-            row.append(signed(estimate(values)) if name != WHOLE else str(estimate(values)))
-        rows.append(row)
+        size = " or ".join(dict.fromkeys(f"{r['numbers'][CACHE_SIZE + name]:g}" for r in records))
+        compressed = f"cache/{number}_{name}"
+        means = [mean(records, task, arm, whole) for arm in arms] if name == WHOLE else cells(compressed, whole)
+        rows.append([name.replace("_", " "), size, *means])
+    for bits in (8, 4):
+        at = f"quantize/{number}_{{}}_bits"
+        if at.format(bits) in records[0]["numbers"]:
+            rows.append([f"no cache, Q, K and V in {bits} bits", "", *cells(at.format(bits), at.format(16))])
     return markdown(["cache", "bytes per token", *arms], rows) + provenance(records)
 
 
