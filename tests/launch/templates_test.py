@@ -118,9 +118,9 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
     calls = stubs.calls("srun")
     assert (len(calls), code) == (starts, end)
     program = calls[0].index(sys.executable)
-    assert calls[0][program + 1] == str(ROOT / "train.py")
+    assert calls[0][program + 1 : program + 4] == ["-m", "difftx", "train"]
     assert calls[0][-1] == "--distributed"
-    check_flags(calls[0][program + 2 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
+    check_flags(calls[0][program + 4 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
 
 
 def sbatch_options(text):
@@ -459,6 +459,14 @@ def test_a_job_elsewhere_needs_a_config_of_the_repository(tmp_path):
     flags = ["--grid", "seed=0", "--out=out", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
     with pytest.raises(UserError, match="a job elsewhere would not have it"):
         sweep.main([f"--config={config}", *flags])
+
+
+def test_a_job_elsewhere_has_the_configs_of_difftx(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--grid", "seed=0", "--out=out", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
+    assert sweep.main(["--config=quickstart:diff", *flags]) == 0
+    (job,) = (tmp_path / "out" / "jobs").iterdir()
+    assert "python train.py --config=quickstart:diff " in job.read_text()
 
 
 def test_a_name_too_long_for_kubernetes(tmp_path, monkeypatch):
