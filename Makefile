@@ -29,7 +29,8 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study study-optimizers study-differential study-cache test test-long test-compile test-exhaustive parity chaos lint format
+.PHONY: quickstart reproduce study study-optimizers study-differential study-cache test test-long test-compile \
+	test-exhaustive test-lowest platforms parity chaos lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -125,6 +126,18 @@ test-compile: .venv-compile/.installed
 test-exhaustive: .venv-compile/.installed
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive
 
+# The tests of `make test` with the lowest versions that requirements.txt allows.
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
+
+# Resolve the base dependencies to wheels for platforms that CI does not have. Nothing is installed.
+platforms: .venv/.installed-uv
+	set -e; for platform in aarch64-apple-darwin aarch64-manylinux_2_28; do for python in 3.12 3.13; do \
+		$(BIN)/uv pip compile --quiet --no-header --no-annotate --only-binary=:all: --python-platform=$$platform \
+			--python-version=$$python --output-file=.venv/$$platform-$$python.txt pyproject.toml; \
+	done; done
+	wc -l .venv/aarch64-*.txt
+
 # Compare difftx convert and tokenizers with the package transformers. cl100k_base needs TIKTOKEN_CACHE_DIR or a network.
 parity: .venv-parity/.installed
 	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop tests/data/tokenizer_parity_test.py
@@ -134,6 +147,7 @@ lint: .venv/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-platform=darwin difftx configs train.py eval.py
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive difftx configs benchmarks train.py eval.py
 	$(BIN)/pip-audit --local --progress-spinner=off
 
@@ -163,6 +177,16 @@ format: .venv/.installed-lint
 
 .venv/.installed-browser: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,browser)
+	touch $@
+
+.venv/.installed-uv: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,uv)
+	touch $@
+
+.venv-lowest/.installed: .venv/.installed-uv requirements.txt
+	rm -rf .venv-lowest
+	$(BIN)/python -m venv .venv-lowest
+	$(BIN)/uv pip install --quiet --python=.venv-lowest --resolution=lowest-direct -r requirements.txt
 	touch $@
 
 # A separate environment, because JAX tries to initialise every installed accelerator plugin at each start.

@@ -74,7 +74,8 @@ def require_run(workdir: Path) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and not path.is_dir():
-        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
+        fix = "train one with `python -m difftx train`"
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
 
 
 @contextlib.contextmanager
