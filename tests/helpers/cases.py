@@ -8,5 +8,9 @@ PAPER = ("diff", "transformer")  # The architectures of arXiv 2410.05258.
 
 
 def long_except[T](cases: Iterable[T], kept: Collection[T] = PAPER) -> list:
-    """Return the cases, of which those that are not in `kept` are long."""
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
+    """Return the cases, each a value or a tuple of values. Those that are not in `kept` are long."""
+
+    def long(case: T):
+        return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.long)
+
+    return [case if case in kept else long(case) for case in cases]

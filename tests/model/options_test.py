@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from helpers.cases import long_except
 from helpers.inference_models import random_params
 from helpers.model_layers import OPTIONS, WINDOWS, batch_on
 
@@ -94,12 +95,9 @@ def plain_loss(params, c, tokens, targets, weight):
     return jnp.sum(nll * weight) + z_loss, z_loss
 
 
-# "all" with two groups of layers has the other cases in it.
-@pytest.mark.parametrize(
-    "case",
-    [name if name == "all, two groups in a loop" else pytest.param(name, marks=pytest.mark.long) for name in CASES],
-)
-@pytest.mark.parametrize("architecture", ["diff", "transformer"])
+# "all" with two groups of layers has the other cases in it. variants_test.py has the options of a Transformer's layer.
+@pytest.mark.parametrize("case", long_except(CASES, ["all, two groups in a loop"]))
+@pytest.mark.parametrize("architecture", ["diff", pytest.param("transformer", marks=pytest.mark.long)])
 def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, architecture, case):
     c = config(architecture, model__num_heads=4, model__num_kv_heads=2, data__sequence_length=16, **CASES[case])
     mesh = mesh_of()
@@ -129,10 +127,11 @@ def test_loss_and_gradients_are_those_of_the_definition(config, mesh_of, archite
 def test_the_step_reports_the_z_loss_beside_the_loss(config, mesh_of):
     """The metric "loss" is the same with and without z-loss, in one and in two microbatches."""
     mesh, found = mesh_of(), []
+    with jax.set_mesh(mesh):
+        state = jax.jit(lambda: init_state(config()))()
     for options in ({}, {"train__z_loss": 0.03}, {"train__z_loss": 0.03, "train__accumulation": 2}):
         c = config(**options)
         with jax.set_mesh(mesh):
-            state = jax.jit(lambda c=c: init_state(c))()
             found.append(jax.device_get(jax.jit(make_train_step(c))(state, batch_on(mesh, c))[1]))
     plain, whole, halves = found
     assert "z_loss" not in plain
