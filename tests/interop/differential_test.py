@@ -90,7 +90,8 @@ def test_at_first_the_function_is_that_of_the_transformer(tmp_path, mesh_of, cap
         assert np.abs(new["blocks/attention/query_DHGd"][..., 1, :]).max() > 0.1
 
 
-@pytest.mark.parametrize("method", ["zero-branch", pytest.param("dex", marks=pytest.mark.long)])
+@pytest.mark.long  # optimizer_test.py trains both architectures.
+@pytest.mark.parametrize("method", ["zero-branch", "dex"])
 def test_it_learns_and_becomes_another_function(tmp_path, mesh_of, method):
     workdir = import_(
         FIXTURES / "llama3", tmp_path / "run", f"--differential={method}", "--config.model.anneal_steps=4",

@@ -190,7 +190,7 @@ def test_softmax_attention_is_the_first_map(backend, case):
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@pytest.mark.parametrize("backend", BACKENDS[:3])
 @pytest.mark.parametrize(
     "lam",
     [0.5, 1, True, np.float64(0.5), np.asarray(0.5, jnp.bfloat16), np.float32([0.1, 0.2, 0.3, 0.4]), jnp.bfloat16(0.5)],

@@ -44,7 +44,7 @@ def oracle_maps(monkeypatch, module, model, x_TD, depth):
     return np.array(maps), pairs_HGTT, None
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), OPTIONS])
 @pytest.mark.parametrize("name", long_except(SIZES, FAST))
 def test_maps_of_a_layer_equal_the_formula(name, options, monkeypatch, mesh_of):
     with jax.set_mesh(mesh_of()):

@@ -60,7 +60,8 @@ def test_microbatches_keep_every_row_on_its_device(config, mesh_of):
 def test_the_average_of_the_weights_is_that_of_the_updates(config, mesh_of, optimizer):
     """Float64, by the definition; a skipped update counts neither in the average nor in its weights."""
     decay, skipped = 0.7, 3
-    c, mesh = config(train__ema_decay=decay, optimizer__name=optimizer), mesh_of(data=2, fsdp=2, tensor=2)
+    c = config("transformer", train__ema_decay=decay, optimizer__name=optimizer)
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
     after = []
     with jax.set_mesh(mesh):
         state = jax.jit(lambda: init_state(c))()
