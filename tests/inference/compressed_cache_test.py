@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import long_except
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
@@ -82,7 +83,11 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "share", "window"), [(32, 0.5, None), (32, 0.25, 20), (1, 0.5, None), (1, 0.0, 40), (32, 0.9, None)]
+    ("chunk", "share", "window"),
+    [
+        *((32, 0.5, None), (32, 0.25, 20), (1, 0.0, 40)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0.5, None), (32, 0.9, None))),
+    ],
 )
 @pytest.mark.parametrize("devices", [{}, {"fsdp": 2, "tensor": 2}])
 def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window, devices):
@@ -154,7 +159,7 @@ def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window
         assert (np.asarray(larger[2].position_BKS)[..., 64:] == EMPTY).all()
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer", "diff_v2"])
+@pytest.mark.parametrize("architecture", long_except(["diff", "transformer", "diff_v2"]))
 def test_losses_by_cache(config, text_file, tmp_path, architecture):
     """A cache of 8 bits changes the loss less than one of 4 bits. A cache of all tokens changes nothing."""
     c = config(
