@@ -52,6 +52,7 @@ class Column(NamedTuple):
     minus_reference: bool = False  # Whether the Transformer's number for the same seed is subtracted.
 
 
+MOST_COMMANDS = 6  # Of a table. Of more commands, the first one stands for all.
 REFERENCE = "transformer"
 BY_SEED = {"recall"}
 # A run has solved recall if its accuracy on rows that ask for one key is at least this.
@@ -336,7 +337,10 @@ def provenance(records: Sequence[Record]) -> str:
     hardware = dict.fromkeys(r["hardware"] for r in records)
     minutes = sum(r["wall_seconds"] for r in records) / 60
     tokens = dict.fromkeys(f"{r['tokens']:,}" for r in records)
-    sweeps = "\n".join(f"    {sweep}" for sweep in dict.fromkeys(r["sweep"] for r in records))
+    commands = list(dict.fromkeys(r["sweep"] for r in records))
+    if len(commands) > MOST_COMMANDS:
+        commands[1:] = [f"# and {len(commands) - 1} sweeps with other values"]
+    sweeps = "\n".join(f"    {command}" for command in commands)
     return (
         f"\n\n{sweeps}\n\n{len(records)} runs of {' or '.join(tokens)} tokens, {'seeds' if len(seeds) > 1 else 'seed'} "
         f"{', '.join(map(str, seeds))}; {minutes:.0f} minutes of {' and '.join(hardware)} in all; "
