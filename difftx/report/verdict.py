@@ -68,7 +68,7 @@ def verdict(runs: Sequence[RunRecord], metric: Metric) -> Verdict:
         headline, uncertainty = found[0]
         return Verdict(headline, [uncertainty, *limits])
     best = min(arms, key=lambda arm: arm.mean)
-    headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss, {best.mean:.4g} {unit}."
+    headline = f"Of {len(arms)} models, {best.name} has the lowest validation loss."
     return Verdict(headline, [*(f"{sentence} {uncertainty}" for sentence, uncertainty in found), *limits])
 
 
