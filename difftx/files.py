@@ -27,7 +27,7 @@ RETRY_SECONDS = (0.2, 0.8, 2.0)
 # Errors that waiting does not resolve.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # JSON type → name in error messages.
-NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
+NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
 
 
 def require_local(name: str, path: str | Path) -> None:

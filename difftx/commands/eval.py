@@ -21,6 +21,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
     parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points to fit scaling laws to")
     parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
+    parser.add_argument("--against", choices=("tokens", "flops", "seconds", "steps"), default="tokens", help="x-axis")
     parser.add_argument("--report", action="store_true", help="write an HTML page about --workdir")
     parser.add_argument("--out", type=Path, help="folder of the figures, or file of the report (WORKDIR/report.html)")
     parser.add_argument("--list", action="store_true", help="list the suites")
@@ -43,8 +44,7 @@ def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
     if args.curves or args.scaling:
         if args.out is None:
             parser.error("--curves and --scaling need --out=DIR")
-        draw = evaluate.draw_curves if args.curves else evaluate.fit_scaling
-        draw(args.curves or args.scaling, args.out, args.metric)
+        (evaluate.draw_curves if args.curves else evaluate.fit_scaling)(args)
     elif args.report and args.workdir is not None:
         evaluate.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
     elif args.workdir is None or not args.suite:

@@ -7,7 +7,7 @@ import jax
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.evals.evaluation import Evaluation, require_whole_rows
-from difftx.evals.inner import evaluate_inner, inner_suites, varying
+from difftx.evals.inner import evaluate_inner, inner_suites, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
@@ -44,7 +44,7 @@ def evaluate(evaluation: Evaluation) -> Result:
             charts.append(
                 LineChart(
                     name=f"cache_{suite}_{name}",
-                    title=f"{suite}: {name} by the size of the cache",
+                    title=f"{title_of(suite, name)} by the size of the cache",
                     x_label="bytes of the cache per token of a full row",
                     y_label=name,
                     series=series,
