@@ -2,6 +2,7 @@
 # make test:       run the tests.
 # make reproduce:  train all arms in the tables of docs/results.md from scratch and compare the results with that page.
 # make study:      run the sweeps that the settings of these arms come from.
+# make docs:       build the documentation site in build/site, and check the links of all pages.
 # make chaos:      kill, freeze and corrupt training runs, FAULTS=200 times. SEED=… repeats the faults of an earlier
 #                  call, and RUN=… only one of its runs.
 
@@ -30,7 +31,7 @@ SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
 .PHONY: quickstart reproduce study study-optimizers study-differential study-cache test test-long test-compile \
-	test-exhaustive test-lowest platforms parity chaos lint format
+	test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -108,7 +109,7 @@ test: .venv/.installed .venv/.installed-tokenizers $(and $(CHROMIUM),.venv/.inst
 
 # Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
 # lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
-test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers
+test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 
@@ -142,6 +143,10 @@ platforms: .venv/.installed-uv
 parity: .venv-parity/.installed
 	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop tests/data/tokenizer_parity_test.py
 
+docs: .venv/.installed .venv/.installed-docs
+	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/site_test.py
+
 # pip-audit lists the packages that it cannot look up; without a network these are all packages.
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .
@@ -173,6 +178,10 @@ format: .venv/.installed-lint
 # transformers is for tests of tokenizers, which do not need torch: 13 MB to download.
 .venv/.installed-tokenizers: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,tokenizers) "transformers>=5.0"
+	touch $@
+
+.venv/.installed-docs: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,docs)
 	touch $@
 
 .venv/.installed-browser: .venv/.installed pyproject.toml
