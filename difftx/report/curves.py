@@ -146,7 +146,7 @@ def _label_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[float, float, s
             va="center",
             parse_math=False,
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.4, "linewidth": 0.8},
+            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.4, "linewidth": 0.8, "relpos": (0, 0.5)},
         )
 
 

@@ -222,7 +222,7 @@ def test_on_a_desktop(report, tmp_path):
         assert min(painted) > 5, dict(zip(titles, painted, strict=True))
 
         figure = page.locator("article:visible .figure").first
-        figure.hover(position={"x": 500, "y": 100})
+        figure.hover(position={"x": 250, "y": 100})
         values = tooltip(page)
         assert values[0] == "diff"
         assert values[3] == "trans<script>window.pwned=1<script>"  # As text.
@@ -232,7 +232,7 @@ def test_on_a_desktop(report, tmp_path):
         check_samples(page)
         needle = page.locator("article", has_text="Needles found").first.locator(".figure")
         needle.scroll_into_view_if_needed()
-        needle.hover(position={"x": 250, "y": 60})
+        needle.hover(position={"x": 130, "y": 60})
         assert tooltip(page)[:3] == ["8K", "0 %", "0.125"]
 
 
