@@ -63,7 +63,7 @@ def draw_row(charts: Mapping[str, Any], scheme: str) -> plt.Figure:
         else:
             axis.plot(series["x"], series["y"], color=colours[series["name"]], label=series["name"], marker=".")
     axis.set(xlabel="key position", ylabel="share of |attention|")
-    axis.legend(frameon=False, ncols=4, loc="upper left")
+    axis.legend(frameon=False, loc="upper left")
     return figure
 
 

@@ -9,7 +9,7 @@ import io
 import os
 import re
 
-from difftx.__main__ import COMMANDS
+from difftx.commands import COMMANDS
 
 WIDTH = "100"  # Columns of the help texts.
 
