@@ -2,6 +2,7 @@
 # make test:       run the tests.
 # make reproduce:  train all arms in the tables of docs/results.md from scratch and compare the results with that page.
 # make study:      run the sweeps that the settings of these arms come from.
+# make docs:       build the documentation site in build/site, and check the links of all pages.
 # make chaos:      kill, freeze and corrupt training runs, FAULTS=200 times. SEED=… repeats the faults of an earlier
 #                  call, and RUN=… only one of its runs.
 
@@ -29,7 +30,8 @@ ARMS = transformer,transformer-8x256,transformer-8x256-norm,diff,diff-no_norm,di
 SWEEP = env JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false \
 	$(BIN)/python -m difftx sweep --config=configs/toy.py
 
-.PHONY: quickstart reproduce study test test-long test-compile test-exhaustive parity chaos lint format
+.PHONY: quickstart reproduce study study-optimizers study-differential study-cache test test-long test-compile \
+	test-exhaustive test-lowest platforms parity chaos docs lint format
 
 quickstart: .venv/.installed
 	$(BIN)/python train.py --config=configs/quickstart.py:diff --workdir=$(RUNS)/diff $(FLAGS)
@@ -78,6 +80,22 @@ study-sizes:
 	$(SWEEP) --grid task=books-0.8m,books arm=transformer,diff,diff_v2 $(LONGER) $(LOSS) --out=$(STUDY)/tokens-2m
 	$(SWEEP) --grid task=books-0.8m arm=transformer optimizer.learning_rate=2e-3 $(LONGER) $(LOSS) --out=$(STUDY)/size-2m-transformer
 
+# Exploratory studies: warm-up and optimizers (two hours of a core), Transformers made differential, compressed caches.
+study-optimizers: .venv/.installed stores/books.bigrams
+	$(BIN)/python benchmarks/optimizer_study.py --out=$(STUDY)/optimizers
+
+study-differential: .venv/.installed stores/books.bigrams
+	$(BIN)/python benchmarks/differential_study.py --out=$(STUDY)/differential
+
+CACHES = --config.model.compute_dtype=bfloat16 --config.eval.suites=cache,quantize --config.eval.loss_tokens=32768 \
+	--config.eval.quantize.rounded=operands --config.eval.quantize.bits=16,8,4
+study-cache: .venv/.installed stores/books.bigrams
+	$(SWEEP) --grid task=recall arm=transformer-8x256-norm,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,exact_match \
+		--config.eval.cache.chunk_tokens=4 --out=$(STUDY)/cache-recall
+	$(SWEEP) --grid task=books-0.8m arm=transformer,diff seed=0,1,2 $(CACHES) --config.eval.cache.suites=loss,recall \
+		--config.eval.cache.chunk_tokens=8 --config.train.steps=1000 --config.optimizer.warmup_steps=500 \
+		--config.eval.every_steps=1000 --out=$(STUDY)/cache-books
+
 stores/books/meta.json: | .venv/.installed
 	@test -d "$(BOOKS)" || { echo "BOOKS=$(BOOKS): no such folder; name one with train.jsonl.gz and valid.jsonl.gz, a line {\"text\": …} a book" >&2; exit 2; }
 	$(BIN)/python -m difftx prepare --input=$(BOOKS)/train.jsonl.gz --valid_input=$(BOOKS)/valid.jsonl.gz --tokenizer=bytes --out=stores/books
@@ -91,7 +109,7 @@ test: .venv/.installed .venv/.installed-tokenizers $(and $(CHROMIUM),.venv/.inst
 
 # Long tests: multi-process runs and sweeps that are killed, frozen or corrupted, training of every architecture, and
 # lm-eval. Those in tests/multihost run one at a time, because their processes time out on each other after seconds.
-test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers
+test-long: .venv/.installed .venv/.installed-eval .venv/.installed-tokenizers .venv/.installed-docs
 	$(BIN)/python -m pytest -n auto --dist=worksteal -m "long and not exhaustive" --ignore=tests/multihost
 	$(BIN)/python -m pytest -m long tests/multihost
 
@@ -109,15 +127,32 @@ test-compile: .venv-compile/.installed
 test-exhaustive: .venv-compile/.installed
 	NPROC=16 JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest -n auto --dist=worksteal -m exhaustive
 
+# The tests of `make test` with the lowest versions that requirements.txt allows.
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/python -m pytest -n auto --dist=worksteal -m "not interpreter and not long and not chaos and not exhaustive"
+
+# Resolve the base dependencies to wheels for platforms that CI does not have. Nothing is installed.
+platforms: .venv/.installed-uv
+	set -e; for platform in aarch64-apple-darwin aarch64-manylinux_2_28; do for python in 3.12 3.13; do \
+		$(BIN)/uv pip compile --quiet --no-header --no-annotate --only-binary=:all: --python-platform=$$platform \
+			--python-version=$$python --output-file=.venv/$$platform-$$python.txt pyproject.toml; \
+	done; done
+	wc -l .venv/aarch64-*.txt
+
 # Compare difftx convert and tokenizers with the package transformers. cl100k_base needs TIKTOKEN_CACHE_DIR or a network.
 parity: .venv-parity/.installed
 	JAX_PLATFORMS=cpu .venv-parity/bin/python -m pytest tests/interop tests/data/tokenizer_parity_test.py
+
+docs: .venv/.installed .venv/.installed-docs
+	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/site_test.py
 
 # pip-audit lists the packages that it cannot look up; without a network these are all packages.
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-platform=darwin difftx configs train.py eval.py
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive difftx configs benchmarks train.py eval.py
 	$(BIN)/pip-audit --local --progress-spinner=off
 
@@ -145,8 +180,22 @@ format: .venv/.installed-lint
 	$(BIN)/python $(PIP_INSTALL) $(call extra,tokenizers) "transformers>=5.0"
 	touch $@
 
+.venv/.installed-docs: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,docs)
+	touch $@
+
 .venv/.installed-browser: .venv/.installed pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(call extra,browser)
+	touch $@
+
+.venv/.installed-uv: .venv/.installed pyproject.toml
+	$(BIN)/python $(PIP_INSTALL) $(call extra,uv)
+	touch $@
+
+.venv-lowest/.installed: .venv/.installed-uv requirements.txt
+	rm -rf .venv-lowest
+	$(BIN)/python -m venv .venv-lowest
+	$(BIN)/uv pip install --quiet --python=.venv-lowest --resolution=lowest-direct -r requirements.txt
 	touch $@
 
 # A separate environment, because JAX tries to initialise every installed accelerator plugin at each start.

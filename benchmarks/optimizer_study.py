@@ -13,9 +13,6 @@ take two hours of one core. An interrupted study continues where it stopped.
 import argparse
 import concurrent.futures
 import itertools
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +20,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from difftx.errors import EXIT_FAILED, UserError, run_command
-from difftx.report.runs import read_runs
+from benchmarks.tuning import REPORTED_SEEDS, TUNED_SEED, best_rate, sweep
+from difftx.errors import run_command
 
 ARMS = ("transformer", "diff", "diff_v2")
 OPTIMIZERS: Mapping[str, Mapping[str, str]] = {
@@ -39,8 +36,6 @@ RATES: Mapping[str, Sequence[float]] = {
     "muon-groups": (1.6e-2, 3.2e-2),
 }
 WARMUPS = (0.01, 0.05, 0.2, 0.5)  # Shares of the steps.
-TUNED_SEED, REPORTED_SEEDS = 3, (0, 1, 2)
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Cell(NamedTuple):
@@ -78,33 +73,16 @@ def main(arguments: Sequence[str]) -> int:
 def train_cell(cell: Cell, folder: Path) -> float:
     """Tune a cell's learning rate, train the reported seeds, and return the rate."""
 
-    def tuned(rates: Sequence[float]) -> dict[float, float]:
-        return {rate: sweep(cell, rate, (TUNED_SEED,), folder / f"rate-{rate:g}") for rate in rates}
+    def train(rate: float, seeds: Sequence[int], out: Path) -> float:
+        fields = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": f"{rate:g}"}
+        grid = ["task=books", f"arm={cell.arm}", f"seed={','.join(map(str, seeds))}"]
+        grid += [f"{name}={value}" for name, value in fields.items()]
+        flags = [f"--config.{name}={value}" for name, value in OPTIMIZERS[cell.optimizer].items()]
+        return sweep(out, "configs/toy.py", grid, [*flags, "--config.eval.suites=loss"])
 
-    losses = tuned(RATES[cell.optimizer])
-    while untried := {(best := min(losses, key=losses.__getitem__)) / 2, best * 2} - losses.keys():
-        losses |= tuned(sorted(untried))
-    sweep(cell, best, REPORTED_SEEDS, folder / "reported")
+    best = best_rate(RATES[cell.optimizer], lambda rate: train(rate, (TUNED_SEED,), folder / f"rate-{rate:g}"))
+    train(best, REPORTED_SEEDS, folder / "reported")
     return best
-
-
-def sweep(cell: Cell, rate: float, seeds: Sequence[int], out: Path) -> float:
-    """Train a cell with `difftx sweep`, and return the mean validation loss in bits per byte."""
-    fields = {"optimizer.warmup_fraction": f"{cell.warmup:g}", "optimizer.learning_rate": f"{rate:g}"}
-    grid = [f"{name}={value}" for name, value in fields.items()]
-    flags = [f"--config.{name}={value}" for name, value in OPTIMIZERS[cell.optimizer].items()]
-    command = [sys.executable, "-m", "difftx", "sweep", "--config=configs/toy.py", f"--out={out}"]
-    command += ["--grid", "task=books", f"arm={cell.arm}", f"seed={','.join(map(str, seeds))}", *grid]
-    command += [*flags, "--config.eval.suites=loss"]
-    one_core = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | one_core, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode == EXIT_FAILED or done.returncode < 0 or not (out / "sweep.json").is_file():
-        raise UserError(f"{out}: the sweep ended with exit code {done.returncode}:\n{done.stdout[-2000:]}")
-    runs = read_runs([out / run["name"] for run in json.loads((out / "sweep.json").read_text())["runs"]])
-    found = [max(run.results["loss"].items())[1]["numbers"]["bits_per_byte"] for run in runs]
-    return sum(found) / len(found)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from benchmarks.results_tables import (
     COMPARED,
     Record,
     draw,
+    draw_caches,
     draw_warmup,
     estimate,
     markdown,
@@ -50,10 +51,14 @@ SUMMARY = ROOT / "benchmarks" / "results_summary.md"
 README = ROOT / "README.md"
 SUMMARY_MARKERS = ("<!-- benchmarks/results.py writes from here -->\n", "<!-- to here -->\n")
 IMAGES = ROOT / "docs" / "images"
-PLACES_OF_DATA = ("data.path", "eval.bigrams_path")  # Fields left out of printed commands: paths differ by machine.
-NO_CHANGES = ("train.seed", "data.", "eval.")  # Overrides of these fields do not change a run's arm.
+PLACES_OF_DATA = (
+    "data.path",
+    "eval.bigrams_path",
+    "checkpoint.init_from",
+)  # Fields left out of printed commands: paths differ by machine.
+NO_CHANGES = ("train.seed", "data.", "eval.", "checkpoint.")  # Overrides of these fields do not change a run's arm.
 # Suites whose numbers at the last step are collected.
-SUITES = ("loss", "recall", "exact_match", "attention", "outliers")
+SUITES = ("loss", "recall", "exact_match", "attention", "outliers", "cache", "quantize")
 SIGNIFICANT_DIGITS = 6
 # Added to the half width of an interval in comparisons: equal results of all seeds would give an interval of width 0.
 RESOLUTION = 0.005
@@ -154,8 +159,12 @@ def main(arguments: Sequence[str]) -> int:
     if args.command == "render":
         write_atomically(PAGE, render(collected, TEMPLATE.read_text()))
         write_atomically(README, with_summary(README.read_text(), collected))
-        draw(collected["arms"], IMAGES)
-        draw_warmup(collected["settings"], toy.get_config("books-diff").optimizer.warmup_steps, IMAGES)
+        draw(collected["arms"], IMAGES / "results")
+        draw(collected["differential"], IMAGES / "results_differential")
+        draw_caches(collected["cache"], IMAGES / "results_cache")
+        draw_warmup(
+            collected["settings"], toy.get_config("books-diff").optimizer.warmup_steps, IMAGES / "results_warmup"
+        )
         return 0
     records = collect(args.sweeps)
     if args.command == "compare":

@@ -52,6 +52,7 @@ class Column(NamedTuple):
     minus_reference: bool = False  # Whether the Transformer's number for the same seed is subtracted.
 
 
+MOST_COMMANDS = 6  # Of a table. Of more commands, the first one stands for all.
 REFERENCE = "transformer"
 BY_SEED = {"recall"}
 # A run has solved recall if its accuracy on rows that ask for one key is at least this.
@@ -68,13 +69,16 @@ CONTRASTS = (
     ("diff_v2", "transformer", "Differential Transformer V2"),
     ("diff_v2", "transformer-8x256", "V2, compared with wide heads"),
 )
+WHOLE, CACHE_SIZE = "whole", "cache/bytes_per_token_"  # Name and number of the suite `cache`.
+BOOKS = (
+    Column("bits per byte", "loss/bits_per_byte"),
+    Column("more than transformer", "loss/bits_per_byte", minus_reference=True),
+    Column("AR-Hit, nats", "recall/ar_hit_loss"),
+    Column("Others, nats", "recall/others_loss"),
+)
 TASK_COLUMNS = {
-    "books": (
-        Column("bits per byte", "loss/bits_per_byte"),
-        Column("more than transformer", "loss/bits_per_byte", minus_reference=True),
-        Column("AR-Hit, nats", "recall/ar_hit_loss"),
-        Column("Others, nats", "recall/others_loss"),
-    ),
+    "books": BOOKS,
+    "books-0.8m": BOOKS,
     "recall": (
         Column("accuracy, one key asked for", "exact_match/retrieval"),
         Column("accuracy, all keys", "exact_match/mqar"),
@@ -143,6 +147,12 @@ def paired(records: Sequence[Record], task: str, arm: str, reference: str, numbe
     """
     own, other = (of_seeds(records, task, name, number) for name in (arm, reference))
     return [own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())]
+
+
+def paired_numbers(records: Sequence[Record], task: str, arm: str, number: str, reference: str) -> list[float]:
+    """Return one number of an arm minus another number of the same run, for each seed."""
+    own, other = (of_seeds(records, task, arm, name) for name in (number, reference))
+    return [own[seed] - other[seed] for seed in sorted(own)]
 
 
 def difference(records: Sequence[Record], task: str, arm: str, number: str, reference: str = REFERENCE) -> str:
@@ -327,12 +337,49 @@ def provenance(records: Sequence[Record]) -> str:
     hardware = dict.fromkeys(r["hardware"] for r in records)
     minutes = sum(r["wall_seconds"] for r in records) / 60
     tokens = dict.fromkeys(f"{r['tokens']:,}" for r in records)
-    sweeps = "\n".join(f"    {sweep}" for sweep in dict.fromkeys(r["sweep"] for r in records))
+    commands = list(dict.fromkeys(r["sweep"] for r in records))
+    if len(commands) > MOST_COMMANDS:
+        commands[1:] = [f"# and {len(commands) - 1} sweeps with other values"]
+    sweeps = "\n".join(f"    {command}" for command in commands)
     return (
         f"\n\n{sweeps}\n\n{len(records)} runs of {' or '.join(tokens)} tokens, {'seeds' if len(seeds) > 1 else 'seed'} "
         f"{', '.join(map(str, seeds))}; {minutes:.0f} minutes of {' and '.join(hardware)} in all; "
         f"commit {', '.join(commits)}; jax {', '.join(dict.fromkeys(r['jax'] for r in records))}."
     )
+
+
+def caches(records: Sequence[Record], task: str) -> list[str]:
+    """Return the names of the caches that the suite `cache` measured, the whole one first, then by falling size."""
+    numbers = next(r["numbers"] for r in records if r["task"] == task)
+    size = {name.removeprefix(CACHE_SIZE): value for name, value in numbers.items() if name.startswith(CACHE_SIZE)}
+    return sorted(size, key=lambda name: (name != WHOLE, -size[name]))
+
+
+def caches_table(records: Sequence[Record], task: str, number: str) -> str:
+    """Return a table with a row for each cache of the suite `cache`, and a column of each arm's number with it.
+
+    Below them are rows of the suite `quantize`, without a cache. All cells but those of the whole cache are differences
+    from the same runs without compression.
+    """
+    records = [r for r in records if r["task"] == task]
+    arms = list(dict.fromkeys(r["arm"] for r in records))
+
+    def cells(compressed: str, plain: str) -> list[str]:
+        found = (paired_numbers(records, task, arm, compressed, plain) for arm in arms)
+        return [signed(estimate(values)) for values in found]
+
+    whole = f"cache/{number}_{WHOLE}"
+    rows = []
+    for name in caches(records, task):
+        size = " or ".join(dict.fromkeys(f"{r['numbers'][CACHE_SIZE + name]:g}" for r in records))
+        compressed = f"cache/{number}_{name}"
+        means = [mean(records, task, arm, whole) for arm in arms] if name == WHOLE else cells(compressed, whole)
+        rows.append([name.replace("_", " "), size, *means])
+    for bits in (8, 4):
+        at = f"quantize/{number}_{{}}_bits"
+        if at.format(bits) in records[0]["numbers"]:
+            rows.append([f"no cache, Q, K and V in {bits} bits", "", *cells(at.format(bits), at.format(16))])
+    return markdown(["cache", "bytes per token", *arms], rows) + provenance(records)
 
 
 def mean(records: Sequence[Record], task: str, arm: str, number: str) -> str:
@@ -347,6 +394,7 @@ PLACES: dict[str, Callable[..., str]] = {
     "rates": rates_table,
     "growth": growth_table,
     "contrasts": contrasts_table,
+    "caches": caches_table,
     "mean": mean,
     "difference": difference,
     "best_difference": best_difference,
@@ -357,12 +405,12 @@ PLACES: dict[str, Callable[..., str]] = {
 }
 
 
-def draw(records: Sequence[Record], folder: Path) -> None:
-    """Draw `results`, the main figure: every arm's seeds on both tasks, and mean and interval on books."""
-    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
-    for axes, (task, columns) in zip(
-        figure.subplots(1, len(TASK_COLUMNS), sharey=True), TASK_COLUMNS.items(), strict=True
-    ):
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Draw every arm's seeds on the tasks of a study, and means and intervals except for tasks in `BY_SEED`."""
+    tasks = [task for task in TASK_COLUMNS if any(r["task"] == task for r in records)]
+    figure = matplotlib.figure.Figure(figsize=(10, 1.2 + 0.3 * len({r["arm"] for r in records})), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
+        columns = TASK_COLUMNS[task]
         arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))[::-1]
         for y, arm in enumerate(arms):
             values = list(of_seeds(records, task, arm, columns[0].number).values())
@@ -377,11 +425,31 @@ def draw(records: Sequence[Record], folder: Path) -> None:
         if columns[0].number.startswith("exact_match/"):
             axes.set_xlim(-0.03, 1.03)  # An accuracy.
         label_axes(axes, {"title": task, "x_label": columns[0].title, "y_label": ""})
-    save_figure(figure, folder / "results")
+    save_figure(figure, path)
 
 
-def draw_warmup(records: Sequence[Record], own_steps: int, folder: Path) -> None:
-    """Draw `results_warmup`: the best loss of diff and the Transformer against the steps of warm-up.
+def draw_caches(records: Sequence[Record], path: Path) -> None:
+    """Draw the loss with each cache against the cache's share of all bytes: means over seeds, a line for each arm."""
+    tasks = list(dict.fromkeys(r["task"] for r in records))
+    figure = matplotlib.figure.Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        arms = list(dict.fromkeys(r["arm"] for r in records if r["task"] == task))
+        for arm, colour in zip(arms, COLOURS, strict=False):
+            for kind, style in (("bits", "o-"), ("tokens", "s--")):
+                names = [name for name in caches(records, task) if name == WHOLE or name.endswith(kind)]
+                points = [
+                    [estimate(list(of_seeds(records, task, arm, number + name).values())).mean for name in names]
+                    for number in (CACHE_SIZE, "cache/loss_loss_")
+                ]
+                axes.plot(*points, style, color=colour, label=f"{arm}, fewer {kind}")
+        labels = {"title": task, "x_label": "bytes of the cache per token", "y_label": "loss, nats per token"}
+        label_axes(axes, labels | {"log_x": True})
+        add_legend(axes)
+    save_figure(figure, path)
+
+
+def draw_warmup(records: Sequence[Record], own_steps: int, path: Path) -> None:
+    """Draw the best loss of diff and the Transformer against the steps of warm-up.
 
     `own_steps` is the warm-up of runs that do not override it.
     """
@@ -398,4 +466,4 @@ def draw_warmup(records: Sequence[Record], own_steps: int, folder: Path) -> None
         axes, {"title": "books", "x_label": "steps of warm-up, of 500", "y_label": "bits per byte", "log_x": True}
     )
     add_legend(axes)
-    save_figure(figure, folder / "results_warmup")
+    save_figure(figure, path)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from difftx.layer import AttentionLayer as AttentionLayer
     from difftx.layer import DiffAttention as DiffAttention
 
+__version__ = "0.1.0"
 __all__ = ["AttentionLayer", "DiffAttention", "kernels"]
 
 # setup.py installs the top-level folder configs/ as `difftx.configs`. In a clone that folder is next to this package.

@@ -3,28 +3,25 @@
 import importlib
 import sys
 
+import difftx
+from difftx.commands import COMMANDS
 from difftx.errors import UserError, did_you_mean, run_command
 
-# Command → description. Each command is a module of difftx/commands/ with a function `main(arguments) -> exit code`.
-COMMANDS = {
-    "doctor": "check whether a training can start on this machine, and how fast it will be",
-    "plan": "estimate the memory and time of a config on devices that are not attached",
-    "data": "verify a token store, show a row of it, or count its bigrams",
-    "prepare": "tokenise text, JSON lines, Parquet or a Hugging Face dataset",
-    "checkpoint": "list, verify, compare or delete the checkpoints of a run",
-    "generate": "complete a prompt, or a file of prompts, with a trained model",
-    "chat": "talk to a trained model: prompts in a loop, with one load and one compilation",
-    "tokenizer": "train a tokenizer on text",
-    "convert": "convert weights from and to Hugging Face and the official layout",
-    "sweep": "run a grid of configs on this machine, or write its job files",
-}
+HELP = "\n".join(
+    [
+        "Train and evaluate Differential Transformers beside the Transformers that they are matched with.\n",
+        "usage: difftx COMMAND [FLAG …]\n",
+        *(f"  {command:<12}{text}" for command, text in COMMANDS.items()),
+        "\n`difftx COMMAND --help` describes the flags of a command. `difftx --version` prints the version.",
+    ]
+)
 
 
 def main() -> int:
     """Run the command that the first argument names."""
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
-    if name in ("-h", "--help"):
-        print(__doc__.splitlines()[0], *(f"  {command:<12}{text}" for command, text in COMMANDS.items()), sep="\n")
+    if name in ("-h", "--help", "--version"):
+        print(f"difftx {difftx.__version__}" if name == "--version" else HELP)
         return 0
     if name not in COMMANDS:
         raise UserError(f"{name!r}: no such command.{did_you_mean(name, COMMANDS)}")

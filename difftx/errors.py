@@ -114,11 +114,7 @@ def explained(error: BaseException) -> UserError | RunError | None:
     if isinstance(error, UserError | RunError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("difftx"):
-        return UserError(
-            f"{sys.executable} has no module {error.name!r}: run `make quickstart` in {SOURCE} and use its "
-            f".venv/bin/python, or install the requirements: {shlex.quote(sys.executable)} -m pip install -r "
-            f"{shlex.quote(str(SOURCE / 'requirements.txt'))}"
-        )
+        return UserError(f"{sys.executable} has no module {error.name!r}: {_how_to_get(error.name)}")
     if not isinstance(error, OSError) or (error.filename is None and error.errno not in TEMPORARY):
         return None
     names = [_shortened(name) for name in (error.filename, error.filename2) if name is not None]
@@ -127,6 +123,18 @@ def explained(error: BaseException) -> UserError | RunError | None:
         return UserError(f"{what}; {FIXES[error.errno]}")
     fix = "make room, then" if error.errno in SPACE else "when that has passed,"
     return RunError(f"{what}; {fix} run the same command again")
+
+
+def _how_to_get(module: str) -> str:
+    if module == "fcntl":
+        return "difftx runs on Linux and macOS; on Windows, use the Windows Subsystem for Linux"
+    requirements = SOURCE / "requirements.txt"
+    if not requirements.is_file():
+        return "install the wheel of difftx again, with its dependencies"
+    return (
+        f"run `make quickstart` in {SOURCE} and use its .venv/bin/python, or install the requirements: "
+        f"{shlex.quote(sys.executable)} -m pip install -r {shlex.quote(str(requirements))}"
+    )
 
 
 def _shortened(path: object) -> str:

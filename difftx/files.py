@@ -36,7 +36,7 @@ PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 ONE_REQUEST_BYTES = 32 * 2**20  # Size from which a file is uploaded to a bucket in parts.
 FOLDER_MARKER = ".complete"
 # JSON type → name in error messages.
-NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false"}
+NAMES = {int: "a count", str: "text", dict: "an object", bool: "true or false", float: "a number"}
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -88,7 +88,8 @@ def require_run(workdir: AnyPath) -> None:
     """Raise `UserError` if a folder is not a run directory."""
     path = workdir / "config.json"
     if size_of(path) is None and (is_bucket(path) or not path.is_dir()):
-        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; train one with train.py")
+        fix = "train one with `python -m difftx train`"
+        raise UserError(f"--workdir={workdir}: no config.json there, so it is not a run; {fix}")
 
 
 @contextlib.contextmanager

@@ -121,6 +121,10 @@ def test_recipes_are_found_by_name_and_by_path():
     assert load_config("quickstart:diff", {}) == load_config("configs/quickstart.py:diff", {})
     with pytest.raises(UserError, match="Did you mean 'quickstart'"):
         load_config("quickstrt:diff", {})
+    with pytest.raises(UserError, match=r"Known: ablations, base, .*, quickstart, .*, toy"):
+        load_config("zzz", {})
+    with pytest.raises(UserError, match="The recipe of difftx is --config=quickstart"):
+        load_config("nowhere/quickstart.py", {})
 
 
 def test_a_recipe_imports_its_base_in_any_folder(tmp_path):

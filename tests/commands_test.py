@@ -1,7 +1,8 @@
-"""train.py, eval.py and make, as a user calls them. Most commands run in forks, and some in new interpreters."""
+"""train.py, eval.py, `difftx` and make, as a user calls them. Most run in forks, some in new interpreters."""
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 from conftest import ROOT, TINY, child_environment
 from helpers.command_server import commands
 
+import difftx
+from difftx.__main__ import COMMANDS
 from difftx.config.suites import SUITES
 from difftx.errors import run_command
 
@@ -133,6 +136,43 @@ def test_eval_report(trained):
         assert part in text
 
 
+def test_report_is_eval_report(trained):
+    runs, page = trained / "runs", trained / "page" / "same.html"
+    both = f"--workdir={runs}/diff,{runs}/transformer"
+    assert run("difftx", "report", both, f"--out={page}").stdout.strip() == str(page)
+    result = run("eval.py", "--report", both)
+    assert result.stdout.strip() == str(runs / "diff" / "report.html")
+    pages = [
+        re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|p\d{4,}", "ID", path.read_text())
+        for path in (page, runs / "diff" / "report.html")
+    ]
+    assert pages[0] == pages[1]
+    for wrong, message in ((f"--workdir={runs}/diff,{runs}", "no config.json there"), ("--workdir=gs://x", "gs://x")):
+        result = run("difftx", "report", wrong)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr
+
+
+def test_the_command_train_is_train_py(trained):
+    flags = ["--config=configs/quickstart.py:diff", "--print_config", "--config.train.seed=3"]
+    by_file = run("train.py", *flags)
+    by_name = run("difftx", "train", "--config=quickstart:diff", *flags[1:])
+    assert (by_name.returncode, by_name.stdout) == (0, by_file.stdout)
+    # A finished run has nothing left to do.
+    workdir = trained / "runs" / "diff"
+    flags = [*TINY_FLAGS, f"--config.data.path={trained / 'text.txt'}", "--config.eval.loss_tokens=512"]
+    result = run(
+        "difftx",
+        "train",
+        "--config=quickstart:diff",
+        f"--workdir={workdir}",
+        "--config.checkpoint.every_steps=3",
+        *flags,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "step 6" in result.stdout
+
+
 def test_eval_scaling(tmp_path):
     losses = {"diff": 0.7, "transformer": 1.0}  # What they need of each other's size.
     points = [
@@ -191,6 +231,31 @@ def test_eval_lists_its_suites():
     assert result.returncode == 0
     listed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert listed == {name: suite.evaluate.__doc__.partition("\n")[0] for name, suite in SUITES.items()}
+
+
+@pytest.mark.parametrize("flags", [[], ["--help"], ["--version"], ["trian"]])
+def test_the_overview_of_commands_imports_only_the_standard_library(flags):
+    # -S: a Python that has the standard library alone.
+    result = run_new("-S", "-m", "difftx", *flags)
+    if flags == ["trian"]:
+        assert result.returncode == 2
+        assert result.stderr == "error: 'trian': no such command. Did you mean 'train'?\n"
+    elif flags == ["--version"]:
+        assert (result.returncode, result.stdout) == (0, f"difftx {difftx.__version__}\n")
+    else:
+        listed = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line.startswith("  "))
+        assert (result.returncode, listed) == (0, COMMANDS)
+
+
+def test_every_command_has_a_module_that_names_it():
+    modules = {path.stem for path in (ROOT / "difftx" / "commands").glob("*.py")}
+    others = {"__init__", "checkpoint_actions", "cost", "evaluate", "flags", "reference"}
+    assert modules - others == set(COMMANDS)
+    for name, result in zip(
+        COMMANDS, commands().run_together([["difftx", name, "--help"] for name in COMMANDS]), strict=True
+    ):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(f"usage: difftx {name} ")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

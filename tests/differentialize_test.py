@@ -2,16 +2,14 @@
 
 import json
 import re
-import shlex
 import shutil
 
 import pytest
-from conftest import ROOT, TINY, child_environment, write_text
-from helpers.command_server import commands
+from conftest import TINY, write_text
+from helpers.pages import page_commands, run_command
 from interop.folders import FIXTURES
 
-PAGE = (ROOT / "docs" / "differentialize.md").read_text()
-COMMANDS = [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)]
+COMMANDS = page_commands("differentialize.md")
 LENGTH = "1024"  # Holds eight needles.
 SHORT = {
     "train.steps": "8",
@@ -48,19 +46,10 @@ def place(tmp_path):
 
 def run(place, line, *more):
     """Execute a command of the page with tiny sizes; return what it printed."""
-    python, *words = shlex.split(line)
-    assert python == "python"
-    if words[0] in ("train.py", "eval.py"):
-        words[0] = str(ROOT / words[0])
     recipe = re.search(r"--config=(\w+:?)", line)
     fields = FIELDS["quickstart" if "quickstart" in line else recipe[1]] if recipe else {}
-    words += [f"--config.{name}={value}" for name, value in fields.items()]
-    words += NEEDLE if "needle" in line else []
-    environment = child_environment(1) | {"PYTHONPATH": str(ROOT)}
-    command = words[1:] if words[0] == "-m" else words
-    ended = commands().run([*command, *more], environment=environment, folder=place)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]  # These also replace what the line sets.
+    return run_command(place, line, *flags, *(NEEDLE if "needle" in line else []), *more)
 
 
 def rows(workdir):

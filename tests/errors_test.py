@@ -8,6 +8,7 @@ from typing import get_type_hints
 import pytest
 from conftest import ROOT
 
+from difftx import errors
 from difftx.config import OptimizerConfig
 from difftx.errors import RunError, UserError, did_you_mean, explained, install_hint, printable, run_command
 
@@ -120,4 +121,12 @@ def test_without_the_environment_one_line_says_how_to_make_it(command):
     assert result.returncode == 2, result.stdout
     assert re.fullmatch(
         r"error: \S+ has no module '\w+': run `make quickstart` in .*, or install .*requirements\.txt\n", result.stderr
+    )
+
+
+def test_an_installed_difftx_does_not_name_the_source_tree(tmp_path, monkeypatch):
+    monkeypatch.setattr(errors, "SOURCE", tmp_path)  # As site-packages: without requirements.txt.
+    message = str(explained(ModuleNotFoundError("x", name="optax")))
+    assert (
+        message == f"{sys.executable} has no module 'optax': install the wheel of difftx again, with its dependencies"
     )

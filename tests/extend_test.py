@@ -11,15 +11,14 @@ import sys
 
 import pytest
 from conftest import ROOT, TINY, child_environment, write_text
-from helpers.command_server import commands
+from helpers.pages import named_files, page_commands, run_command
 
 from difftx import registry
 from difftx.errors import UserError
 from difftx.training.run import source_files
 
-PAGE = (ROOT / "docs" / "extend.md").read_text()
-FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
-COMMANDS = [block.splitlines() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)]
+FILES = named_files("extend.md")
+COMMANDS = page_commands("extend.md")
 SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.tensorboard": "false"}
 
 
@@ -32,23 +31,10 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(place, line, *more, code=0, tiny=True):
+def run(place, line, *more, code=0):
     """Execute a command of the page with tiny sizes; return what it printed."""
-    python, *words = shlex.split(line)
-    assert python == "python"
-    if words[0] in ("train.py", "eval.py"):
-        words[0] = str(ROOT / words[0])
-    if tiny and words[0].endswith("train.py"):
-        # A field that the command sets is not made tiny.
-        fields = SHORT | {"data.path": "text.txt"}
-        fields = {name: value for name, value in fields.items() if f"--config.{name}=" not in line}
-        words += [f"--config.{name}={value}" for name, value in fields.items()]
-    environment = child_environment(1) | {"PYTHONPATH": str(ROOT)}
-    command = words[1:] if words[0] == "-m" else words
-    ended = commands().run([*command, *more], environment=environment, folder=place)
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stdout if code == 0 else ended.stderr
+    fields = SHORT | {"data.path": "text.txt"} if "train.py" in line else {}
+    return run_command(place, line, *more, fields=fields, code=code)
 
 
 def flags(line, name):

@@ -185,12 +185,18 @@ def test_config_of_a_run(folder, tiny, mutate):
     check(folder / "config.json", tiny.to_json().encode(), mutate, lambda: read_config(folder))
 
 
+@pytest.fixture(scope="module")
+def description(tmp_path_factory, tiny):
+    folder = tmp_path_factory.mktemp("description")
+    write_description(folder, tiny)
+    return folder, (folder / "manifest.json").read_bytes()
+
+
 @FUZZ
 @given(mutate=mutations())
-def test_description_of_a_run(folder, tiny, mutate):
-    write_description(folder, tiny)
-    path = folder / "manifest.json"
-    check(path, path.read_bytes(), mutate, lambda: read_config(folder))
+def test_description_of_a_run(description, mutate):
+    folder, valid = description
+    check(folder / "manifest.json", valid, mutate, lambda: read_config(folder))
 
 
 FIELDS = st.sampled_from(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers.pages import DOCS, blocks
 
 from difftx.config import ModelConfig
 from difftx.config.architectures import ARCHITECTURES
@@ -14,14 +14,14 @@ from difftx.config.fields import types_of
 from difftx.layer import OTHER_FIELDS
 from difftx.parallel.layout import Layout
 
-PAGE = (ROOT / "docs" / "layer.md").read_text()
+PAGE = (DOCS / "layer.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def names():
     """The variables of the page after its last line."""
     found = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    for block in blocks("layer.md", "python"):
         exec(block, found)
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from helpers.cases import long_except
 from helpers.model_layers import OPTIONS, TOKENS, X_BTD, layer_of
 from jax.sharding import AxisType
 from model import oracle
@@ -26,6 +27,7 @@ from difftx.parallel.mesh import AXES
 
 NAMES = [name for name in ARCHITECTURES if name in {*oracle.SIZES, "diff", "transformer"}]
 TOLERANCE = 1e-5  # Relative to the largest value, as in tests/model/variants_test.py.
+PLAIN = pytest.param({}, marks=pytest.mark.long, id="plain")  # The defaults have a test of their own.
 ROWS_BTD = np.random.default_rng(4).normal(size=(8, TOKENS, 32)).astype(np.float32)
 IDS_BT = np.sort(np.random.default_rng(5).integers(0, 3, (8, TOKENS))).astype(np.int32)
 
@@ -71,8 +73,8 @@ def assert_equal_calls(actual, expected):
         assert_close(a, e)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
+@pytest.mark.parametrize("name", long_except(NAMES))
+@pytest.mark.parametrize("options", [PLAIN, pytest.param(OPTIONS, id="options")])
 def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
     with jax.set_mesh(mesh_of()):
         model, module, call, _ = layer_of(name, **options)
@@ -87,7 +89,7 @@ def test_a_layer_equals_the_decoders_and_the_formula(name, options, mesh_of):
         np.testing.assert_allclose(actual_BTD[b], formula_TD, atol=TOLERANCE * np.abs(formula_TD).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_except(NAMES))
 def test_the_defaults_are_the_first_layer_of_the_paper(name):
     """Rotary embedding, λ_init of layer 1, the head norm of the architecture, W_O not zero, and the dtype of `x`."""
     layer = small_layer(name)
@@ -118,7 +120,7 @@ def test_segments_and_positions():
     assert np.abs(stretched_BTD - expected_BTD).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_except(NAMES, ["diff"]))
 def test_vmap_equals_a_loop(name):
     layer = random_layer(name)
     x_NBTD = ROWS_BTD.reshape(4, 2, TOKENS, 32)
@@ -138,7 +140,7 @@ def without_a_mesh(name):
     return jax.tree.map(np.asarray, (apply(layer, ROWS_BTD, segment_ids=IDS_BT), gradients(layer, ROWS_BTD)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_except(NAMES, ["diff"]))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_mesh_with_axes_of_other_names_shards_the_batch(name, kind):
     mesh = jax.make_mesh((4, 2), ("rows", "others"), axis_types=(getattr(AxisType, kind),) * 2)
@@ -178,7 +180,7 @@ def test_a_shard_map_of_the_caller():
     assert_close(actual_BTD, without_a_mesh("diff")[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_except(NAMES))
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "context": 2}], ids=str)
 def test_the_axes_of_difftx_shard_as_in_the_decoder(name, sizes, mesh_of):
     expected = without_a_mesh(name)

@@ -1,13 +1,19 @@
 """The wheel of difftx. Building it requires setuptools, which comes with the extra "eval" of `make test-long`."""
 
+import email
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY, child_environment
+from packaging.requirements import Requirement
+
+import difftx
 
 pytestmark = pytest.mark.long
 
@@ -20,19 +26,51 @@ print(load_config("quickstart:diff", {}).to_json(), end="")
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    """Build the wheel of a copy of the source tree, where the build may write, and unpack it."""
+def wheel(tmp_path_factory):
+    """Build the wheel of a copy of the source tree, where the build may write."""
     pytest.importorskip("setuptools", minversion="77", reason="setuptools is not installed")
-    source, folder = (tmp_path_factory.mktemp(name) for name in ("source", "unpacked"))
+    source = tmp_path_factory.mktemp("source")
     for name in ("difftx", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "requirements.txt", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
     subprocess.run(command, cwd=source, check=True, timeout=300)
     (wheel,) = source.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Install the wheel in a new virtual environment, and link the packages there that it requires without extras."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, timeout=300)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (own,) = importlib.metadata.distributions(name="difftx", path=[str(site)])
+    required, todo = set(), [(own, "")]
+    while todo:
+        distribution, extra = todo.pop()
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                pairs = {(requirement.name, extra) for extra in ("", *requirement.extras)} - required
+                todo += [(importlib.metadata.distribution(name), extra) for name, extra in pairs]
+                required |= pairs
+    for name in {name for name, _ in required}:
+        for file in importlib.metadata.distribution(name).files:
+            if ".." not in file.parts:  # Not a script in bin/.
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                if not (site / file).exists():
+                    (site / file).symlink_to(file.locate())
     return folder
 
 
@@ -60,3 +98,40 @@ def test_recipes_are_the_same_from_the_wheel_and_from_the_source_tree(unpacked, 
     assert installed == str(unpacked / "difftx" / "__init__.py")
     assert cloned == str(ROOT / "difftx" / "__init__.py")
     assert config == expected
+
+
+def test_the_metadata_names_the_licence_and_the_version(unpacked):
+    (folder,) = unpacked.glob("difftx-*.dist-info")
+    metadata = email.message_from_string((folder / "METADATA").read_text())
+    assert metadata["Version"] == difftx.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert (folder / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_the_wheel_is_all_that_a_user_needs(installed, tmp_path):
+    """Outside of the source tree: train, evaluate, report, plan, sweep, and the first example of docs/layer.md."""
+    environment = {name: value for name, value in child_environment(1).items() if name != "PYTHONPATH"}
+
+    def run(program, *arguments, code=0):
+        command = [installed / "bin" / program, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    (package,) = installed.glob("lib/python*/site-packages/difftx")
+    assert run("python", "-c", "import difftx; print(*difftx.__path__)") == f"{package}\n"
+    run("python", "-c", "import pytest", code=1)  # What the wheel does not require is not there.
+    assert run("difftx", "--version") == f"difftx {difftx.__version__}\n"
+    fields = TINY | {"eval.loss_tokens": "512", "eval.sample_tokens": "8"}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    for name in ("diff", "transformer"):
+        run("difftx", "train", f"--config=quickstart:{name}", f"--workdir=runs/{name}", *flags)
+        assert "loss" in run("difftx", "eval", f"--workdir=runs/{name}", "--suite=loss,sample")
+    assert run("difftx", "report", "--workdir=runs/diff,runs/transformer") == "runs/diff/report.html\n"
+    assert "λ of each layer: diff" in (tmp_path / "runs" / "diff" / "report.html").read_text()
+    assert "curves.png" in run("difftx", "eval", "--curves=runs/*", "--out=figures")
+    assert "memory" in run("difftx", "plan", "--config=quickstart:diff", "--topology=cpu:8").lower()
+    grid = ["--grid", "architecture=diff", "seed=1", "--out=sweep"]
+    assert "done" in run("difftx", "sweep", "--config=quickstart", *grid, *flags)
+    example = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "layer.md").read_text(), re.DOTALL)[1]
+    assert run("python", "-c", f"{example}\nprint(apply(layer, x).shape)") == "(2, 32, 64)\n"

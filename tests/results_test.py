@@ -40,14 +40,18 @@ def test_templates_have_no_result_of_their_own(template):
 
 
 # Computed here from docs/results.json, without benchmarks/results_tables.py.
-def of_arm(task, arm, number="loss/bits_per_byte"):
-    runs = {r["seed"]: r["numbers"][number] for r in COLLECTED["arms"] if (r["task"], r["arm"]) == (task, arm)}
+def of_arm(task, arm, number="loss/bits_per_byte", study="arms"):
+    runs = {r["seed"]: r["numbers"][number] for r in COLLECTED[study] if (r["task"], r["arm"]) == (task, arm)}
     return [runs[seed] for seed in (0, 1, 2)]
 
 
 def contrast(arm, reference, number="loss/bits_per_byte"):
     """Return mean and half-width of the 95 % interval of the paired differences on books."""
-    values = [a - b for a, b in zip(of_arm("books", arm, number), of_arm("books", reference, number), strict=True)]
+    return interval(of_arm("books", arm, number), of_arm("books", reference, number))
+
+
+def interval(own, other):
+    values = [a - b for a, b in zip(own, other, strict=True)]
     return statistics.fmean(values), 4.302653 * statistics.stdev(values) / 3**0.5
 
 
@@ -71,6 +75,41 @@ def test_contrasts_are_printed_with_their_intervals(arm, reference):
     prose = " ".join(PAGE.partition("## Books")[0].split())
     assert f"{mean:+.3f} ± {half:.3f}" in prose
     assert f"`{arm}` − `{reference}`" in prose
+
+
+def converted(arm):
+    """Return mean and half-width of an arm's differences from the Transformer that was trained on, on books."""
+    return interval(*(of_arm("books-0.8m", name, study="differential") for name in (arm, "transformer")))
+
+
+@pytest.mark.parametrize("arm", ["zero-branch", "dex", "split"])
+def test_the_study_of_converted_models_has_its_contrasts(arm):
+    """Each arm has the rate that is best on the tuned seed, and its tried rates include half and twice that."""
+    mean, half = converted(arm)
+    prose = " ".join(PAGE.partition("## From a Transformer")[2].split())
+    assert re.search(rf"`{arm}` − `transformer` (is )?{re.escape(f'{mean:+.3f} ± {half:.3f}')}", prose)
+    for task in ("books-0.8m", "recall"):
+        runs, tried = (
+            [r for r in COLLECTED[study] if (r["task"], r["arm"]) == (task, arm)]
+            for study in ("differential", "differential-rates")
+        )
+        assert {r["seed"] for r in tried} == {3}
+        best = min(tried, key=lambda r: r["numbers"]["loss/loss"])["learning_rate"]
+        assert {r["learning_rate"] for r in runs} == {best}
+        assert {best / 2, best * 2} <= {r["learning_rate"] for r in tried}
+
+
+@pytest.mark.parametrize("task", ["books-0.8m", "recall"])
+@pytest.mark.parametrize("number", ["loss_loss", "exact_match_accuracy", "recall_ar_hit_loss"])
+def test_the_study_of_caches_has_its_differences(task, number):
+    section = PAGE.partition("## Compressed caches")[2].partition("## What was not run")[0]
+    for arm in {r["arm"] for r in COLLECTED["cache"] if r["task"] == task}:
+        first = next(r["numbers"] for r in COLLECTED["cache"] if r["task"] == task)
+        for name in (n.removeprefix(f"cache/{number}_") for n in first if n.startswith(f"cache/{number}_")):
+            own, whole = (of_arm(task, arm, f"cache/{number}_{cache}", "cache") for cache in (name, "whole"))
+            mean, half = interval(own, whole)
+            decimals = 3 if abs(mean) < 10 else 2
+            assert name == "whole" or f"{mean:.{decimals}f} ± {half:.{decimals}f}" in section
 
 
 @pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
@@ -140,6 +179,10 @@ def grown(task, arm, tokens):
 
 # What the page says in words, and how docs/results.json shows it.
 CLAIMS = {
+    "The intervals of `zero-branch` and `dex` hold zero, and `split` is behind": lambda: (
+        all(abs(mean) <= half for mean, half in map(converted, ("zero-branch", "dex")))
+        and converted("split")[0] > converted("split")[1]
+    ),
     "All six differences of the subtraction's two contrasts are positive, but both intervals hold zero": lambda: (
         all(
             a > b

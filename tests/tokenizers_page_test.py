@@ -2,36 +2,21 @@
 
 import json
 import re
-import shlex
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, TINY, child_environment, write_text
+from conftest import TINY, write_text
+from helpers.pages import blocks, page_commands, run_command
 
 pytest.importorskip("tokenizers", reason="make test-long installs the extra tokenizers")
 
-PAGE = (ROOT / "docs" / "tokenizers.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [line for lines in page_commands("tokenizers.md") for line in lines]
 SHORT = TINY | {"eval.loss_tokens": "256", "eval.sample_tokens": "4", "logging.tensorboard": "false"}
 SHORT |= {"data.sequence_length": "64", "train.global_batch_tokens": "512"}
 
 
-def run(place, line, typed=""):
+def run(place, line, typed=None):
     """Execute a command of the page with tiny sizes; return what it printed."""
-    python, *words = shlex.split(line)
-    assert python == "python"
-    if words[0] == "train.py":
-        fields = {name: value for name, value in SHORT.items() if f"--config.{name}=" not in line}
-        words = [str(ROOT / "train.py"), *words[1:], *(f"--config.{name}={value}" for name, value in fields.items())]
-    environment = child_environment(1) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *words]
-    ended = subprocess.run(
-        command, env=environment, cwd=place, input=typed, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stdout
+    return run_command(place, line, fields=SHORT if "train.py" in line else {}, typed=typed)
 
 
 @pytest.mark.long
@@ -39,8 +24,8 @@ def test_the_page_works_from_text_to_chat(tmp_path):
     assert len(COMMANDS) == 7
     train_tokenizer, prepare, train, prepare_chats, train_chats, chat, generate = COMMANDS
     write_text(tmp_path / "text.txt")
-    (template,) = re.findall(r"```jinja\n(.*?)\n```", PAGE, re.DOTALL)
-    (example,) = re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)
+    (template,) = (block.removesuffix("\n") for block in blocks("tokenizers.md", "jinja"))
+    (example,) = (block.removesuffix("\n") for block in blocks("tokenizers.md", "json"))
     assert re.search(r"tokenizer: \d+ tokens.*; trained on 1 documents", run(tmp_path, train_tokenizer))
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
     (tmp_path / "chats.jsonl").write_text("\n".join([example.replace("2", str(i)) for i in range(200)]))

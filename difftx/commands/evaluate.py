@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import rich.box
 import rich.console
-import rich.text
+import rich.markup
+import rich.table
 
 from difftx import evals
 from difftx.config import Config
@@ -18,12 +20,13 @@ from difftx.config.build import override
 from difftx.config.eval import JudgeConfig
 from difftx.errors import UserError, printable
 from difftx.evals.harness.suite import LOCAL_TASKS
+from difftx.evals.measures import explanation_of, format_value, measure_of
 from difftx.evals.throughput import pair
 from difftx.files import read_json, require_writable
 from difftx.parallel import multihost
 from difftx.parallel.mesh import check_divisible, make_mesh
 from difftx.progress import Work
-from difftx.report.runs import Metric, printable_json
+from difftx.report.runs import printable_json
 from difftx.training import kernel_choice
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS, Checkpointer, restore_params
 from difftx.training.checkpoint.manifest import WeightsPart
@@ -205,9 +208,10 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
     path = evals.result_path(run.workdir, suite, step, part)
     result, figures = printable_json(read_json(path)), path.with_suffix("")
     console = _console()
-    numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["numbers"].items())
-    title = printable(f"{run.workdir} step {step} {suite}{'' if part == 'params' else f' of {part}'}")
-    console.print(rich.text.Text.assemble((title, "bold"), f"  {numbers}"), highlight=False)
+    where = f"{run.workdir}, step {step}{'' if part == 'params' else f', {part}'}"
+    title = printable(f"{explanation_of(suite)[0]} (suite {suite}): {where}")
+    console.print(title, style="bold", markup=False, highlight=False)
+    console.print(format_numbers(result))
     if not fresh:
         print(f"skipped, {printable(str(path))} was made with the same settings; --again evaluates the suite again")
     for sample in result["details"].get("samples", []):
@@ -221,20 +225,38 @@ def _show_result(run: Run, suite: str, step: int, part: WeightsPart, *, fresh: b
             print(*draw_chart(chart, figures), sep="\n")
 
 
-def draw_curves(pattern: str, out: Path, metric: Metric) -> None:
+def format_numbers(result: Mapping[str, Any]) -> rich.table.Table:
+    """Return the numbers of a result as a table with their units, and with the values of guessing if there are any."""
+    chance = result.get("chance") or {}
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    table.add_column("number", overflow="fold")  # Long names are wrapped, because they differ at their ends.
+    table.add_column("value", justify="right", no_wrap=True)
+    if chance:
+        table.add_column("by guessing", justify="right", no_wrap=True)
+    table.add_column("unit")
+    table.add_column("better")
+    for name, value in result["numbers"].items():
+        measure = measure_of(name)
+        guess = [format_value(chance.get(name))] if chance else []
+        cells = [name, format_value(value), *guess, measure.unit, measure.better or ""]
+        table.add_row(*map(rich.markup.escape, cells))
+    return table
+
+
+def draw_curves(options: argparse.Namespace) -> None:
     """Draw the curves of the runs that match a glob. Print their table and the paths of the figures."""
     from difftx.report.curves import format_table, write_curves  # matplotlib is slow to import.
 
-    rows, files = write_curves(pattern, out, metric)
+    rows, files = write_curves(options.curves, options.out, options.metric, options.against)
     _console().print(format_table(rows))
     print(*files, sep="\n")
 
 
-def fit_scaling(pattern: str, out: Path, metric: Metric) -> None:
+def fit_scaling(options: argparse.Namespace) -> None:
     """Fit scaling laws to the runs or tables that match a glob. Print the results and the paths of the files."""
     from difftx.report.scaling import format_study, write_scaling  # scipy and matplotlib are slow to import.
 
-    studies, files = write_scaling(pattern, out, metric)
+    studies, files = write_scaling(options.scaling, options.out, options.metric)
     for study in studies:
         _console().print(*format_study(study), sep="\n")
         for note in study.notes:

@@ -17,6 +17,12 @@ from difftx.files import require_local_paths, require_writable_file
 from difftx.registry import load_extensions
 
 
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag `--config`, the `spec` of `load_config`."""
+    text = "config of difftx, such as quickstart:diff, or config file, each with its argument"
+    parser.add_argument("--config", required=True, metavar="NAME[:ARG]|FILE.py[:ARG]", help=text)
+
+
 def add_extension_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--extension`, whose files `prepare_process` loads."""
     text = "run a file that adds architectures, suites, optimizers, …; may be repeated; see docs/extend.md"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.commands.flags import parse_command, require_file_path
+from difftx.commands.flags import add_config_flag, parse_command, require_file_path
 from difftx.config import Config
 from difftx.config.build import override
 from difftx.config.recipes import load_config
@@ -25,7 +25,7 @@ from difftx.launch.topology import GIB, Topology, find_devices, parse_topology, 
 def main(arguments: Sequence[str]) -> int:
     """Print the cost of the config or, with --search, the meshes and remat policies that fit."""
     parser = argparse.ArgumentParser(prog="difftx plan", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file and its argument")
+    add_config_flag(parser)
     topologies = "such as v5p:4x4x4, v5e:16x16*2 (two slices), v6e:8x8, h200:8 or cpu:8"
     parser.add_argument("--topology", required=True, help=topologies)
     parser.add_argument("--search", action="store_true", help="try remat policies, accumulation and meshes")

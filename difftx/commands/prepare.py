@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt_field", help="field that precedes each text; the loss does not count its tokens")
     parser.add_argument("--messages_field", help="field with a conversation; the loss counts the assistant's messages")
     parser.add_argument("--id_field", help="field whose value `difftx data show` prints with each document")
-    parser.add_argument("--workers", type=int, default=processors, help="number of processes (%(default)s)")
+    parser.add_argument("--workers", type=int, default=processors, help="number of processes; default: one per core")
     parser.add_argument("--shard_tokens", type=int, default=2**27, help="tokens per shard (%(default)s)")
     parser.add_argument("--runner", default=LOCAL, help="local, or a runner of Apache Beam: direct, dataflow, flink …")
     parser.add_argument("--runner_options", default="", help="for Beam, such as '--region=europe-west4 --project=p'")

@@ -1,10 +1,10 @@
-"""Run a grid of configs: difftx sweep --config=configs/scaling.py --grid size=830m,1.4b seed=0,1 --out=runs/scaling."""
+"""Run a grid of configs: difftx sweep --config=scaling --grid size=830m,1.4b seed=0,1 --out=runs/scaling."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from difftx.commands.flags import parse_command
+from difftx.commands.flags import add_config_flag, parse_command
 from difftx.errors import UserError
 from difftx.files import require_writable
 from difftx.launch import jobs
@@ -14,7 +14,7 @@ from difftx.launch.grid import make_points, parse_grid
 def main(arguments: Sequence[str]) -> int:
     """Train the grid's runs, or write their job files. Exit codes: 0 done, 1 a run failed, 75 stopped by a signal."""
     parser = argparse.ArgumentParser(prog="difftx sweep", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="config file")
+    add_config_flag(parser)
     values = "values of a name in the file's ARG, of `seed`, or of a config field; all combinations run"
     parser.add_argument("--grid", required=True, nargs="+", metavar="NAME=VALUE,VALUE", help=values)
     parser.add_argument("--out", required=True, type=Path, help="directory of the runs; unfinished runs are resumed")

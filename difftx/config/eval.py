@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from difftx.config.architectures import Granularity
 from difftx.config.checks import require_distinct_names
 from difftx.config.fields import Entries, Extensible, Fraction, Group, NotNegative, Positive, Rule, Seed, Share, Unique
-from difftx.config.model import FewBits
+from difftx.config.model import ChunkTokens, FewBits
 from difftx.errors import UserError
 
 Bits = Annotated[int, Rule(lambda bits: 2 <= bits <= 16, " must lie in 2 … 16")]
@@ -265,6 +265,8 @@ class CacheSuiteConfig(Group, path="eval.cache"):
     """Shares of a row's tokens that each head keeps. (): none."""
     recent_share: Fraction = 0.5
     """Share of the kept tokens that are the most recent ones."""
+    chunk_tokens: ChunkTokens = 32
+    """`model.cache.chunk_tokens` of the compressed caches. Rows of 32 tokens or fewer need smaller chunks."""
     suites: Entries[tuple[str, ...]] = ("loss",)
     """Suites to run with each cache."""
 

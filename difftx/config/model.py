@@ -21,7 +21,7 @@ SPECIFIC_FIELDS = (
     "anneal_steps",
 )
 
-CachedTokens = Annotated[int, Rule(lambda tokens: tokens >= 64, " must be at least 64")]
+ChunkTokens = Annotated[int, Rule(lambda tokens: tokens in (1, 2, 4, 8, 16, 32), " must be a power of two, 1 … 32")]
 FewBits = Annotated[int, Rule(lambda bits: bits in (4, 8), " must be 4 or 8")]
 WindowPattern = Annotated[
     str,
@@ -40,11 +40,22 @@ class CacheConfig(Group, path="model.cache"):
     bits: FewBits | None = None
     """Number of bits, 8 or 4, of each cached number. The keys and the values of a token have one scale per (sub-)head.
     None: `compute_dtype`."""
-    tokens: CachedTokens | None = None
-    """Largest number of tokens that each key/value head keeps of a row, at least 64. None: all tokens."""
+    tokens: Positive[int] | None = None
+    """Largest number of tokens that each key/value head keeps of a row. None: all tokens."""
     recent_share: Fraction = 0.5
     """Share of `tokens` for the most recent tokens. The others are those that have received the largest attention
     weights, summed over queries (heavy hitters, arXiv 2306.14048)."""
+    chunk_tokens: ChunkTokens = 32
+    """Number of tokens of a prompt, or of a row to score, that enter a compressed cache at a time, a power of two up to
+    32. They attend to each other before they are compressed."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tokens is not None and self.tokens < 2 * self.chunk_tokens:
+            raise UserError(
+                f"model.cache.tokens={self.tokens} is less than twice model.cache.chunk_tokens={self.chunk_tokens}; "
+                "keep more tokens, or use smaller chunks (suite cache: eval.cache.chunk_tokens)"
+            )
 
     @property
     def compresses(self) -> bool:

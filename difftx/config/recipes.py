@@ -49,15 +49,22 @@ def argument_of(path: str) -> str | None:
     return getattr(_import_recipe(path), "ARG", None)
 
 
+def is_name(text: str) -> bool:
+    """Return whether the first part of a `spec` names a recipe of difftx, and not a file."""
+    return not text.endswith(".py") and "/" not in text
+
+
 def _import_recipe(text: str) -> types.ModuleType:
-    if not text.endswith(".py") and "/" not in text:
-        package = importlib.import_module("difftx.configs")
-        names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    path, package = Path(text), importlib.import_module("difftx.configs")
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    if is_name(text):
         if text not in names:
             raise UserError(f"--config={text}: no such recipe.{did_you_mean(text, names)}")
         return importlib.import_module(f"difftx.configs.{text}")
-    path = Path(text)
     if not path.is_file():
         near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(f"--config={text}: no file {text!r}.{did_you_mean(text, near) if near else ''}")
+        hint = did_you_mean(text, near) if near else ""
+        if path.stem in names:
+            hint = f" The recipe of difftx is --config={path.stem}."
+        raise UserError(f"--config={text}: no file {text!r}.{hint}")
     return import_file(path, "--config")

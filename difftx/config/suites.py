@@ -34,15 +34,16 @@ SUITES: Registry["Suite"] = Registry(
 
 
 def suite_list() -> str:
-    """Return a line for each suite: its name, and the first line of the docstring of its function `evaluate`."""
+    """Return a line for each suite: its name, and its `summary`."""
     width = max(map(len, SUITES)) + 2
-    return "\n".join(f"{name:<{width}}{_docstring(name).partition('\n')[0]}" for name in SUITES)
+    return "\n".join(f"{name:<{width}}{summary(name)}" for name in SUITES)
 
 
-def _docstring(name: str) -> str:
+def summary(name: str) -> str:
+    """Return the first line of the docstring of a suite's function `evaluate`."""
     module = SUITES.module_of(name)
     if module is None:
-        return SUITES[name].evaluate.__doc__ or ""
+        return (SUITES[name].evaluate.__doc__ or "").partition("\n")[0]
     path = Path(__file__).parents[1] / f"{module.removeprefix('difftx.').replace('.', '/')}.py"
     functions = {node.name: node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.FunctionDef)}
-    return ast.get_docstring(functions["evaluate"]) or ""
+    return (ast.get_docstring(functions["evaluate"]) or "").partition("\n")[0]

@@ -7,7 +7,7 @@ import jax
 from difftx.config import Config
 from difftx.config.model import CacheConfig
 from difftx.evals.evaluation import Evaluation, require_whole_rows
-from difftx.evals.inner import evaluate_inner, inner_suites, varying
+from difftx.evals.inner import evaluate_inner, inner_suites, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 from difftx.inference.decode import cache_bytes_per_token
@@ -44,7 +44,7 @@ def evaluate(evaluation: Evaluation) -> Result:
             charts.append(
                 LineChart(
                     name=f"cache_{suite}_{name}",
-                    title=f"{suite}: {name} by the size of the cache",
+                    title=f"{title_of(suite, name)} by the size of the cache",
                     x_label="bytes of the cache per token of a full row",
                     y_label=name,
                     series=series,
@@ -56,10 +56,14 @@ def evaluate(evaluation: Evaluation) -> Result:
 def compressed(config: Config) -> dict[str, Config]:
     """Return a config for each cache to measure, by name: "whole", "8_bits" or "128_tokens", for example."""
     settings = config.eval.cache
-    caches = {WHOLE: CacheConfig()} | {f"{bits}_bits": CacheConfig(bits=bits) for bits in settings.bits}
+    caches = {WHOLE: CacheConfig()} | {
+        f"{bits}_bits": CacheConfig(bits=bits, chunk_tokens=settings.chunk_tokens) for bits in settings.bits
+    }
     for share in settings.shares:
         tokens = round(share * config.data.sequence_length)
-        caches[f"{tokens}_tokens"] = CacheConfig(tokens=tokens, recent_share=settings.recent_share)
+        caches[f"{tokens}_tokens"] = CacheConfig(
+            tokens=tokens, recent_share=settings.recent_share, chunk_tokens=settings.chunk_tokens
+        )
     return {
         name: dataclasses.replace(config, model=dataclasses.replace(config.model, cache=cache))
         for name, cache in caches.items()

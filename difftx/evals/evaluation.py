@@ -21,7 +21,7 @@ from difftx.inference.score import row_scores
 from difftx.parallel.multihost import decide_on_primary, is_primary
 from difftx.progress import Work
 from difftx.training.checkpoint.checkpointer import DECISION_SECONDS
-from difftx.training.loss import token_nll
+from difftx.training.loss import token_scores
 from difftx.training.run import Run
 from difftx.training.state import graph
 
@@ -99,33 +99,45 @@ class Evaluation:
         return self.work.track(batches, what, -(-ordered_rows(source, limit_tokens) // rows))
 
     def nll(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
-        """Return -log p of each target in the first rows of a source, in nats, float32 `[rows, T]`, in every process.
+        """Return only -log p of `scores`."""
+        return self.scores(source, limit_tokens, what)[0]
+
+    def scores(self, source: RowSource, limit_tokens: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return two arrays `[rows, T]` for the targets in the first rows of a source, in every process.
+
+        The first is -log p of each target, in nats, float32. The second is whether no other token is more likely, bool.
+        If the run's cache is compressed, the keys and values of earlier tokens come from it, chunk by chunk.
 
         The rows have at most `limit_tokens` tokens, but there is at least one row. Progress is shown under the name
         `what`. Targets outside the loss mask have values too. Suites sum the values in float64 on the host, so that
         their numbers do not depend on the batch size, the mesh or the number of hosts.
         """
         if self.run.config.model.cache.compresses:
-            return self._nll_through_cache(source, limit_tokens, what)
-        graphdef, found, pending = graph(self.run.config), [], None
+            found = self._scores_through_cache(source, limit_tokens, what)
+        else:
+            found = self._scores_of_batches(source, limit_tokens, what)
+        rows = ordered_rows(source, limit_tokens)
+        nll_BT, is_best_BT = (np.concatenate(arrays)[:rows] for arrays in zip(*found, strict=True))
+        return nll_BT, is_best_BT
+
+    def _scores_of_batches(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Sequence[np.ndarray]]:
+        graphdef, pending = graph(self.run.config), None
         for batch in self.batches(source, limit_tokens, what):
             scored = _score(graphdef, self.params, batch)
             if pending is not None:  # Fetch the previous batch while the device computes the current one.
-                found.append(np.asarray(pending))
+                yield jax.device_get(pending)
             pending = scored
-        return np.concatenate([*found, np.asarray(pending)])[: ordered_rows(source, limit_tokens)]
+        yield jax.device_get(pending)
 
-    def _nll_through_cache(self, source: RowSource, limit_tokens: int, what: str) -> np.ndarray:
-        """Return the result of `nll` with the tokens of each row read from the compressed cache, chunk by chunk."""
+    def _scores_through_cache(self, source: RowSource, limit_tokens: int, what: str) -> Iterator[Sequence[np.ndarray]]:
         require_whole_rows(self.run.config)
         rows = [source[index] for index in range(ordered_rows(source, limit_tokens))]
         batches = list(itertools.batched(rows, self.run.microbatch_rows))
-        found = []
-        with jax.set_mesh(self.run.mesh):
-            for batch in self.work.track(batches, what, len(batches)):
-                inputs, targets = ([row[name].tolist() for row in batch] for name in ("tokens", "targets"))
-                found.append(row_scores(self.lm, inputs, targets)[0][: len(batch), : len(inputs[0])])
-        return np.concatenate(found)
+        for batch in self.work.track(batches, what, len(batches)):
+            inputs, targets = ([row[name].tolist() for row in batch] for name in ("tokens", "targets"))
+            with jax.set_mesh(self.run.mesh):
+                scores = row_scores(self.lm, inputs, targets)
+            yield [scores_BT[: len(batch), : len(inputs[0])] for scores_BT in scores]
 
     def valid_rows(self, name: str) -> Iterator[tuple[Row, np.ndarray]]:
         """Yield the first rows of a validation set, up to `eval.loss_tokens` tokens, each with its `nll`, `[T]`."""
@@ -182,8 +194,8 @@ def text_sets(run: Run, suite: str) -> dict[str, PackedRows]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> jax.Array:
+def _score(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     model = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden(batch.tokens_BT, positions_BT=batch.positions_BT, segment_ids_BT=batch.segment_ids_BT)
-    nll_BT = token_nll(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=model.config.logit_soft_cap)
-    return jax.sharding.reshard(nll_BT, jax.P())  # Replicate it, so that each host can read all of it.
+    scores = token_scores(x_BTD, model.unembedding(), batch.targets_BT, logit_soft_cap=model.config.logit_soft_cap)
+    return jax.sharding.reshard(scores, jax.P())  # Replicate them, so that each host can read all of them.

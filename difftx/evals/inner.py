@@ -59,3 +59,9 @@ def varying(of_suite: Mapping[str, Numbers]) -> list[str]:
     """Return the names of the numbers that depend on the config. Constants, such as numbers of tokens, do not."""
     first = next(iter(of_suite.values()))
     return [name for name in first if len({numbers[name] for numbers in of_suite.values()}) > 1]
+
+
+def title_of(suite: str, name: str) -> str:
+    """Return the title of a suite's number in charts of several suites."""
+    label = name.replace("_", " ")
+    return label if name == suite else f"{suite}: {label}"

@@ -1,6 +1,8 @@
 """Suite `loss`: validation loss in nats per token, perplexity, and bits per byte (docs/suites.md)."""
 
+import hashlib
 import math
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +10,8 @@ from difftx.data.synthetic import SyntheticRows
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.result import Result
 from difftx.evals.suite import Suite
+
+MOST_BLOCKS = 100  # Most blocks of rows per validation set. More would enlarge results, but hardly narrow an interval.
 
 
 def evaluate(evaluation: Evaluation) -> Result:
@@ -18,22 +22,32 @@ def evaluate(evaluation: Evaluation) -> Result:
     bits = [s["bits_per_byte"] for s in sets.values() if "bits_per_byte" in s]
     if bits:
         numbers["bits_per_byte"] = float(np.mean(bits))
-    return Result(numbers=numbers, details={"sets": sets})
+    vocabulary = evaluation.run.config.model.embeddings
+    chance = {"loss": math.log(vocabulary), "perplexity": float(vocabulary)}
+    return Result(numbers=numbers, chance=chance, details={"sets": sets})
 
 
-def _score_set(evaluation: Evaluation, name: str) -> dict[str, float]:
-    """Return a set's loss, bits per byte and size. End-of-document tokens contribute to the loss, but have no bytes."""
+def _score_set(evaluation: Evaluation, name: str) -> dict[str, Any]:
+    """Return a set's loss, bits per byte and size. End-of-document tokens contribute to the loss, but have no bytes.
+
+    `blocks` splits the set into consecutive rows, for comparisons of two models on the same targets.
+    """
     run = evaluation.run
     byte_counts = np.array([len(value or b"") for value in run.tokenizer.token_bytes])
     is_text = not isinstance(run.data.valid[name], SyntheticRows)
     nats, tokens, text_bytes = 0.0, 0, 0
+    rows, targets = [], hashlib.sha256()
     for row, nll_T in evaluation.valid_rows(name):
         counts_T = row["loss_mask"] > 0
-        nats += float(nll_T[counts_T].sum(dtype=np.float64))
-        tokens += int(counts_T.sum())
+        rows.append((float(nll_T[counts_T].sum(dtype=np.float64)), int(counts_T.sum())))
+        targets.update(row["targets"][counts_T].astype("<i4").tobytes())
+        nats += rows[-1][0]
+        tokens += rows[-1][1]
         if is_text:
             text_bytes += int(byte_counts[row["targets"][counts_T]].sum())
-    scores = {"loss": nats / tokens, "tokens": tokens}
+    sums = [block.sum(axis=0) for block in np.array_split(np.array(rows), min(len(rows), MOST_BLOCKS))]
+    blocks = {"nats": [float(n) for n, _ in sums], "tokens": [int(t) for _, t in sums]}
+    scores = {"loss": nats / tokens, "tokens": tokens, "blocks": {**blocks, "targets_sha256": targets.hexdigest()}}
     return {**scores, "bits_per_byte": nats / math.log(2) / text_bytes, "bytes": text_bytes} if is_text else scores
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difftx.config import Config
 from difftx.config.architectures import ARCHITECTURES
 from difftx.evals.evaluation import Evaluation
-from difftx.evals.inner import Numbers, evaluate_inner, inner_suites, varying
+from difftx.evals.inner import Numbers, evaluate_inner, inner_suites, title_of, varying
 from difftx.evals.result import Heatmap, LineChart, Result, Series
 from difftx.evals.suite import Suite
 
@@ -67,7 +67,7 @@ def _chart(suite: str, name: str, by_bits: Mapping[str, Numbers], all_rounded: s
     bits, values = (list(axis) for axis in zip(*points, strict=True))
     return LineChart(
         name=f"quantize_{suite}_{name}",
-        title=f"{suite}: {name} by the bits of {all_rounded}",
+        title=f"{title_of(suite, name)} by the bits of {all_rounded}",
         x_label=f"bits of {one_rounded}; 16: not quantised",
         y_label=name,
         series=[Series(name=suite, x=bits, y=values)],

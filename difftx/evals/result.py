@@ -17,6 +17,13 @@ class Series:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceLine(Series):
+    """A line that is not a measurement of the model, such as the accuracy of guessing. It is drawn dashed and grey."""
+
+    is_reference: Literal[True] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LineChart:
     """Lines over a common x-axis."""
 
@@ -29,6 +36,13 @@ class LineChart:
     log_y: bool = False
     over_steps: bool = False  # Whether the report also draws y over training steps, with one line per x.
     kind: Literal["line"] = "line"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScatterChart(LineChart):
+    """Points over a common x-axis, without lines between them because the order of x has no meaning."""
+
+    is_scatter: Literal[True] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,5 +67,6 @@ class Result:
     """The result of a suite, which can be written as JSON."""
 
     numbers: dict[str, float]  # Numbers that are compared between runs and plotted over steps.
+    chance: dict[str, float] = dataclasses.field(default_factory=dict)  # Number → its value for a model that guesses.
     details: dict[str, Any] = dataclasses.field(default_factory=dict)  # Further results, as JSON.
     charts: Sequence[LineChart | Heatmap] = dataclasses.field(default_factory=list)

@@ -46,7 +46,6 @@ from difftx.training.state import graph
 PREFILL_TOKENS = 256  # Most tokens per row in a prefill chunk. Chunks of short prompts are smaller.
 CHUNK_WEIGHTS = 2**22  # Most attention weights per head in a chunk (16 MiB in float32). Limits chunks of long prompts.
 SMALLEST_CHUNK = 32  # Fewest tokens per row in a chunk.
-COMPRESSED_CHUNK = 32  # Most tokens per row in a chunk if the cache is compressed.
 BLOCK_TOKENS = 16  # Tokens decoded on the device before the host prints text and checks for stop strings.
 ROOM_TOKENS = 1024  # Most new tokens that a cache has room for at first. Programs are compiled again when it grows.
 NO_TOKEN = -1  # Fills a block's entries after the end of a row.
@@ -112,8 +111,7 @@ def chunk_for(longest: int, rows: int, mesh: jax.sharding.Mesh, config: CacheCon
     fitting = CHUNK_WEIGHTS // (rows // batch_shards(mesh) * capacity_for(longest, config))
     largest = min(PREFILL_TOKENS, 2 ** fitting.bit_length() // 2)
     chunk = max(SMALLEST_CHUNK, min(largest, 2 ** (longest - 1).bit_length()))
-    # Tokens of a chunk attend to each other before they are compressed.
-    return min(chunk, COMPRESSED_CHUNK) if config.compresses else chunk
+    return min(chunk, config.chunk_tokens) if config.compresses else chunk
 
 
 def padded(

@@ -22,13 +22,13 @@ class SweepPoint:
     """One run of a sweep."""
 
     name: str  # Name of the run directory.
-    spec: str  # `FILE.py` or `FILE.py:ARG`, for train.py's --config.
-    overrides: Mapping[str, str]  # Field → value, for train.py's --config.field flags.
+    spec: str  # `NAME`, `FILE.py` or either with `:ARG`, for the flag --config of `difftx train`.
+    overrides: Mapping[str, str]  # Field → value, for the flags --config.field.
     config: Config
-    extensions: Sequence[Path] = ()  # Python files, for train.py's --extension flags.
+    extensions: Sequence[Path] = ()  # Python files, for the flags --extension.
 
     def flags(self, workdir: str | Path) -> list[str]:
-        """Return the arguments with which train.py trains this run in `workdir`."""
+        """Return the arguments with which `difftx train` trains this run in `workdir`."""
         changes = [f"--config.{field}={value}" for field, value in self.overrides.items()]
         files = [f"--extension={path}" for path in self.extensions]
         return [f"--config={self.spec}", f"--workdir={workdir}", *files, *changes]
@@ -54,7 +54,7 @@ def make_points(
     """Return a point for each combination of the grid's values. All points share the overrides and extensions.
 
     A name in the grid is "seed", a config field such as "train.steps", or a placeholder in the argument of the config
-    file. `spec` is `FILE.py`, or `FILE.py:ARG` if the grid fills no placeholder.
+    file. `spec` is `NAME` or `FILE.py`, with `:ARG` if the grid fills no placeholder.
     """
     path, _, argument = spec.partition(":")
     form = argument_of(path) or ""

@@ -1,6 +1,7 @@
 """Measurements of a machine: matrix products, memory, collectives, and the folder of a run."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def file_speeds(folder: Path) -> dict[str, float]:
                 file.write(content)
         written = time.perf_counter()
         with path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):  # Read from the disk, not from the memory of the kernel.
+            if sys.platform == "linux":  # Read from the disk, not from the memory of the kernel.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while file.read(len(content)):
                 pass

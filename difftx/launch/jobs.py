@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from difftx.config.recipes import is_name
 from difftx.errors import UserError, did_you_mean
 from difftx.launch.grid import SweepPoint
 
@@ -97,7 +98,7 @@ def _values(
     """Return the values of the template's other placeholders, which are not settings, quoted for its language."""
     if launcher.local_files:
         here = Path.cwd()
-        command = [sys.executable, str(ROOT / "train.py"), *point.flags(here / out / point.name)]
+        command = [sys.executable, "-m", "difftx", "train", *point.flags(here / out / point.name)]
         # sbatch replaces %j by the job's id and %% by %.
         output = str(here / out / "jobs" / point.name).replace("%", "%%") + "-%j.out"
         values = {"directory": shlex.quote(str(here)), "output": launcher.quote(output)}
@@ -142,4 +143,5 @@ def _in_repository(point: SweepPoint) -> SweepPoint:
 
     path, colon, arg = point.spec.partition(":")
     extensions = [relative("extension", extension) for extension in point.extensions]
-    return dataclasses.replace(point, spec=f"{relative('config', path)}{colon}{arg}", extensions=extensions)
+    config = path if is_name(path) else relative("config", path)
+    return dataclasses.replace(point, spec=f"{config}{colon}{arg}", extensions=extensions)

@@ -30,7 +30,6 @@ from difftx.training.metrics import read_newest_metrics
 from difftx.training.resume import changed_fields
 
 State = Literal["pending", "running", "done", "failed", "stopped"]
-TRAIN = Path(__file__).parents[2] / "train.py"
 TETHERED = Path(__file__).with_name("tethered.py")
 POLL_SECONDS = 0.5
 PLAIN_LINE_SECONDS = 60.0
@@ -109,12 +108,10 @@ class Sweep:
 
     def __init__(self, points: Sequence[SweepPoint], out: Path, description: Mapping[str, Any]):
         """Read the state of the runs that already exist in `out`. `description` is written first in `sweep.json`."""
-        if not TRAIN.is_file():
-            raise UserError(f"{TRAIN}: no such file; a sweep runs from difftx's source tree (pip install -e .)")
         self._statuses = [RunStatus(point, out / point.name) for point in points]
         for status in self._statuses:
             status.refresh()
-            # The sweep skips finished runs. train.py itself compares the settings of the runs that it resumes.
+            # The sweep skips finished runs. `difftx train` itself compares the settings of the runs that it resumes.
             if status.is_finished():
                 for change in changed_fields(config_of(status.last_checkpoint), status.point.config):
                     if not change.is_neutral:
@@ -171,8 +168,8 @@ class Sweep:
             self._set_state(status, "failed")
 
     def _run_process(self, status: RunStatus) -> tuple[int, str]:
-        """Run train.py until it ends. Return its exit code, and the reason for a failure."""
-        command = [sys.executable, str(TRAIN), *status.point.flags(status.workdir)]
+        """Run `difftx train` until it ends. Return its exit code, and the reason for a failure."""
+        command = [sys.executable, "-m", "difftx", "train", *status.point.flags(status.workdir)]
         status.workdir.mkdir(parents=True, exist_ok=True)
         path = status.workdir / "train.log"
         with path.open("ab") as log:

@@ -9,12 +9,14 @@ from typing import Any
 import matplotlib
 import matplotlib.axes
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 
 from difftx.files import new_file
 
 # Okabe and Ito's palette, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+GREY = "#808080"  # Visible on white and on black.
 MOST_CELLS_WITH_NUMBERS = 100  # A heatmap with more cells shows no numbers in them, because they would overlap.
 MOST_TICKS = 12  # Most tick labels on an axis of a heatmap.
 MOST_CHARACTERS = 64  # If the x labels of a heatmap have more characters than this in total, they are rotated.
@@ -30,13 +32,24 @@ def draw_chart(chart: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _draw_lines(axes: matplotlib.axes.Axes, chart: Mapping[str, Any]) -> None:
-    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+    for series, colour in zip(chart["series"], line_colours(chart["series"]), strict=True):
         x, y = np.array(series["x"], float), np.array(series["y"], float)
-        axes.plot(x, y, marker="o" if len(x) < 20 else None, markersize=4, color=colour, label=series["name"])
+        if series.get("is_reference"):
+            style = "--"
+        else:
+            style = ("o" if len(x) < 20 else "") + "-" * (not chart.get("is_scatter"))
+        axes.plot(x, y, style or "o", markersize=4, color=colour, label=series["name"])
         if series.get("low") is not None and series.get("high") is not None:
             band = np.array([series["low"], series["high"]], float)
             axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)
     label_axes(axes, chart)
+    x = [value for series in chart["series"] for value in series["x"]]
+    if all(float(value).is_integer() for value in x):
+        if chart.get("log_x"):
+            axes.set_xticks(log_ticks(x), [f"{value:,.0f}" for value in log_ticks(x)])
+            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     if chart["series"]:
         add_legend(axes)
 
@@ -82,6 +95,23 @@ def add_legend(axes: matplotlib.axes.Axes) -> None:
         text.set_parse_math(False)
 
 
+def line_colours(series: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a colour for each series: grey for reference lines, and those of `series_colours` for the others.
+
+    Series with the same `colour_of`, by default their name, have the same colour.
+    """
+    names = [line.get("colour_of", line["name"]) for line in series]
+    coloured = dict.fromkeys(name for name, line in zip(names, series, strict=True) if not line.get("is_reference"))
+    colours = dict(zip(coloured, series_colours(len(coloured)), strict=True))
+    return [GREY if line.get("is_reference") else colours[name] for name, line in zip(names, series, strict=True)]
+
+
+def log_ticks(x: Sequence[float]) -> list[float]:
+    """Return at most `MOST_TICKS` of the different values in `x`, for a log axis, whose own ticks would be powers."""
+    values = sorted(set(x))
+    return values[:: -(-len(values) // MOST_TICKS) or 1]
+
+
 def series_colours(count: int) -> Sequence[str]:
     """Return `count` colours: distinct ones for a few series, or a gradual scale for many, such as layers."""
     if count <= len(COLOURS):
@@ -106,14 +136,24 @@ def heatmap_values(chart: Mapping[str, Any]) -> np.ndarray:
     return np.array(chart["values"], float).reshape(len(chart["y"]), len(chart["x"]))
 
 
-def ticks(names: Sequence[float | str]) -> dict[Any, Any]:
-    """Return position → label for at most `MOST_TICKS` of a heatmap's rows or columns, which have the given names."""
-    return {i: tick_text(names[i]) for i in range(0, len(names), -(-len(names) // MOST_TICKS) or 1)}
+def ticks(names: Sequence[float | str], most: int = MOST_TICKS) -> dict[Any, Any]:
+    """Return position → label for at most `most` of a heatmap's rows or columns, which have the given names."""
+    return {i: tick_text(names[i]) for i in range(0, len(names), -(-len(names) // most) or 1)}
 
 
 def tick_text(value: float | str) -> str:
     """Return the label of a heatmap's row or column."""
     return value if isinstance(value, str) else f"{value:g}"
+
+
+def short_number(number: float) -> str:
+    """Format a number of parameters, tokens, FLOPs or seconds, with a letter from a million up, such as 6.8B."""
+    if number >= 1e15:
+        return f"{number:.3g}"
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:,.0f}"
 
 
 def save_figure(figure: matplotlib.figure.Figure, stem: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Loss curves of several runs, as a figure and a table."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,28 @@ import rich.table
 
 from difftx.errors import UserError
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
-from difftx.report.runs import X_AXES, Metric, RunRecord, check_comparable, match_runs
+from difftx.report.charts import add_legend, label_axes, save_figure, series_colours, short_number
+from difftx.report.runs import X_AXES, Metric, RunRecord, XAxis, check_comparable, match_runs
 
 METRIC_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+SMOOTHED_OVER = 21  # Values in the window of `smoothed`.
+MOST_NAMED_AT_END = 8  # A figure of more runs has a legend, because names at the ends of the lines would overlap.
 COLUMNS = ("architecture", "tokens", "loss", "perplexity", "bits_per_byte", "tokens_per_second", "seconds")
 
 
-def write_curves(pattern: str, out: Path, metric: Metric = "loss") -> tuple[list[dict[str, Any]], list[Path]]:
-    """Draw the loss curves of the runs that match a glob. Return a table's rows, one per run, and the files written."""
+def write_curves(
+    pattern: str, out: Path, metric: Metric = "loss", against: XAxis = "tokens"
+) -> tuple[list[dict[str, Any]], list[Path]]:
+    """Draw the loss of the runs that match a glob against one of `X_AXES`.
+
+    Return a table's rows, one per run, and the files written.
+    """
     runs = match_runs(pattern, "curves")
     check_comparable(runs, metric)
     if not any(run.evaluations(metric) for run in runs) and metric != "loss":
         raise UserError(f"--curves={pattern!r}: no run has a validation in {metric} yet")
-    table = [{"run": run.name, **_summary(run)} for run in runs]
-    files = save_figure(_draw(runs, metric), out / "curves")
+    table = [{"run": run.name, **summary(run)} for run in runs]
+    files = save_figure(_draw(runs, metric, against), out / "curves")
     write_atomically(out / "curves.json", json.dumps(table, indent=2) + "\n")
     return table, [*files, out / "curves.json"]
 
@@ -46,21 +53,20 @@ def format_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     return table
 
 
-def smoothed(values: Iterable[float], half_life: float = 10.0) -> list[float]:
-    """Return the exponential moving average of the finite values, with bias correction and a half-life in values."""
-    keep = 0.5 ** (1 / half_life)
-    total = weight = 0.0
-    averages = []
-    for value in values:
-        if np.isfinite(value):
-            total, weight = keep * total + value, keep * weight + 1
-        averages.append(total / weight if weight else float("nan"))
-    return averages
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Return the means of the finite values in a centred window of `SMOOTHED_OVER`, which have no lag.
 
-
-def validation_metric(runs: Sequence[RunRecord]) -> Metric:
-    """Return the metric of validation curves: bits per byte, which is independent of the tokenizer, if a run has it."""
-    return "bits_per_byte" if any(run.evaluations("bits_per_byte") for run in runs) else "loss"
+    The window shrinks towards the first value, where losses fall steeply. At the end it lacks the values to come. A
+    value that is not finite gets the mean of the value before it.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    places = np.arange(len(finite))
+    half = np.minimum(SMOOTHED_OVER // 2, places)
+    start, stop = places - half, np.minimum(places + half + 1, len(finite))
+    sums = np.append(0.0, np.cumsum(np.asarray(values, float)[finite]))
+    means = (sums[stop] - sums[start]) / (stop - start)
+    before = np.searchsorted(finite, np.arange(len(values)), side="right")
+    return np.append(np.nan, means)[before]
 
 
 def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
@@ -69,7 +75,8 @@ def training_losses(run: RunRecord) -> tuple[list[int], np.ndarray]:
     return [row["step"] for row in rows], np.array([row["loss"] for row in rows], float)
 
 
-def _summary(run: RunRecord) -> dict[str, Any]:
+def summary(run: RunRecord) -> dict[str, Any]:
+    """Return architecture, tokens, median speed and seconds of training, and the numbers of the last validation."""
     train = run.split("train")
     last = next((row for row in reversed(run.split("valid")) if row.get("suite") == "loss"), {})
     speeds = sorted(row["tokens_per_second"] for row in train)
@@ -82,27 +89,65 @@ def _summary(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _draw(runs: Sequence[RunRecord], metric: Metric) -> matplotlib.figure.Figure:
-    """Draw validations and, for the metric "loss", training losses. The four columns of subplots are the `X_AXES`."""
-    rows = 2 if metric == "loss" else 1
-    figure = matplotlib.figure.Figure(figsize=(16, 4 * rows), layout="constrained")
-    grid = figure.subplots(rows, len(X_AXES), sharey="row", squeeze=False)
-    shown = validation_metric(runs)
+def _draw(runs: Sequence[RunRecord], metric: Metric, against: XAxis) -> matplotlib.figure.Figure:
+    """Draw each run's validations, with the last value at the end of the line, and its smoothed training loss.
+
+    Only the metric "loss" has training losses.
+    """
+    figure = matplotlib.figure.Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    ends = []
     for run, colour in zip(runs, series_colours(len(runs)), strict=True):
-        for axes, quantity in zip(grid[0], X_AXES, strict=True):
-            valid = run.evaluations(shown)
-            x = run.progress([row["step"] for row in valid])[quantity]
-            axes.plot(x, [row[shown] for row in valid], "o-", color=colour, label=run.name)
+        valid = run.evaluations(metric)
+        x, y = run.progress([row["step"] for row in valid])[against], [row[metric] for row in valid]
         if metric == "loss":
             steps, losses = training_losses(run)
-            for axes, x in zip(grid[1], run.progress(steps).values(), strict=True):
-                axes.plot(x, losses, color=colour, alpha=0.25, linewidth=0.8)
-                axes.plot(x, smoothed(losses), color=colour, label=run.name)
-    for axes_of_row, title, y in zip(grid, ("validation", "training, raw and smoothed"), (shown, "loss"), strict=False):
-        for axes, label in zip(axes_of_row, X_AXES.values(), strict=True):
-            label_axes(axes, {"title": title, "x_label": label, "y_label": METRIC_LABELS[y]})
-    add_legend(grid[0][0])
+            trained, losses = run.progress(steps)[against], smoothed(losses)
+            axes.plot(trained, losses, color=colour, linewidth=1, alpha=0.5)
+            x, y = (x, y) if valid else (trained[-1:], losses[-1:].tolist())
+        axes.plot(x, y, "o-", color=colour, markersize=4, linewidth=2, label=run.name)
+        if y and np.isfinite(y[-1]):
+            ends.append((x[-1], y[-1], run.name, colour))
+    title = "validation (points) and smoothed training loss (thin)" if metric == "loss" else "validation"
+    label_axes(axes, {"title": title, "x_label": X_AXES[against], "y_label": METRIC_LABELS[metric]})
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda x, _: short_number(x))
+    _fit_to_values(axes)
+    if len(runs) > MOST_NAMED_AT_END:
+        add_legend(axes)
+    else:
+        _label_ends(axes, ends)
     return figure
+
+
+def _fit_to_values(axes: matplotlib.axes.Axes) -> None:
+    """Cut the y-axis above the first tenth of each line, whose losses would leave little room for the others."""
+    lines = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    later = np.concatenate([line[len(line) // 10 :] for line in lines])
+    later = later[np.isfinite(later)]
+    if len(later) and np.ptp(later):
+        margin = 0.05 * np.ptp(later)
+        axes.set_ylim(later.min() - margin, later.max() + margin)
+
+
+def _label_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write name and value to the right of each line's end (x, y, name, colour), moved apart where they overlap."""
+    low, high = axes.get_ylim()
+    spacing, at = 0.05 * (high - low), -np.inf
+    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
+        at = max(y, at + spacing)
+        axes.annotate(
+            f"{name} {y:.3f}",
+            (x, y),
+            (1.01, at),
+            textcoords=axes.get_yaxis_transform(),
+            color=colour,
+            va="center",
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.4, "linewidth": 0.8, "relpos": (0, 0.5)},
+        )
 
 
 def _shown(value: Any) -> str:

@@ -10,10 +10,20 @@ import bokeh.palettes
 import bokeh.plotting
 import numpy as np
 
-from difftx.report.charts import colour_limits, heatmap_values, series_colours, tick_text, ticks
+from difftx.report.charts import (
+    GREY,
+    MOST_TICKS,
+    colour_limits,
+    heatmap_values,
+    line_colours,
+    log_ticks,
+    tick_text,
+    ticks,
+)
 
+MOST_CHARACTERS = 40  # Most characters of a heatmap's x labels together, so that they do not overlap on a phone.
 HEIGHT = 240  # Height of a figure's frame in pixels, without axes and legend.
-MOST_NAMED_LINES = 7  # A figure with more lines has no legend.
+MOST_NAMED_LINES = 12  # A figure with more lines has no legend.
 # Up to four lines show their tooltips at the same time, on different sides of the pointer, so that they do not overlap.
 # A figure with more lines, such as one per layer, shows only the tooltip of the line under the pointer.
 TOOLTIP_SIDES: tuple[Literal["left", "right", "above", "below"], ...] = ("left", "right", "above", "below")
@@ -24,7 +34,7 @@ LEGEND_STYLE = """.bk-label { color: var(--ink) !important; white-space: normal 
   --item-background-inactive-color: color-mix(in srgb, var(--paper) 70%, transparent) !important }"""
 MOST_NAMED_CELLS = 2_500  # A larger heatmap's tooltips have no row and column names, which would enlarge the page.
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
-GREY = "#808080"  # Visible on white and on black.
+DASHES = ("solid", "dashed", "dotted", "dotdash")  # Styles of the lines of the first run, the second, and so on.
 MARK_COLOUR = "#D55E00"  # Colour of events and of skipped updates.
 
 
@@ -37,27 +47,40 @@ class Line:
     x: str
     y: str
     colour: str
+    dash: str = "solid"
     faint: bool = False  # Whether to draw the line behind the others, without tooltip and legend, as for raw values.
     has_band: bool = False  # Whether to draw a band around the line, between the source's columns "low" and "high".
 
 
 def line_figure(
-    lines: Sequence[Line], *, x_label: str, y_label: str, log_x: bool = False, log_y: bool = False
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    is_scatter: bool = False,
 ) -> bokeh.plotting.figure:
-    """Draw lines over a common x axis. A tooltip shows the value of a line at the x that is nearest to the pointer."""
+    """Draw lines over a common x axis. A tooltip shows the value of a line at the x that is nearest to the pointer.
+
+    With `is_scatter`, draw only the points of solid lines.
+    """
     scales = {"x_axis_type": "log" if log_x else "linear", "y_axis_type": "log" if log_y else "linear"}
     figure = _figure(x_label, y_label, **scales)
     is_named = sum(not line.faint for line in lines) <= MOST_NAMED_LINES
-    hovered = []
+    hovered: list[Any] = []
     for line in sorted(lines, key=lambda line: not line.faint):  # Faint lines are drawn first, below the others.
         if line.has_band:
             figure.varea(line.x, "low", "high", source=line.source, color=line.colour, alpha=0.2)
         style: dict[str, Any] = {"source": line.source, "color": line.colour}
         if line.faint:
-            figure.line(line.x, line.y, name=line.name, alpha=0.3, line_width=1, **style)
+            figure.line(line.x, line.y, name=line.name, alpha=0.45, line_width=1, **style)
             continue
         style |= {"legend_label": line.name} if is_named else {}
-        hovered.append(figure.line(line.x, line.y, name=line.name, alpha=1.0, line_width=2, **style))
+        if is_scatter and line.dash == "solid":
+            hovered.append(figure.scatter(line.x, line.y, name=line.name, size=7, **style))
+            continue
+        hovered.append(figure.line(line.x, line.y, name=line.name, line_dash=line.dash, line_width=2, **style))
         if len(line.source.data[line.x]) < 30:  # Mark the points, because a line of one point is invisible.
             figure.scatter(line.x, line.y, size=6, **style)
     for i, shown in enumerate(hovered):
@@ -71,17 +94,28 @@ def line_figure(
 
 
 def chart_figure(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
-    """Draw a `LineChart` or `Heatmap`, given as a JSON object."""
+    """Draw a `LineChart` or `Heatmap`, given as a JSON object.
+
+    A series may also have `colour_of`, the name that it shares a colour with, and `dash`, an index of `DASHES`.
+    """
     if chart["kind"] == "heatmap":
         return _heatmap(chart)
     lines = []
-    for series, colour in zip(chart["series"], series_colours(len(chart["series"])), strict=True):
+    for series, colour in zip(chart["series"], line_colours(chart["series"]), strict=True):
         names = [name for name in ("x", "y", "low", "high") if series.get(name) is not None]
         columns: dict[str, Any] = {name: np.array(series[name], float) for name in names}
         source, has_band = bokeh.models.ColumnDataSource(columns), {"low", "high"} <= set(names)
-        lines.append(Line(name=series["name"], source=source, x="x", y="y", colour=colour, has_band=has_band))
-    scales = {name: bool(chart.get(name)) for name in ("log_x", "log_y")}
-    return line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **scales)
+        dash = "dashed" if series.get("is_reference") else DASHES[series.get("dash", 0) % len(DASHES)]
+        line = Line(name=series["name"], source=source, x="x", y="y", colour=colour, dash=dash, has_band=has_band)
+        lines.append(line)
+    options = {name: bool(chart.get(name)) for name in ("log_x", "log_y", "is_scatter")}
+    figure = line_figure(lines, x_label=chart["x_label"], y_label=chart["y_label"], **options)
+    x = [value for series in chart["series"] for value in series["x"]]
+    if all(float(value).is_integer() for value in x):
+        log = options["log_x"]
+        fixed = bokeh.models.FixedTicker(ticks=log_ticks(x))
+        figure.xaxis.ticker = fixed if log else bokeh.models.BasicTicker(min_interval=1, num_minor_ticks=0)
+    return figure
 
 
 def mark_events(figure: bokeh.plotting.figure, events: Sequence[tuple[str, int, str]]) -> None:
@@ -97,7 +131,8 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> bokeh
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     figure = _figure(x_label, "", y_range=list(rows), frame_height=30 + 40 * len(rows))
     left = np.zeros(len(rows))
-    for part, colour in zip(parts, itertools.cycle(bokeh.palettes.Category20[20]), strict=False):
+    # These colours differ from those of the runs.
+    for part, colour in zip(parts, itertools.cycle(bokeh.palettes.Muted[9]), strict=False):
         values = np.array([row.get(part, 0.0) for row in rows.values()])
         shares = [f"{value / (sum(row.values()) or 1):.1%}" for value, row in zip(values, rows.values(), strict=True)]
         columns: dict[str, Any] = {"row": list(rows), "left": left, "right": left + values}
@@ -135,9 +170,11 @@ def _heatmap(chart: Mapping[str, Any]) -> bokeh.plotting.figure:
     shown.glyph.color_mapper = mapper
     tooltips = [(chart["x_label"], column_text), (chart["y_label"], row_text), (chart["value_label"], "@image")]
     figure.add_tools(_hover(shown, tooltips))
-    for axis, names in ((figure.xaxis, columns), (figure.yaxis, rows)):
-        axis.major_label_overrides = ticks(names)
-        axis.ticker = bokeh.models.FixedTicker(ticks=list(ticks(names)))
+    widest = max((len(tick_text(name)) for name in columns), default=1)
+    fitting = min(MOST_TICKS, max(1, MOST_CHARACTERS // max(widest, 1)))
+    for axis, labels in ((figure.xaxis, ticks(columns, fitting)), (figure.yaxis, ticks(rows))):
+        axis.major_label_overrides = labels
+        axis.ticker = bokeh.models.FixedTicker(ticks=list(labels))
     figure.grid.visible = False
     bar = bokeh.models.ColorBar(color_mapper=mapper, title=chart["value_label"], width=12, background_fill_alpha=0)
     figure.add_layout(bar, "right")

@@ -1,8 +1,9 @@
 """The report, a self-contained HTML page that describes one run or compares several runs."""
 
+import datetime
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import bokeh.document
 import bokeh.embed
@@ -11,15 +12,26 @@ import bokeh.resources
 import jinja2
 
 from difftx.errors import UserError, printable
+from difftx.evals.measures import format_value
 from difftx.files import write_atomically
 from difftx.model.abstract import count_parameters
 from difftx.model.flops import flops_per_token
 from difftx.report import panels
-from difftx.report.panels import Table, shown
-from difftx.report.runs import RunRecord, different_tokenizers, read_runs
+from difftx.report.charts import series_colours, short_number
+from difftx.report.curves import summary
+from difftx.report.panels import Cell, Table
+from difftx.report.runs import Metric, RunRecord, different_tokenizers, read_runs
+from difftx.report.suites import suite_sections
+from difftx.report.verdict import verdict
 from difftx.training.resume import changed_fields
 
 TEMPLATES = Path(__file__).parent / "templates"
+# Numbers of the suite "loss" → label and unit, as in the table below the verdict.
+LOSSES = {
+    "loss": Cell("validation loss", unit="nats per token"),
+    "perplexity": Cell("perplexity"),
+    "bits_per_byte": Cell("bits per byte"),
+}
 
 
 def write_page(workdirs: Sequence[Path], out: Path) -> Path:
@@ -28,15 +40,13 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
         raise UserError(f"--workdir={','.join(map(str, workdirs))}: a run is named twice")
     runs = read_runs(workdirs)
     foreign = different_tokenizers(runs)
-    sections = [
-        panels.losses(runs, comparable=foreign is None),
-        panels.evaluations(runs),
-        panels.lambdas(runs),
-        panels.gradients(runs),
-        panels.wall_time(runs),
-    ]
+    metric: Metric = "bits_per_byte" if foreign else "loss"
+    curves = panels.losses(runs, metric)
+    suites = suite_sections(runs, comparable=foreign is None)
+    dynamics = [section for section in (panels.lambdas(runs), panels.gradients(runs)) if section.panels]
+    time = panels.wall_time(runs)
     figures: dict[str, bokeh.model.Model] = {
-        panel.figure.id: panel.figure for section in sections for panel in section.panels
+        panel.figure.id: panel.figure for section in (curves, *suites, *dynamics, time) for panel in section.panels
     }
     document = bokeh.document.Document()
     with document.models.freeze():  # Without this, Bokeh would traverse all figures whenever one is added.
@@ -46,17 +56,24 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    template = environment.get_template("report.html")
-    page = template.render(
+    page = environment.get_template("report.html").render(
         title=" and ".join(run.name for run in runs),
-        runs=_run_headers(runs),
+        colours={run.name: colour for run, colour in zip(runs, series_colours(len(runs)), strict=True)},
+        verdict=verdict(runs, metric),
+        scores=_scores(runs, metric),
+        notes=_notes(runs, foreign),
+        curves=curves,
+        suites=suites,
+        dynamics=dynamics,
+        time=time,
+        headers=_run_headers(runs),
         changes=_config_changes(runs),
-        results=_results(runs, comparable=foreign is None),
-        samples=_samples(runs),
-        notes=_notes(runs, foreign, [section.title for section in sections if not section.panels]),
-        sections=[section for section in sections if section.panels],
+        commands=_commands(runs, out),
+        most_points=panels.MOST_POINTS,
         divs=divs,
         script=script,
         library=bokeh.resources.Resources("inline", components=["bokeh"]).render_js(),
@@ -66,12 +83,49 @@ def write_page(workdirs: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Sequence[str]) -> list[str]:
-    """Return notes on data that the page thins or leaves out, and on the sections without data, `empty`."""
-    notes = [
-        f"Lines are thinned to {panels.MOST_POINTS:,} points, those of layers to {panels.MOST_POINTS_OF_MANY}: of each "
-        "stretch the least and the greatest value stay. Hover or tap for values; a name below a figure hides its line.",
-    ]
+def _scores(runs: Sequence[RunRecord], metric: Metric) -> Table:
+    """Return a table of the validation losses, and of what each run spent on them.
+
+    The verdict on a single run contains its loss, so that the table leaves it out.
+    """
+    rows: list[Sequence[str | Cell]] = []
+    for name, label in LOSSES.items():
+        found = [run.last_validation(name) for run in runs]
+        if any(found) and not (len(runs) == 1 and name == metric):
+            rows.append([label, *(format_value(last and last[1]) for last in found)])
+    if any(guesses := [_guesses(run) for run in runs]):
+        rows.append([Cell("loss of guessing", unit="nats per token"), *_once(guesses)])
+    spent = [_spent(run) for run in runs]
+    rows += [[label, *(of_run[label] for of_run in spent)] for label in spent[0]]
+    return Table(["", *(run.name for run in runs)], rows)
+
+
+def _once(values: Sequence[str]) -> list[str | Cell]:
+    """Return the cells of a table's row: one that spans all runs if all values are the same."""
+    return [Cell(values[0], span=len(values))] if len(set(values)) == 1 else list(values)
+
+
+def _guesses(run: RunRecord) -> str:
+    """Return the loss of a uniform guess, or "" if no result of the suite `loss` has it."""
+    newest = list(run.results.get("loss", {}).values())[-1:]
+    return next((format_value(result.get("chance", {}).get("loss")) for result in newest), "")
+
+
+def _spent(run: RunRecord) -> dict[str, str]:
+    """Return the size of a run's model, and what its training has spent so far."""
+    total, rate = summary(run), flops_per_token(run.config.model, run.config.data.sequence_length, causal=False)
+    return {
+        "parameters": f"{count_parameters(run.config.model).total:,}",
+        "training tokens": f"{run.tokens:,}",
+        "training FLOPs": short_number(rate * run.tokens),
+        "training time (h:mm:ss)": str(datetime.timedelta(seconds=round(total["seconds"]))),
+        "median tokens per second": f"{total['tokens_per_second']:,.0f}",
+    }
+
+
+def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None) -> list[str]:
+    """Return notes on data that could not be read, or that do not belong to the runs' checkpoints."""
+    notes = []
     for run in runs:
         if run.skipped:
             notes.append(f"{run.name}: {run.skipped} lines of metrics and journal could not be read.")
@@ -83,16 +137,27 @@ def _notes(runs: Sequence[RunRecord], foreign: tuple[str, str] | None, empty: Se
     if foreign:
         what = "different tokenizers: losses per token do not compare, bits per byte do"
         notes.append(f"{foreign[0]} and {foreign[1]} have {what}.")
-    if empty:
-        notes.append(f"Nothing was recorded yet for: {', '.join(empty)}.")
     return notes
+
+
+def _commands(runs: Sequence[RunRecord], out: Path) -> list[str]:
+    """Return the commands that trained the runs, as far as known, evaluated them, and wrote this page."""
+    commands = []
+    for run in runs:
+        if isinstance(command := run.manifest.get("command"), str):
+            commands.append(command)
+        if run.results:
+            flags = [f"--workdir={run.workdir}", f"--suite={','.join(run.results)}"]
+            commands.append(shlex.join(["python", "eval.py", *flags]))
+    workdirs = ",".join(str(run.workdir) for run in runs)
+    return [*commands, shlex.join(["python", "eval.py", "--report", f"--workdir={workdirs}", f"--out={out}"])]
 
 
 def _run_headers(runs: Sequence[RunRecord]) -> Table:
     """Return a table that describes each run in a column: model, progress, devices, data and versions."""
     columns = [_header(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
+    rows = [[name, *_once([column.get(name, "–") for column in columns])] for name in names]
     return Table(["", *(run.name for run in runs)], rows)
 
 
@@ -107,63 +172,16 @@ def _config_changes(runs: Sequence[RunRecord]) -> Table:
     return Table(["field", *(run.name for run in runs)], rows)
 
 
-def _results(runs: Sequence[RunRecord], *, comparable: bool) -> list[tuple[str, Table]]:
-    """Return (suite, table) for each suite. The table has the numbers in each run's newest result.
-
-    It also has the differences from the first run that has the suite. If the runs are not `comparable`, because their
-    tokenizers differ, only bits per byte have differences.
-    """
-    tables = []
-    for suite in dict.fromkeys(suite for run in runs for suite in run.results):
-        newest = {run.name: max(run.results[suite].items()) for run in runs if suite in run.results}
-        (first, (step, result)), *others = newest.items()
-        base, header = result["numbers"], ["number", f"{first} (step {step:,})"]
-        for run, (step, _) in others:
-            header += [f"{run} (step {step:,})", "difference"]
-        rows = []
-        for name in dict.fromkeys(name for _, result in newest.values() for name in result["numbers"]):
-            row = [name, shown(base.get(name))]
-            for _, (_, result) in others:
-                value = result["numbers"].get(name)
-                is_comparable = comparable or name == "bits_per_byte"
-                row += [shown(value), _difference(base.get(name), value) if is_comparable else "–"]
-            rows.append(row)
-        tables.append((suite, Table(header, rows)))
-    return tables
-
-
-def _samples(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
-    """Return (run, prompt, completion) for each sample in the newest results of the suites."""
-    texts = []
-    for run in runs:
-        for steps in run.results.values():
-            details = list(steps.values())[-1].get("details", {})
-            texts += [(run.name, str(s.get("prompt")), str(s.get("completion"))) for s in details.get("samples", [])]
-    return texts
-
-
-def _difference(before: Any, value: Any) -> str:
-    if not all(isinstance(v, int | float) for v in (before, value)):
-        return "–"
-    relative = f" ({(value - before) / abs(before):+.2%})" if before else ""
-    return f"{value - before:+.4g}{relative}"
-
-
 def _header(run: RunRecord) -> dict[str, str]:
     config, manifest = run.config, run.manifest
-    parameters = count_parameters(config.model)
     train = run.split("train")
     devices, data = manifest.get("devices", {}), manifest.get("data", {})
-    tokens = train[-1]["step"] * config.train.global_batch_tokens
-    rate = flops_per_token(config.model, config.data.sequence_length, causal=False)
     mesh = ", ".join(f"{axis} {size}" for axis, size in devices.get("mesh", {}).items() if size != 1)
     header = {
         "folder": str(run.workdir),
         "architecture": config.model.architecture,
-        "parameters": f"{parameters.total:,}, {parameters.embedding:,} of them embedding",
+        "embedding parameters": f"{count_parameters(config.model).embedding:,}",
         "steps": f"{train[-1]['step']:,} of {run.steps:,}",
-        "training tokens": f"{tokens:,}",
-        "training FLOPs (6 N + 12 L T d a token)": f"{rate * tokens:.3g}",
         "attempts": str(max(row["attempt"] for row in train)),
     }
     if devices:
@@ -172,7 +190,7 @@ def _header(run: RunRecord) -> dict[str, str]:
         header["attention kernel"] = str(manifest["attention_kernel"])
     for name, label in (("train_tokens", "training data"), ("valid_tokens", "validation data")):
         if isinstance(data.get(name), dict):
-            header[label] = ", ".join(f"{source}: {shown(count)} tokens" for source, count in data[name].items())
+            header[label] = ", ".join(f"{source}: {format_value(count)} tokens" for source, count in data[name].items())
     header["tokenizer"] = config.data.tokenizer + (f" ({str(data['tokenizer'])[:12]}…)" if "tokenizer" in data else "")
     header |= {name: str(manifest[name]) for name in ("commit", "python") if manifest.get(name)}
     if isinstance(manifest.get("packages"), dict):

@@ -3,16 +3,17 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import bokeh.models
 import bokeh.plotting
 import numpy as np
 
+from difftx.evals.measures import format_value
 from difftx.report import interactive
 from difftx.report.charts import heatmap_values, series_colours
-from difftx.report.curves import METRIC_LABELS, smoothed, training_losses, validation_metric
-from difftx.report.runs import X_AXES, RunRecord
+from difftx.report.curves import METRIC_LABELS, smoothed, training_losses
+from difftx.report.runs import X_AXES, Metric, RunRecord
 from difftx.training import metrics
 
 MOST_POINTS = 2_000  # Most points of a line. More points would enlarge the page without being visible.
@@ -24,7 +25,19 @@ MOST_VALUES = 400  # Most cells of a heatmap that is also shown as a table.
 
 # Parameters named `chart` are JSON objects with the fields of `LineChart` or `Heatmap` of difftx/evals/result.py.
 Lines = Mapping[str, tuple[Any, Any]]  # Name of a line → its x and y values.
-Results = Mapping[int, Mapping[str, Any]]  # Step → result of one suite, in ascending order of steps.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A text in a table with a verdict, which is shown as a word and as a colour, or with a unit.
+
+    A cell may span several columns, so that a value of several runs is shown once.
+    """
+
+    text: str
+    verdict: Literal["better", "worse", "equal", ""] | None = None  # "": neither direction is better.
+    unit: str = ""
+    span: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Table:
     """A table of texts. The first column names the rows."""
 
     header: list[str]
-    rows: list[list[str]]
+    rows: Sequence[Sequence[str | Cell]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,49 +68,34 @@ class Section:
     panels: list[Panel]
     tables: list[tuple[str, Table]] = dataclasses.field(default_factory=list)  # Pairs of a caption and a table.
     # Name of a control → its choices as (value, label). The page opens with the first choice.
-    controls: dict[str, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
+    controls: Mapping[str, Sequence[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
 
-def losses(runs: Sequence[RunRecord], *, comparable: bool) -> Section:
+def losses(runs: Sequence[RunRecord], metric: Metric) -> Section:
     """Draw training loss (raw and smoothed) and validation against each of `X_AXES`, on linear and logarithmic axes.
 
-    If the runs are not `comparable`, because their tokenizers differ, only bits per byte are drawn.
+    The metric "bits_per_byte" is for runs whose tokenizers differ. Their training losses cannot be compared.
     """
     panels = []
-    if comparable:
+    if metric == "loss":
         sources = {}
         for run in runs:
             steps, raw = training_losses(run)
             kept = thinned(raw, MOST_POINTS)
-            smooth = np.array(smoothed(raw))[kept]
+            smooth = smoothed(raw)[kept]
             sources[run.name] = _source(run, [steps[i] for i in kept], raw=raw[kept], value=smooth)
         panels += _loss_panels("Training loss, raw and smoothed", METRIC_LABELS["loss"], runs, sources)
-    metric = validation_metric(runs)
-    if comparable or metric == "bits_per_byte":
-        sources = {}
-        for run in runs:
-            if rows := run.evaluations(metric):
-                values = np.array([row[metric] for row in rows])
-                sources[run.name] = _source(run, [row["step"] for row in rows], value=values)
-        label = METRIC_LABELS[metric]
-        panels += _loss_panels(f"Validation, {label}", label, runs, sources)
-    controls = {"against": list(X_AXES.items()), "axes": [("linear", "linear"), ("log", "logarithmic")]}
+    sources = {}
+    for run in runs:
+        if rows := run.evaluations(metric):
+            values = np.array([row[metric] for row in rows])
+            sources[run.name] = _source(run, [row["step"] for row in rows], value=values)
+    panels += _loss_panels("Validation loss", METRIC_LABELS[metric], runs, sources)
+    controls: dict[str, Sequence[tuple[str, str]]] = {
+        "against": list(X_AXES.items()),
+        "axes": [("linear", "linear"), ("log", "logarithmic")],
+    }
     return Section(id="curves", title="Curves", panels=panels, controls=controls)
-
-
-def evaluations(runs: Sequence[RunRecord]) -> Section:
-    """Draw the charts of each suite's newest results. Also draw numbers and lines that have values at several steps."""
-    panels = []
-    for suite in dict.fromkeys(suite for run in runs for suite in run.results):
-        results = {run.name: run.results[suite] for run in runs if suite in run.results}
-        panels += _number_panels(suite, results)
-        newest = {run: of_run[max(of_run)].get("charts", []) for run, of_run in results.items()}
-        for chart in _merged(newest):
-            thin, note = _thinned_lines(chart) if chart["kind"] == "line" else _averaged_heatmap(chart)
-            panels.append(_panel(f"{suite}: {chart['title']}", thin, note))
-        for run, of_run in results.items():
-            panels += _charts_over_steps(suite, run, of_run)
-    return Section(id="evaluations", title="Evaluations", panels=panels)
 
 
 def lambdas(runs: Sequence[RunRecord]) -> Section:
@@ -112,7 +110,7 @@ def lambdas(runs: Sequence[RunRecord]) -> Section:
         values = zip(*(row["lambda"] for row in rows), strict=True)
         lines = {f"layer {layer}": (steps, of_layer) for layer, of_layer in enumerate(values, 1)}
         title = f"λ of each layer: {run.name}"
-        panels.append(_panel_over_steps(title, lines, "λ", note=_crossings_note(run)))
+        panels.append(panel_over_steps(title, lines, "λ", note=_crossings_note(run)))
     return Section(id="lambda", title="λ", panels=panels)
 
 
@@ -127,7 +125,7 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
     if not lines:
         return Section(id="gradients", title="Gradient norm and spikes", panels=[])
     log_y = all(norm > 0 for _, norms in lines.values() for norm in norms)
-    panel = _panel_over_steps("Gradient norm", lines, "gradient norm before clipping", log_y=log_y)
+    panel = panel_over_steps("Gradient norm", lines, "gradient norm before clipping", log_y=log_y)
     for run in runs:
         rows = [row for row in run.split("train") if row.get("skipped") and row.get("grad_norm") is not None]
         if rows:
@@ -142,7 +140,7 @@ def gradients(runs: Sequence[RunRecord]) -> Section:
             events.append((run.name, entry["step"], ", ".join([str(entry["event"]), *details])))
     if events:
         interactive.mark_events(panel.figure, events)
-        table = Table(["run", "step", "event"], [[run, shown(step), text] for run, step, text in events])
+        table = Table(["run", "step", "event"], [[run, format_value(step), text] for run, step, text in events])
         tables = [("Rewinds and stops, from the journal", table)]
     return Section(id="gradients", title="Gradient norm and spikes", panels=[panel], tables=tables)
 
@@ -182,7 +180,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
 
 def _source(run: RunRecord, steps: Sequence[int], **columns: np.ndarray) -> bokeh.models.ColumnDataSource:
     """Return a data source with the given columns, which have a value per step, and a column for each of `X_AXES`."""
-    data: dict[str, Any] = {name: np.array(values) for name, values in run.progress(steps).items()}
+    data: dict[str, Any] = {axis: np.array(values) for axis, values in run.progress(steps).items()}
     return bokeh.models.ColumnDataSource(data | columns)
 
 
@@ -201,60 +199,12 @@ def _loss_panels(
                     lines.append(dataclasses.replace(line, y="raw", faint=True))
         is_log = scale == "log"
         figure = interactive.line_figure(lines, x_label=X_AXES[x], y_label=y_label, log_x=is_log, log_y=is_log)
+        if x in ("tokens", "seconds") and not is_log:
+            figure.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0.[00]a")
         values = {run: (source.data[x], source.data["value"]) for run, source in sources.items()}
         table, shown_for = _series_values(X_AXES[x], values), f"against-{x} axes-{scale}"
         panels.append(Panel(title=title, figure=figure, values=table, shown_for=shown_for))
     return panels
-
-
-def _number_panels(suite: str, results: Mapping[str, Results]) -> list[Panel]:
-    """Return a panel for each metric of a suite that changes between the evaluated steps of a run."""
-    panels = []
-    of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
-    for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):
-        lines = {}
-        for run, of_run in results.items():
-            values = {step: result["numbers"].get(name) for step, result in of_run.items()}
-            values = {step: value for step, value in values.items() if isinstance(value, int | float)}
-            lines[run] = list(values), list(values.values())
-        is_constant = len({value for _, values in lines.values() for value in values}) < 2
-        if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
-            panels.append(_panel_over_steps(f"{suite}: {name} over the steps", lines, name))
-    return panels
-
-
-def _charts_over_steps(suite: str, run: str, results: Results) -> list[Panel]:
-    """Return a panel for each line of a chart with `over_steps`. In it, each x, such as a layer, becomes a line."""
-    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Title, x label) → x → step → y.
-    for step, result in results.items():
-        for chart in result.get("charts", []):
-            for line in chart["series"] if chart.get("over_steps") else []:
-                values = found.setdefault((f"{chart['title']}: {line['name']}", chart["x_label"]), {})
-                for x, y in zip(line["x"], line["y"], strict=True):
-                    values.setdefault(x, {})[step] = y
-    panels = []
-    for (title, x_label), values in found.items():
-        if max(map(len, values.values()), default=0) < 2:
-            continue
-        lines = {f"{x_label} {x:g}": (list(of_x), list(of_x.values())) for x, of_x in values.items()}
-        panels.append(_panel_over_steps(f"{suite}: {title}, over the steps: {run}", lines, title))
-    return panels
-
-
-def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the charts of all runs. Line charts of the same name are merged into one, but heatmaps are not."""
-    if len(charts_of_run) == 1:
-        (charts,) = charts_of_run.values()
-        return list({chart["name"]: dict(chart) for chart in charts}.values())
-    merged: dict[str, dict[str, Any]] = {}
-    for run, charts in charts_of_run.items():
-        for chart in charts:
-            if chart["kind"] == "heatmap":
-                merged[f"{chart['name']} {run}"] = {**chart, "title": f"{run}: {chart['title']}"}
-                continue
-            series = [{**line, "name": f"{run}: {line['name']}"} for line in chart["series"]]
-            merged.setdefault(chart["name"], {**chart, "series": []})["series"] += series
-    return list(merged.values())
 
 
 def _crossings_note(run: RunRecord) -> str:
@@ -263,7 +213,8 @@ def _crossings_note(run: RunRecord) -> str:
     if not rows:
         return ""
     crossings = [
-        f"layer {row['layer']} at step {row['step']:,} (λ = {shown(row['value'])})" for row in rows[:MOST_CROSSINGS]
+        f"layer {row['layer']} at step {row['step']:,} (λ = {format_value(row['value'])})"
+        for row in rows[:MOST_CROSSINGS]
     ]
     more = f" and {len(rows) - MOST_CROSSINGS:,} more times" if len(rows) > MOST_CROSSINGS else ""
     inside = f"[{metrics.LOWEST_LAMBDA:g}, {metrics.HIGHEST_LAMBDA:g}]"
@@ -273,20 +224,22 @@ def _crossings_note(run: RunRecord) -> str:
     )
 
 
-def _panel_over_steps(title: str, lines: Lines, y_label: str, *, note: str = "", log_y: bool = False) -> Panel:
+def panel_over_steps(title: str, lines: Lines, y_label: str, *, note: str = "", log_y: bool = False) -> Panel:
+    """Return a panel of lines against training steps."""
     series = [{"name": name, "x": steps, "y": values} for name, (steps, values) in lines.items()]
     chart = {"kind": "line", "series": series, "x_label": "steps", "y_label": y_label, "log_y": log_y}
-    return _panel(title, chart, note)
+    return chart_panel(title, chart, note)
 
 
-def _panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
+def chart_panel(title: str, chart: Mapping[str, Any], note: str) -> Panel:
+    """Return a panel of a chart with a table of its values."""
     if chart["kind"] == "line" and len(chart["series"]) > interactive.MOST_NAMED_LINES:
         first, last = chart["series"][0]["name"], chart["series"][-1]["name"]
         note = f"{note} Colours run from {first}, dark, to {last}, bright; hovering over a line names it.".strip()
     return Panel(title=title, figure=interactive.chart_figure(chart), values=_chart_values(chart), note=note)
 
 
-def _thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return a line chart with at most `MOST_POINTS` points per line, and a note, empty if no points were left out."""
     series, note = [], ""
     for line in chart["series"]:
@@ -299,7 +252,7 @@ def _thinned_lines(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     return {**chart, "series": series}, note
 
 
-def _averaged_heatmap(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def averaged_heatmap(chart: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return a heatmap with at most `MOST_CELLS` cells, and a note, empty unless cells were averaged in blocks."""
     rows, columns = len(chart["y"]), len(chart["x"])
     block = next(n for n in itertools.count(1) if -(-rows // n) * -(-columns // n) <= MOST_CELLS)
@@ -320,8 +273,9 @@ def _chart_values(chart: Mapping[str, Any]) -> Table | None:
         return _series_values(chart["x_label"], {line["name"]: (line["x"], line["y"]) for line in chart["series"]})
     if len(chart["x"]) * len(chart["y"]) > MOST_VALUES:
         return None
-    header = [f"{chart['y_label']} \\ {chart['x_label']}", *map(shown, chart["x"])]
-    return Table(header, [[shown(y), *map(shown, row)] for y, row in zip(chart["y"], chart["values"], strict=True)])
+    header = [f"{chart['y_label']} \\ {chart['x_label']}", *map(format_value, chart["x"])]
+    rows = zip(chart["y"], chart["values"], strict=True)
+    return Table(header, [[format_value(y), *map(format_value, row)] for y, row in rows])
 
 
 def _series_values(x_label: str, series: Lines) -> Table:
@@ -331,10 +285,10 @@ def _series_values(x_label: str, series: Lines) -> Table:
     first = np.array(next(iter(series.values()))[0], float)
     rows = []
     for x in first[evenly_spaced(len(first), MOST_ROWS)]:
-        row = [shown(float(x))]
+        row = [format_value(float(x))]
         for xs, ys in series.values():
             xs = np.array(xs, float)
-            row.append(shown(ys[int(np.argmin(np.abs(xs - x)))]) if len(xs) else "–")
+            row.append(format_value(ys[int(np.argmin(np.abs(xs - x)))]) if len(xs) else "–")
         rows.append(row)
     return Table([x_label, *series], rows)
 
@@ -342,14 +296,3 @@ def _series_values(x_label: str, series: Lines) -> Table:
 def evenly_spaced(count: int, most: int) -> np.ndarray:
     """Return at most `most` evenly spaced indices from 0 to `count` - 1, including both ends."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int))
-
-
-def shown(value: Any) -> str:
-    """Format a value for a table: integers in full, other numbers with four or five significant digits."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool | str):
-        return str(value)
-    if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
-        return f"{int(value):,}"
-    return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:.4g}"

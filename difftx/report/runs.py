@@ -21,8 +21,15 @@ from difftx.training.metrics import read_metrics
 from difftx.training.run import read_config, read_description
 
 Metric = Literal["loss", "bits_per_byte"]
+METRIC_UNITS: dict[Metric, str] = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 Results = dict[str, dict[int, dict[str, Any]]]  # Suite → step → result, with suites and steps in ascending order.
-X_AXES = {"steps": "steps", "tokens": "training tokens", "flops": "training FLOPs", "seconds": "seconds of training"}
+XAxis = Literal["tokens", "flops", "seconds", "steps"]
+X_AXES: dict[XAxis, str] = {
+    "tokens": "training tokens",
+    "flops": "training FLOPs",
+    "seconds": "seconds of training",
+    "steps": "steps",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +73,28 @@ class RunRecord:
                 outdated.append((suite, step))
         return results, outdated
 
+    @property
+    def tokens(self) -> int:
+        """The number of training tokens up to the last logged step."""
+        return self.split("train")[-1]["step"] * self.config.train.global_batch_tokens
+
     def split(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a split, such as "train", "valid" or "goodput"."""
         return [row for row in self.rows if row["split"] == name]
 
-    def evaluations(self, metric: Metric) -> list[dict[str, Any]]:
-        """Return the rows of the suite "loss" that have the metric. Synthetic tasks have no bits per byte."""
-        rows = [row for row in self.split("valid") if row.get("suite") == "loss"]
-        return [row for row in rows if isinstance(row.get(metric), int | float)]
+    def last_validation(self, number: str) -> tuple[int, float] | None:
+        """Return the step and the value of the last finite `number` of the suite "loss", or None if there is none."""
+        values = [(row["step"], row[number]) for row in self.evaluations(number)]
+        values += [(step, result["numbers"].get(number)) for step, result in self.results.get("loss", {}).items()]
+        finite = [(step, value) for step, value in values if isinstance(value, int | float) and np.isfinite(value)]
+        return max(finite, default=None)
 
-    def progress(self, steps: Sequence[int]) -> dict[str, list[float]]:
+    def evaluations(self, number: str) -> list[dict[str, Any]]:
+        """Return the rows of the suite "loss" that have the number. Synthetic tasks have no bits per byte."""
+        rows = [row for row in self.split("valid") if row.get("suite") == "loss"]
+        return [row for row in rows if isinstance(row.get(number), int | float)]
+
+    def progress(self, steps: Sequence[int]) -> dict[XAxis, list[float]]:
         """Return the value of each quantity of `X_AXES` after each of the given steps, which must be ascending.
 
         FLOPs are model FLOPs, 6 N + 12 L T d per token. Seconds count training steps, but not evaluation and saving.

@@ -14,7 +14,7 @@ import rich.table
 from difftx.analysis.scaling_law import FEWEST_SIZES, LARGEST_EXTRAPOLATION, Fit, Match, match_at, match_reference_at
 from difftx.errors import UserError, printable
 from difftx.files import write_atomically
-from difftx.report.charts import add_legend, label_axes, save_figure, series_colours
+from difftx.report.charts import add_legend, label_axes, save_figure, series_colours, short_number
 from difftx.report.curves import METRIC_LABELS
 from difftx.report.points import LossPoint, read_points
 from difftx.report.runs import Metric
@@ -77,7 +77,7 @@ def format_study(study: Study) -> tuple[rich.table.Table, rich.table.Table]:
         matches.add_column(title, justify="left" if title in ("architecture", "") else "right")
     for name, found in study.matches.items():
         for match in found:
-            sizes = _count(match.x), _count(match.reference_x)
+            sizes = short_number(match.x), short_number(match.reference_x)
             low, high = match.interval
             ratio = f"{match.ratio:.1%} ({low:.1%} to {high:.1%})"
             mark = f"extrapolated beyond {LARGEST_EXTRAPOLATION:g}× the data" if match.extrapolated else ""
@@ -131,12 +131,13 @@ def _study(quantity: str, points: Sequence[LossPoint], notes: Sequence[str]) -> 
     reference = REFERENCE if REFERENCE in fits else next(iter(fits))
     matches = {name: _matches(quantity, name, reference, fits) for name in fits if name != reference}
     drawn = {name: _match_to_draw(found, fits[name], fits[reference]) for name, found in matches.items()}
-    title = f"loss against tokens, models of {_count(points[0].size)} parameters"
+    title = f"loss against tokens, models of {short_number(points[0].size)} parameters"
     if quantity == "size":
         title = "loss against parameters"
         fewest, most = min(point.tokens for point in points), max(point.tokens for point in points)
         if most > 1.01 * fewest:
-            notes = [*notes, f"the models have seen different numbers of tokens, {_count(fewest)} to {_count(most)}"]
+            seen = f"{short_number(fewest)} to {short_number(most)}"
+            notes = [*notes, f"the models have seen different numbers of tokens, {seen}"]
     return Study(quantity, title, fits, reference, matches, drawn, [*notes])
 
 
@@ -214,11 +215,3 @@ def _as_json(study: Study) -> dict[str, Any]:
 
 def _law_text(fit: Fit) -> str:
     return f"{fit.law.a:.3g}·x^-{fit.law.b:.3g} + {fit.law.c:.3g}"
-
-
-def _count(number: float) -> str:
-    """Format a number of parameters or tokens with a unit, such as 6.8B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:,.0f}"

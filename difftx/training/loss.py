@@ -37,17 +37,13 @@ def batch_loss(model: Decoder, batch: Batch, z_loss: float) -> tuple[jax.Array, 
         return *weighted_loss(*inputs, cap, z_loss), stats
 
 
-def token_nll(
-    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, *, logit_soft_cap: float | None
-) -> jax.Array:
-    """Return -log p(target) in nats, float32 `[B, T]`, given the last hidden state and the unembedding."""
-    return token_scores(x_BTD, table_VD, targets_BT, logit_soft_cap=logit_soft_cap)[0]
-
-
 def token_scores(
     x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, *, logit_soft_cap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the result of `token_nll`, and whether no other token is more likely, bool `[B, T]`."""
+    """Return -log p(target) in nats, float32 `[B, T]`, and whether no other token is more likely, bool `[B, T]`.
+
+    `x_BTD` is the last hidden state and `table_VD` the unembedding.
+    """
     nll_BT, _, is_largest_BT = _scores(x_BTD, table_VD, targets_BT, logit_soft_cap)
     return nll_BT, is_largest_BT
 

@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -124,6 +126,7 @@ class Run:
     def write_description(self) -> None:
         devices = self.mesh.devices.flatten()
         manifest = {
+            "command": shlex.join(sys.argv),
             "attention_kernel": attention_kernel(self.config, self.mesh),
             "kernels": {function: dataclasses.asdict(ranking) for function, ranking in kernels.rankings().items()},
             "devices": {"kind": devices[0].device_kind, "count": len(devices), "mesh": dict(self.mesh.shape)},

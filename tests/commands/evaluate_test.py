@@ -235,6 +235,26 @@ def test_generated_text_does_not_steer_the_terminal(tmp_path, capsys):
     assert printed.count(r"c\x1b]0;t\x07 \x9b31m \u202e [red]") == 3
 
 
+def test_numbers_are_printed_as_a_table_with_units(tmp_path, capsys):
+    """With what guessing gives, if the suite says so. Names longer than the terminal is wide are wrapped, not cut."""
+    long = "a_very_long_name_of_a_task_" * 5 + "accuracy"
+    numbers = {"loss": 2.0654906797921285, "perplexity": 7.889, "documents": 12.0, long: 0.5}
+    result = {"numbers": numbers, "chance": {"loss": 5.575949}, "details": {}, "charts": []}
+    (tmp_path / "evals" / "loss").mkdir(parents=True)
+    (tmp_path / "evals" / "loss" / "3.json").write_text(json.dumps(result))
+    _show_result(types.SimpleNamespace(workdir=tmp_path), "loss", 3, "params", fresh=True)
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("Validation loss (suite loss): ")
+    rows = [line.split() for line in lines]
+    assert ["number", "value", "by", "guessing", "unit", "better"] in rows
+    assert ["loss", "2.0655", "5.5759", "nats", "per", "token", "lower"] in rows
+    assert ["perplexity", "7.889", "–", "lower"] in rows
+    assert ["documents", "12", "–", "documents"] in rows
+    assert len({line.index(unit) for line in lines for unit in ("unit", "nats per token") if unit in line}) == 1
+    assert max(map(len, lines)) <= 120
+    assert long in "".join(line.split()[0] for line in lines if "a_" in line or "accuracy" in line)
+
+
 def test_mistakes_are_one_line_with_a_fix(run, tmp_path):
     for step, message in [
         ("5", "--step=5: no such checkpoint; there are 3, 6, 9, 12"),

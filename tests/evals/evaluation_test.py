@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import suite_config
 from golden.inputs import write_all
+from helpers.cases import long_except
 from helpers.evals_params import one_device, params_of
 from helpers.evals_results import LOSS_SUITES, flat
 
@@ -16,15 +17,7 @@ from difftx.progress import Work
 from difftx.training.run import Run
 
 SMALL_TASK = {"data__synthetic__vocab_size": 64, "data__synthetic__pairs": 4}
-QUICK = {
-    "loss",
-    "recall",
-    "position",
-    "exact_match",
-    "sample",
-    "outliers",
-    "quantize",
-}  # Others compile more.
+QUICK = {"loss", "recall", "position", "sample", "outliers", "quantize"}  # Others compile more.
 
 
 @pytest.mark.long
@@ -98,9 +91,7 @@ def text_run(tmp_path_factory):
     return Run.open(suite_config(folder, 512, **sizes, **changes), folder, one_device())
 
 
-@pytest.mark.parametrize(
-    "suite", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in evals.SUITES]
-)
+@pytest.mark.parametrize("suite", long_except(evals.SUITES, QUICK))
 def test_every_field_that_a_suite_reads_is_one_of_its_settings(config, tmp_path, text_run, suite):
     if module := {"harness": "lm_eval", "math": "math_verify"}.get(suite):
         pytest.importorskip(module, reason="the extra `eval` is not installed")

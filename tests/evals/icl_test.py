@@ -173,8 +173,18 @@ def test_margins_and_curves_by_brute_force(folder, tmp_path, monkeypatch):
     most = task.most_shots
     assert sorted({shots for _, shots in expected}) == [1, 12, most]
     curves, permutations = result.charts
-    assert len(curves.series) == 4
-    for order, curve, line in zip(("random", "alternating"), curves.series[:2], permutations.series, strict=True):
+    guesses = [chart.series[-1] for chart in (curves, permutations)]
+    assert all(line.is_reference for line in guesses)
+    most_frequent = max(share.values()) / 50
+    assert {y for line in guesses for y in line.y} == {most_frequent}
+    assert result.chance == {
+        f"trec_{order}_{measure}": most_frequent
+        for order in ("random", "alternating")
+        for measure in ("accuracy", "stable_accuracy")
+    }
+    assert permutations.is_scatter
+    assert len(curves.series) == 5
+    for order, curve, line in zip(("random", "alternating"), curves.series[:2], permutations.series[:2], strict=True):
         values = [expected[order, shots] for shots in (1, 12, most)]
         assert (curve.name, curve.x) == (order, [1, 12, most])
         assert curve.y == pytest.approx([np.mean(v) for v in values])

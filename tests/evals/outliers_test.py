@@ -75,7 +75,7 @@ def logits_of(w, config, h_TD, window):
     [
         ("diff", "concat", {"context": 2, "tensor": 1, "fsdp": 4}, {}),
         ("diff", "concat", {}, OPTIONS),
-        ("zero_branch", "concat", {}, {}),
+        pytest.param("zero_branch", "concat", {}, {}, marks=pytest.mark.long),
         pytest.param("gda", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.long),
         pytest.param("gdla", "best_fit", {"data": 2, "fsdp": 2, "tensor": 2}, {}, marks=pytest.mark.long),
         pytest.param("diff_v2", "best_fit", {"context": 4, "context_method": "zigzag"}, {}, marks=pytest.mark.long),

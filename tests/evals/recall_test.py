@@ -155,6 +155,6 @@ def test_a_store_needs_a_file_of_its_own_tokenizers_counts(config, tmp_path, mon
     assert used["stores"][0]["path"] == str(store)
     with pytest.raises(UserError, match=r"recall_max_bigram_count=19: .* at least 21 times; use at least 20"):
         evals.evaluate(run(eval__bigrams_path=file, eval__recall_max_bigram_count=19), None, 0, ["recall"])
-    monkeypatch.setattr("difftx.evals.recall.fingerprint", lambda _: "0" * 64)
+    monkeypatch.setitem(vars(counted.tokenizer), "fingerprint", "0" * 64)
     with pytest.raises(UserError, match="counted with tokenizer 'bytes'"):
         evals.evaluate(counted, None, 0, ["recall"])

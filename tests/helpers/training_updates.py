@@ -8,10 +8,14 @@ from difftx.training.optimizer import make_optimizer
 from difftx.training.state import init_state
 
 
-def random_tree(c, seed):
-    """Random numbers in the shapes of the parameters, and the names of the parameters."""
+def shapes_of(c):
+    """Return the parameters as `jax.ShapeDtypeStruct`s, with their shardings."""
+    return jax.eval_shape(lambda: init_state(c)).params
+
+
+def random_tree(shapes, seed):
+    """Return random numbers in these shapes."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: init_state(c)).params
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 
 
@@ -24,14 +28,13 @@ def updated(c, mesh, updates):
     """Return the parameters before and after some updates with random gradients, and the gradients, by name."""
 
     def on_mesh(tree):
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, jax.eval_shape(lambda: init_state(c)).params)
-        return jax.tree.map(lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), tree, specs)
+        return jax.tree.map(lambda x, s: jax.device_put(x, jax.NamedSharding(mesh, s.sharding.spec)), tree, shapes)
 
     with jax.set_mesh(mesh):
-        optimizer = make_optimizer(c)
-        first = params = on_mesh(random_tree(c, 0))
+        optimizer, shapes = make_optimizer(c), shapes_of(c)
+        first = params = on_mesh(random_tree(shapes, 0))
         state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
-        grads = [random_tree(c, 1 + n) for n in range(updates)]
+        grads = [random_tree(shapes, 1 + n) for n in range(updates)]
         for grad in grads:
             change, state = update(on_mesh(grad), state, params)
             params = jax.tree.map(jnp.add, params, change)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import long_except
 from helpers.evals_params import one_device, random_params
 from jax.sharding import reshard
 
@@ -82,7 +83,11 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "share", "window"), [(32, 0.5, None), (32, 0.25, 20), (1, 0.5, None), (1, 0.0, 40), (32, 0.9, None)]
+    ("chunk", "share", "window"),
+    [
+        *((32, 0.5, None), (32, 0.25, 20), (1, 0.0, 40)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0.5, None), (32, 0.9, None))),
+    ],
 )
 @pytest.mark.parametrize("devices", [{}, {"fsdp": 2, "tensor": 2}])
 def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window, devices):
@@ -154,7 +159,7 @@ def test_kept_tokens_and_outputs_equal_brute_force(mesh_of, chunk, share, window
         assert (np.asarray(larger[2].position_BKS)[..., 64:] == EMPTY).all()
 
 
-@pytest.mark.parametrize("architecture", ["diff", "transformer", "diff_v2"])
+@pytest.mark.parametrize("architecture", long_except(["diff", "transformer", "diff_v2"]))
 def test_losses_by_cache(config, text_file, tmp_path, architecture):
     """A cache of 8 bits changes the loss less than one of 4 bits. A cache of all tokens changes nothing."""
     c = config(
@@ -182,6 +187,34 @@ def test_losses_by_cache(config, text_file, tmp_path, architecture):
         assert numbers[f"bytes_per_token_{name}"] == size
 
 
+def test_short_rows_are_compressed_in_small_chunks(config, text_file, tmp_path):
+    """A row that is one chunk is not compressed before it is scored."""
+    changes = {"data__path": text_file, "data__sequence_length": 32, "eval__loss_tokens": 256}
+    changes |= {"eval__cache__bits": "4", "eval__cache__shares": "0.25"}
+    with pytest.raises(UserError, match=r"tokens=8 is less than twice model\.cache\.chunk_tokens=32; .*eval\.cache\."):
+        compressed(config(**changes))
+    found = {}
+    for chunk, shares in ((32, "()"), (4, "0.25")):
+        c = config(**changes | {"eval__cache__chunk_tokens": chunk, "eval__cache__shares": shares})
+        run = Run.open(c, tmp_path, one_device())
+        found[chunk] = evals.evaluate(run, random_params(run), 0, ["cache"])["cache"].numbers
+    assert found[32]["loss_loss_4_bits"] == pytest.approx(found[32]["loss_loss_whole"], rel=1e-6)
+    assert abs(found[4]["loss_loss_4_bits"] - found[4]["loss_loss_whole"]) > 1e-5
+    assert abs(found[4]["loss_loss_8_tokens"] - found[4]["loss_loss_whole"]) > 1e-5
+
+
+def test_answers_are_those_of_the_compressed_cache(config, tmp_path):
+    c = config(
+        data__path="synthetic:copy", data__sequence_length=64, data__synthetic__vocab_size=8, data__synthetic__pairs=2,
+        data__synthetic__valid_examples=16, eval__cache__suites="exact_match", eval__cache__bits="()",
+        eval__cache__shares="1,0.25", eval__cache__chunk_tokens=8,
+    )  # fmt: skip
+    run = Run.open(c, tmp_path, one_device())
+    numbers = evals.evaluate(run, random_params(run), 0, ["cache"])["cache"].numbers
+    assert numbers["exact_match_accuracy_64_tokens"] == numbers["exact_match_accuracy_whole"] > 0
+    assert numbers["exact_match_accuracy_16_tokens"] != numbers["exact_match_accuracy_whole"]
+
+
 def test_a_row_of_documents_is_refused(config, text_file, tmp_path):
     fields = {"data__path": text_file, "eval__cache__shares": "0.5"}
     c = config(data__sequence_length=128, data__document_mask="true", **fields)
@@ -190,6 +223,3 @@ def test_a_row_of_documents_is_refused(config, text_file, tmp_path):
     compressing = dataclasses.replace(run, config=compressed(c)["8_bits"])
     with pytest.raises(UserError, match=r"data\.document_mask=True: "):
         evals.evaluate(compressing, random_params(run), 0, ["loss"])
-    short = config(**fields)
-    with pytest.raises(UserError, match=r"tokens=16 must be at least 64"):
-        compressed(short)

@@ -9,7 +9,7 @@ from helpers.command_server import commands
 from difftx.errors import UserError
 from interop.folders import export, import_, parameters, tensors_of
 
-STEPS = {"train.steps": "7", "checkpoint.every_steps": "2", "checkpoint.export_every_steps": "4"}
+STEPS = {"train.steps": "8", "checkpoint.every_steps": "2", "checkpoint.export_every_steps": "4"}
 
 
 def train(text_file, workdir, **changes):
@@ -21,7 +21,7 @@ def train(text_file, workdir, **changes):
 
 def test_exports_are_the_checkpoints_of_their_steps(text_file, tmp_path, mesh_of):
     workdir = tmp_path / "run"
-    result = train(text_file, workdir, train__steps="8", checkpoint__keep="9")
+    result = train(text_file, workdir, checkpoint__keep="9")
     assert result.returncode == 0, result.stderr
     assert sorted(path.name for path in (workdir / "exports").iterdir()) == ["4", "8"]
     for step in (4, 8):

@@ -80,8 +80,8 @@ BOTH_ORDERS = pytest.mark.parametrize("zigzag", [IN_ORDER, pytest.param(True, id
     ("kind", "implementation"),
     [
         ("diff", "xla"),
-        ("softmax", "xla"),
-        ("mapped", "xla"),
+        pytest.param("softmax", "xla", marks=pytest.mark.long),
+        pytest.param("mapped", "xla", marks=pytest.mark.long),
         pytest.param("diff", "reference", marks=pytest.mark.exhaustive),
         pytest.param("mapped", "reference", marks=pytest.mark.exhaustive),
     ],
@@ -131,7 +131,7 @@ def test_tpu_kernels_in_one_backward_kernel(mesh_of, monkeypatch, window, zigzag
     check(mesh_of(context=2), "diff", "pallas_tpu", tokens=1024, zigzag=zigzag, segments=False, window=window)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("devices", [3, 8, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))])
 def test_orders(mesh_of, devices):
     mesh = jax.make_mesh((devices,), ("context",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:devices])
     x_BT = jnp.arange(4 * devices * 3).reshape(3, 4 * devices)

@@ -16,7 +16,8 @@ from difftx.kernels import api, xla
 from kernels import oracle
 
 # The GPU kernels' interpreter needs minutes, and NPROC (see pallas_gpu_test.py): `make test-compile` runs them.
-BACKENDS = ["reference", "xla", "pallas_tpu", "splash_wide", pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
+INTERPRETED = [pytest.param(name, marks=pytest.mark.long) for name in ("pallas_tpu", "splash_wide")]
+BACKENDS = ["reference", "xla", *INTERPRETED, pytest.param("pallas_gpu", marks=pytest.mark.interpreter)]
 WIDTH = {"pallas_gpu": 32}  # Its narrowest; the others take any.
 SOFTMAX_BACKENDS = ["reference", "xla", "splash"]
 LARGE = 8.0  # Of q and k: logits to about 200, which float32 rounds by 200 · 2**-24, and a map's entry by that factor.
@@ -75,6 +76,8 @@ def of_case(backend, case, dtype, D, *, wide=False):
     arguments = CASES[case] | {"dtype": dtype, "D": D}
     window = arguments.pop("window", None)
     q, k, v, lam, ids = inputs(**arguments)
+    if wide and dtype == "float32":
+        return of_case(backend, case, dtype, D)
     if wide:
         q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
     return output_and_gradients(backend, q, k, v, lam, ids, window)
@@ -86,8 +89,7 @@ def of_case(backend, case, dtype, D, *, wide=False):
     "backend",
     [
         *BACKENDS[:2],
-        pytest.param("pallas_tpu", marks=pytest.mark.long),
-        pytest.param("splash_wide", marks=pytest.mark.long),
+        *INTERPRETED,
         pytest.param("pallas_gpu", marks=[pytest.mark.interpreter, pytest.mark.exhaustive]),
     ],
 )
@@ -143,7 +145,7 @@ def test_a_scalar_lambda_gets_the_sum_of_its_tokens_gradients(backend):
     def loss(lam):
         return jnp.sum(kernels.diff_attention(q, k, v, lam, implementation=backend) ** 2)
 
-    scalar, each = (jax.grad(loss)(x) for x in (lam, jnp.full(q.shape[:3], lam)))
+    scalar, each = (jax.jit(jax.grad(loss))(x) for x in (lam, jnp.full(q.shape[:3], lam)))
     assert scalar.shape == ()
     assert float(scalar) == pytest.approx(float(jnp.sum(each)), rel=1e-5)
 
@@ -188,7 +190,7 @@ def test_softmax_attention_is_the_first_map(backend, case):
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@pytest.mark.parametrize("backend", BACKENDS[:3])
 @pytest.mark.parametrize(
     "lam",
     [0.5, 1, True, np.float64(0.5), np.asarray(0.5, jnp.bfloat16), np.float32([0.1, 0.2, 0.3, 0.4]), jnp.bfloat16(0.5)],
@@ -210,12 +212,13 @@ def test_lambda_per_head_and_in_bfloat16_has_a_gradient_under_jit_and_vmap():
     def loss(lam, backend):
         return jnp.sum(kernels.diff_attention(q, k, v, lam, implementation=backend) ** 2)
 
-    per_token = jax.grad(loss)(jnp.broadcast_to(lam_H, q.shape[:3]), "reference")
-    actual = jax.jit(jax.grad(loss), static_argnums=1)(lam_H, "xla")
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    per_token = gradient(jnp.broadcast_to(lam_H, q.shape[:3]), "reference")
+    actual = gradient(lam_H, "xla")
     assert relative_error(actual, per_token.sum((0, 1))) < TOLERANCE["float32"]
-    short = jax.grad(loss)(jnp.bfloat16(0.5), "xla")
+    short = gradient(jnp.bfloat16(0.5), "xla")
     assert short.dtype == jnp.bfloat16
-    assert relative_error(short, jax.grad(loss)(jnp.float32(0.5), "reference")) < 2**-8
+    assert relative_error(short, gradient(jnp.float32(0.5), "reference")) < 2**-8
     lams = jnp.asarray([0.2, 0.7])
     outs = jax.vmap(lambda lam: kernels.diff_attention(q, k, v, lam, implementation="xla"))(lams)
     for out, lam in zip(outs, lams, strict=True):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.cases import long_except
 
 from difftx import kernels
 from difftx.kernels import api, measure, xla
@@ -31,8 +32,10 @@ def backend(monkeypatch):
     return replace
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-def test_a_right_backend_is_timed(workload):
+# The next tests compare the other workloads with the reference, too.
+@pytest.mark.parametrize("name", long_except(WORKLOADS, ["grouped, segments", "softmax"]))
+def test_a_right_backend_is_timed(name):
+    workload = WORKLOADS[name]
     assert "xla" in workload.candidates()
     assert 0 < measure.measure(workload, "xla") < 60_000
 

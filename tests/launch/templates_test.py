@@ -18,6 +18,7 @@ from difftx.errors import UserError
 from difftx.launch.jobs import LAUNCHERS, TEMPLATES
 
 NAME = "diff-1.4b-seed0"
+USER = 1000  # Of the images.
 SETTINGS = {
     "slurm": ["nodes=2", "gpus=8", "cpus=12", "time=24:00:00"],
     "jobset": ["slices=2", "hosts=16", "chips=4", "accelerator=tpu-v5p-slice", "topology=4x4x4"],
@@ -118,9 +119,9 @@ def test_slurm_queues_the_job_again_after_75(codes, starts, end, stubs, write, t
     calls = stubs.calls("srun")
     assert (len(calls), code) == (starts, end)
     program = calls[0].index(sys.executable)
-    assert calls[0][program + 1] == str(ROOT / "train.py")
+    assert calls[0][program + 1 : program + 4] == ["-m", "difftx", "train"]
     assert calls[0][-1] == "--distributed"
-    check_flags(calls[0][program + 2 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
+    check_flags(calls[0][program + 4 : -1], ROOT / "configs" / "scaling.py", tmp_path / "runs" / "scaling" / NAME)
 
 
 def sbatch_options(text):
@@ -269,6 +270,7 @@ def test_jobset(launcher, stubs, write):
     (group,) = job_set["spec"]["replicatedJobs"]
     job, pod = group["template"]["spec"], group["template"]["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
+    assert pod["securityContext"]["fsGroup"] == USER
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert container["volumeMounts"][0]["mountPath"] == "/mnt/shared"
@@ -300,8 +302,11 @@ def test_dockerfile(extra, stubs):
     text = (TEMPLATES / f"{extra}.Dockerfile").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     instructions = [line.partition(" ")[::2] for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
-    assert instructions[0] == ("FROM", "python:3.12-slim")
-    assert {name for name, _ in instructions} <= {"FROM", "ENV", "WORKDIR", "COPY", "RUN"}
+    name, base = instructions[0]
+    assert name == "FROM"
+    assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base)  # A release of Python on a release of Debian.
+    assert {name for name, _ in instructions} <= {"FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER"}
+    assert instructions[-1] == ("USER", str(USER))
     copied = []
     for name, rest in instructions:
         if name == "COPY":
@@ -315,13 +320,19 @@ def test_dockerfile(extra, stubs):
         if name == "ENV":
             assert all(re.fullmatch(r"\w+=\S+", setting) for setting in rest.split())
         if name == "RUN":
-            assert {"pyproject.toml", "requirements.txt"} <= set(copied)
-            stubs.put("pip")
-            stubs.end_with("0")
             stubs.put("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+            for program in ("pip", "useradd"):
+                stubs.put(program)
+            stubs.end_with("0")
             subprocess.run(["sh", "-c", rest], cwd=ROOT, check=True)
+            if rest.startswith("pip"):
+                assert {"pyproject.toml", "requirements.txt", "constraints.txt"} <= set(copied)
     assert {"configs", "difftx", "train.py", "eval.py"} <= set(copied)
+    (user,) = stubs.calls("useradd")
+    assert user[user.index("--uid") + 1] == str(USER)
+    assert ("WORKDIR", user[user.index("--home-dir") + 1]) in instructions  # The user can write there.
     (call,) = stubs.calls("pip")
+    assert call[call.index("--constraint") + 1] == "constraints.txt"
     assert call[-1].startswith(f"jax[{'cuda13' if extra == 'cuda' else 'tpu'}]>=")
     assert call[call.index("-r") + 1] == "requirements.txt"
 
@@ -459,6 +470,14 @@ def test_a_job_elsewhere_needs_a_config_of_the_repository(tmp_path):
     flags = ["--grid", "seed=0", "--out=out", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
     with pytest.raises(UserError, match="a job elsewhere would not have it"):
         sweep.main([f"--config={config}", *flags])
+
+
+def test_a_job_elsewhere_has_the_configs_of_difftx(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--grid", "seed=0", "--out=out", "--launcher=tpu-vm", "--set", *SETTINGS["tpu-vm"]]
+    assert sweep.main(["--config=quickstart:diff", *flags]) == 0
+    (job,) = (tmp_path / "out" / "jobs").iterdir()
+    assert "python train.py --config=quickstart:diff " in job.read_text()
 
 
 def test_a_name_too_long_for_kubernetes(tmp_path, monkeypatch):

@@ -14,7 +14,11 @@ from difftx.parallel.mesh import make_mesh
 from difftx.training.loss import batch_nll
 from difftx.training.state import graph, init_state
 
-MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 4}]
+MESHES = [
+    pytest.param({"fsdp": 8}, marks=pytest.mark.long),
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    pytest.param({"context": 2, "fsdp": 4}, marks=pytest.mark.long),
+]
 
 
 def loss_of(c):
@@ -113,7 +117,7 @@ def test_positions_and_segments_reach_attention(config, mesh_of):
     """Two documents packed in one row have the same logits as in rows of their own."""
     c = config()
     with jax.set_mesh(mesh_of()):
-        model = nnx.merge(graph(c), parameters_of(c))
+        model = jax.jit(nnx.merge(graph(c), parameters_of(c)))
         tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (1, 20)), jnp.int32)
         ids = jnp.asarray([[0] * 8 + [1] * 12], jnp.int32)
         positions = jnp.asarray([[*range(8), *range(12)]], jnp.int32)
@@ -128,7 +132,7 @@ def test_bfloat16_stays_near_float32(config, mesh_of):
         logits = {}
         for dtype in ("float32", "bfloat16"):
             c = config(model__compute_dtype=dtype)
-            model = nnx.merge(graph(c), parameters_of(c))
+            model = jax.jit(nnx.merge(graph(c), parameters_of(c)))
             logits[dtype], _ = model(jnp.arange(32, dtype=jnp.int32)[None])
             assert logits[dtype].dtype == jnp.float32
     assert float(jnp.abs(logits["bfloat16"] - logits["float32"]).max()) < 0.02

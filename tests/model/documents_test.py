@@ -27,8 +27,11 @@ def packed_rows(c, cache):
     )
 
 
-BACKENDS = [("diff", "reference"), ("diff", "xla"), ("transformer", "reference"), ("transformer", "xla")]
-BACKENDS += [("diff", "pallas_tpu"), ("transformer", "splash")]
+BACKENDS = [("diff", "xla"), ("transformer", "xla"), ("diff", "pallas_tpu")]
+BACKENDS += [
+    pytest.param(architecture, backend, marks=pytest.mark.long)
+    for architecture, backend in (("diff", "reference"), ("transformer", "reference"), ("transformer", "splash"))
+]
 
 
 @pytest.mark.parametrize(("architecture", "backend"), BACKENDS)

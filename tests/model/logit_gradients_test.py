@@ -10,7 +10,7 @@ from difftx.model.attention import depth_schedule
 from difftx.model.layers import rotary_angles
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), OPTIONS])
 @pytest.mark.parametrize("name", ["diff", "gda", "diff_v2", "gdla"])
 def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
     with jax.set_mesh(mesh_of()):
@@ -23,22 +23,29 @@ def test_sums_equal_those_of_dense_attention(name, options, mesh_of):
     ago_TT = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
     seen_TT = (ago_TT >= 0) & (ago_TT < (model.windows[0] or TOKENS)) & (ids_BT[0][:, None] == ids_BT[0])
     with jax.set_mesh(mesh_of()), jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-        q, k, v_BTKE = module.operands(X_BTD, angles)
-        _, *inputs = module.weight_inputs(q, k, X_BTD, depth)
-        q_BTHGd, k_BTKGd, lam, v_BTKE = map(np.asarray, (*inputs, v_BTKE))
+
+        @jax.jit
+        def inputs_and_sums(module, dupdate_BTD):
+            q, k, v_BTKE = module.operands(X_BTD, angles)
+            _, *inputs = module.weight_inputs(q, k, X_BTD, depth)
+            return (*inputs, v_BTKE), module.logit_gradients(X_BTD, angles, depth, ids_BT, dupdate_BTD)
+
+        inputs, found_BTH3 = inputs_and_sums(module, dupdate_BTD)
+        q_BTHGd, k_BTKGd, lam, v_BTKE = map(np.asarray, inputs)
         heads = q_BTHGd.shape[2]
         k_BTHGd, v_BTHE = (np.repeat(x, heads // x.shape[2], axis=2) for x in (k_BTKGd, v_BTKE))
         logits_BHGTS = jnp.einsum("BTHGd,BSHGd->BHGTS", q_BTHGd, k_BTHGd) / np.sqrt(model.d_head)
         lam_BHT = np.moveaxis(np.broadcast_to(lam, q_BTHGd.shape[:3]), 1, 2)
 
-        def objective(change_BHGTS):
+        @jax.jit
+        @jax.grad
+        def gradient(change_BHGTS):
             weights_BHGTS = jax.nn.softmax(jnp.where(seen_TT, logits_BHGTS + change_BHGTS, -jnp.inf))
             map_BHTS = weights_BHGTS[:, :, 0] - lam_BHT[..., None] * weights_BHGTS[:, :, 1]
             heads_BTHE = jnp.einsum("BHTS,BSHE->BTHE", map_BHTS, v_BTHE)
             return jnp.sum(dupdate_BTD * module.output(heads_BTHE, X_BTD, depth))
 
-        ds1_BHTS, ds2_BHTS = np.moveaxis(jax.grad(objective)(jnp.zeros_like(logits_BHGTS)), 2, 0)
-        found_BTH3 = module.logit_gradients(X_BTD, angles, depth, ids_BT, dupdate_BTD)
+        ds1_BHTS, ds2_BHTS = np.moveaxis(gradient(jnp.zeros_like(logits_BHGTS)), 2, 0)
     products = np.float64(ds1_BHTS) ** 2, np.float64(ds2_BHTS) ** 2, np.float64(ds1_BHTS) * np.float64(ds2_BHTS)
     for i, product_BHTS in enumerate(products):
         expected_BTH = np.moveaxis(product_BHTS.sum(axis=-1), 1, 2)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from flax import nnx
+from helpers.cases import PAPER, long_except
 from helpers.model_layers import OPTIONS, QUICKSTART, TOKENS, X_BTD, layer_of
 
 from difftx.config.architectures import ARCHITECTURES
@@ -30,19 +31,21 @@ def _one_device(mesh_of):
         yield
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *((name, options) for name in [*oracle.SIZES, "diff", "transformer"] for options in ({}, OPTIONS)),
-        *(
-            (name, {"model__lambda_bound": bound})
-            for name in ("diff", "gda", "zero_branch")
-            for bound in ("sigmoid", "tanh")
-        ),
-        *((name, {"model__head_norm": norm}) for name in ("diff", "transformer") for norm in ("scalar", "sigmoid")),
-        ("gdla", {"model__num_kv_heads": "none", "model__output_gate": "false"}),
-    ],
-)
+CASES = [
+    *((name, options) for name in [*oracle.SIZES, *PAPER] for options in ({}, OPTIONS)),
+    *(
+        (name, {"model__lambda_bound": bound})
+        for name in ("diff", "gda", "zero_branch")
+        for bound in ("sigmoid", "tanh")
+    ),
+    *((name, {"model__head_norm": norm}) for name in PAPER for norm in ("scalar", "sigmoid")),
+    ("gdla", {"model__num_kv_heads": "none", "model__output_gate": "false"}),
+]
+# Every architecture without options, whose compiled layer the next tests use too, and the options of the paper's.
+FAST = [(name, options) for name, options in CASES if name in PAPER or not options]
+
+
+@pytest.mark.parametrize(("name", "options"), long_except(CASES, FAST))
 def test_a_layer_and_its_gradients_equal_the_formula(name, options):
     """Compare the gradient along a random direction of each parameter with a difference quotient of the formula.
 

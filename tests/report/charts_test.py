@@ -2,12 +2,14 @@ import dataclasses
 import json
 import xml.etree.ElementTree as ET
 
+import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
 
-from difftx.evals.result import Heatmap, LineChart, Series
-from difftx.report.charts import colour_limits, draw_chart
+from difftx.evals.result import Heatmap, LineChart, ReferenceLine, ScatterChart, Series
+from difftx.report import charts
+from difftx.report.charts import GREY, colour_limits, draw_chart
 
 LINES = LineChart(
     name="position/α",
@@ -59,3 +61,26 @@ def test_zero_is_in_the_middle_of_the_colours_of_two_signs():
     low, high = colour_limits(dataclasses.asdict(dataclasses.replace(MAP, values=[[0.5, 0.5]] * 3)))
     assert np.isfinite([low, high]).all()
     assert low < high
+
+
+def test_integers_references_and_points():
+    """Demonstrations have whole ticks on a log axis, permutations have points without lines, guessing is dashed."""
+    guess = ReferenceLine(name="guessing", x=[1, 300], y=[0.5, 0.5])
+    shots = [Series(name="random", x=[1, 2, 4, 300], y=[0.1, 0.2, 0.3, 0.4]), guess]
+    titles = {"title": "", "x_label": "demonstrations", "y_label": "accuracy"}
+    axes = lines_of(LineChart(name="shots", series=shots, log_x=True, **titles))
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "4", "300"]
+    random, guessing = axes.lines
+    assert (random.get_linestyle(), guessing.get_linestyle(), guessing.get_color()) == ("-", "--", GREY)
+    axes = lines_of(
+        ScatterChart(name="orders", series=[Series(name="random", x=[0, 1, 2], y=[0.1, 0.4, 0.2])], **titles)
+    )
+    (points,) = axes.lines
+    assert (points.get_linestyle(), points.get_marker()) == ("None", "o")
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def lines_of(chart):
+    axes = matplotlib.figure.Figure().subplots()
+    charts._draw_lines(axes, json.loads(json.dumps(dataclasses.asdict(chart))))
+    return axes

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def write_everything(workdir, architecture, offset):
     write_result(workdir, "position", STEPS, {"nll": 1.5 + offset}, [LINES])
     write_result(workdir, "needle", STEPS, {"accuracy": 0.5}, [NEEDLE])
     write_result(workdir, "attention", STEPS, {"sink": 0.25}, [ATTENTION])
-    write_result(workdir, "sample", STEPS, {}, details={"samples": [{"prompt": EVIL, "completion": f"</pre>{EVIL}"}]})
+    samples = [{"prompt": EVIL, "completion": f"</pre>{EVIL} of {architecture}"}]
+    write_result(workdir, "sample", STEPS, {"new_tokens": 20.0}, details={"samples": samples})
+    write_result(workdir, "recall", STEPS, {"ar_hit_loss": 3.0 - offset, "others_loss": 1.0 + offset})
     return workdir
 
 
@@ -136,14 +139,74 @@ def focused(page):
     )
 
 
+def check_order(page):
+    """The verdict is first, then the curves, then the suites, and provenance is last."""
+    sections = page.locator("body > section").evaluate_all("all => all.map(s => [s.id, s.getBoundingClientRect().top])")
+    assert [name for name, _ in sections] == ["verdict", "curves", "suites", "lambda", "gradients", "provenance"]
+    assert [top for _, top in sections] == sorted(top for _, top in sections)
+    headline = page.locator("#verdict h2").inner_text()
+    assert headline.startswith("diff has a lower validation loss than trans<script>window.pwned=1<script>, by 0.5 nats")
+    # The numbers of the suite `loss` are only in the verdict, and no number of a suite is in two tables.
+    assert page.locator("[id=suite-loss]").count() == 0
+    names = page.locator("#suites > section").evaluate_all(
+        "all => all.flatMap(s => [...s.querySelectorAll('.numbers tbody th')].map(th => `${s.id} ${th.innerText}`))"
+    )
+    assert len(names) == len(set(names)) > 4
+
+
+def check_samples(page):
+    """The completions of one prompt stand side by side under it, as text."""
+    boxes = [box.bounding_box() for box in page.locator(".samples > div").all()]
+    assert [box["y"] for box in boxes] == [boxes[0]["y"]] * 2
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    texts = page.locator(".samples pre").all_inner_texts()
+    assert texts == [f"</pre>{EVIL} of {architecture}" for architecture in ("diff", "transformer")]
+    assert page.locator("pre.prompt").all_inner_texts() == [EVIL]
+
+
+def check_width(page, width):
+    """Nothing scrolls the page sideways, and only tables scroll by themselves."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("article:visible .figure").first.bounding_box()["width"] <= width
+    wide = page.locator("section :is(p, h2, h3, h4, pre, .panels, .samples, .wide):visible")
+    assert max(wide.evaluate_all("all => all.map(e => e.getBoundingClientRect().right)")) <= width
+
+
+def check_contrast(page):
+    """Texts have a contrast of at least 4.5 (WCAG 2.2, AA) with the ground below them, by computed colours."""
+    colours = page.evaluate(
+        """() => [...document.querySelectorAll('p, h1, h2, h3, th, td, a, pre, legend, label, .unit, .word')].map(e => {
+            let ground = e;
+            const solid = e => !/(, 0\\)|transparent)$/.test(getComputedStyle(e).backgroundColor);
+            while (ground.parentElement && !solid(ground)) ground = ground.parentElement;
+            return [e.className || e.tagName, getComputedStyle(e).color, getComputedStyle(ground).backgroundColor];
+        })"""
+    )
+    shown = {(name, *(tuple(map(float, re.findall(r"[\d.]+", c)))[:3] for c in pair)) for name, *pair in colours}
+    assert {"better", "worse", "unit", "note"} <= {name for name, *_ in shown}
+    low = [(name, text, ground) for name, text, ground in shown if contrast(text, ground) < 4.5]
+    assert low == []
+
+
+def contrast(first, second):
+    """Return the contrast ratio of two colours, given as red, green and blue in 0 … 255."""
+
+    def luminance(colour):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
+        return np.dot(linear, (0.2126, 0.7152, 0.0722))
+
+    dark, bright = sorted(map(luminance, (first, second)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
 def test_on_a_desktop(report, tmp_path):
     with browser(report, tmp_path, viewport={"width": 1200, "height": 900}) as (page, messages, requests):
         assert requests == [report.as_uri()]
         assert [text for kind, text in messages if kind in ("error", "warning")] == []
         assert page.evaluate("window.pwned") is None  # No text from a file has become code.
 
-        titles = page.locator("article:visible h3").all_inner_texts()
-        for title in ("Training loss, raw and smoothed", "Validation, bits per byte", "loss: loss over the steps"):
+        titles = page.locator("article:visible :is(h3, h4)").all_inner_texts()
+        for title in ("Training loss, raw and smoothed", "Validation loss", "Where the time went"):
             assert title in titles
         for part in ("Loss by position", "Needles found", "A1 - λ A2", "λ of each layer", "Gradient", "Where the time"):
             assert any(part in title for title in titles), part
@@ -159,15 +222,17 @@ def test_on_a_desktop(report, tmp_path):
         assert min(painted) > 5, dict(zip(titles, painted, strict=True))
 
         figure = page.locator("article:visible .figure").first
-        figure.hover(position={"x": 500, "y": 100})
+        figure.hover(position={"x": 250, "y": 100})
         values = tooltip(page)
         assert values[0] == "diff"
         assert values[3] == "trans<script>window.pwned=1<script>"  # As text.
         assert 1 < float(values[2]) < float(values[5])
 
+        check_order(page)
+        check_samples(page)
         needle = page.locator("article", has_text="Needles found").first.locator(".figure")
         needle.scroll_into_view_if_needed()
-        needle.hover(position={"x": 250, "y": 60})
+        needle.hover(position={"x": 130, "y": 60})
         assert tooltip(page)[:3] == ["8K", "0 %", "0.125"]
 
 
@@ -181,15 +246,15 @@ def test_with_a_keyboard(report, tmp_path):
         assert any("Reset" in title for _, _, title in reached)  # Bokeh's tools.
         shown = page.locator("#curves article:visible")
         assert shown.count() == 2
-        page.locator("#curves-against-steps").focus()
+        page.locator("#curves-against-tokens").focus()
         page.keyboard.press("ArrowRight")
-        assert "against-tokens axes-linear" in shown.first.get_attribute("class")
+        assert "against-flops axes-linear" in shown.first.get_attribute("class")
         page.locator("#curves-axes-linear").focus()
         page.keyboard.press("ArrowRight")
-        assert "against-tokens axes-log" in shown.first.get_attribute("class")
+        assert "against-flops axes-log" in shown.first.get_attribute("class")
         # What was hidden is laid out now.
         page.wait_for_function(
-            "document.querySelector('.against-tokens.axes-log .figure').getBoundingClientRect().height > 200"
+            "document.querySelector('.against-flops.axes-log .figure').getBoundingClientRect().height > 200"
         )
         assert shown.count() == 2
         page.locator("#curves article:visible summary").first.press("Enter")
@@ -201,7 +266,11 @@ def test_with_a_keyboard(report, tmp_path):
 def test_on_a_phone_in_the_dark(report, tmp_path):
     phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "color_scheme": "dark"}
     with browser(report, tmp_path, **phone) as (page, messages, _):
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.set_viewport_size({"width": 390, "height": 844})
+        check_width(page, 390)
+        page.set_viewport_size({"width": 360, "height": 740})
+        check_width(page, 360)
+        check_contrast(page)
         figure = page.locator("article:visible .figure").first
         assert figure.bounding_box()["width"] <= 360
         # What is too wide for a figure would be cut off: long names are on several lines.
@@ -242,11 +311,12 @@ def test_the_page_is_small_and_asks_nobody(report):
 
 def test_what_the_page_says(report):
     text = report.read_text()
-    assert "Lines are thinned to 2,000 points" in text
+    assert "thinned to 2,000 points" in text
     assert "diff: 1 lines of metrics and journal could not be read" in text
     assert "Each cell is the mean of 2 × 2." in text
     assert "model.architecture" in text  # Differs between the configs.
-    assert ">+0.5 (" in text  # The Transformer's loss, against the differential model's.
+    assert '<td class="better" colspan="1">−0.5 (−16.67%)<span class="word">better</span></td>' in text
+    assert '<td class="worse" colspan="1">+0.5 (+50.00%)<span class="word">worse</span></td>' in text
     assert "0123abc" in text
     assert "2 × cpu; mesh fsdp 2" in text
 
@@ -255,7 +325,8 @@ def test_a_run_without_evaluations_and_one_step(tmp_path):
     workdir = write_run(tmp_path / "run", tiny("diff", train__steps=1))
     page = write_page([workdir], workdir / "report.html")
     assert page == workdir / "report.html"
-    assert "Nothing was recorded yet for: Evaluations, λ, Goodput" in page.read_text()
+    assert "No suite has been evaluated yet." in page.read_text()
+    assert "Where the time went" not in page.read_text()
     assert "Fields in which the configs differ" not in page.read_text()
 
 
@@ -266,11 +337,12 @@ def test_different_tokenizers_compare_by_bits_per_byte_only(tmp_path):
     ]
     for run, loss in zip(runs, (2.0, 3.0), strict=True):
         write_result(run, "loss", 6, {"loss": loss, "bits_per_byte": loss / 4})
+        write_result(run, "position", 6, {"loss": loss})
     text = write_page(runs, tmp_path / "report.html").read_text()
     assert "one and two have different tokenizers" in text
     assert "Training loss" not in text
-    assert ">+0.25 (" in text
-    assert ">+1 (" not in text
+    assert "one has a lower validation loss than two, by 0.25 bits per byte (33 %)" in text
+    assert "+1 (" not in text
 
 
 def test_mistakes(tmp_path):

@@ -1,9 +1,10 @@
-"""Panels of the report."""
+"""Panels of the report, and what its sections on suites show."""
 
 from helpers.report_runs import tiny, write_result, write_run
 
-from difftx.report import panels
+from difftx.report.panels import Cell
 from difftx.report.runs import read_runs
+from difftx.report.suites import axis_label, label_of, suite_sections
 
 
 def chart(value, **changes):
@@ -18,10 +19,76 @@ def test_lines_over_layers_are_drawn_over_the_steps(tmp_path):
     for step in (3, 6, 9):
         write_result(workdirs[0], "attention", step, {}, [chart(step / 10), chart(1.0, name="l0", over_steps=False)])
     write_result(workdirs[1], "attention", 9, {}, [chart(0.5)])
-    section = panels.evaluations(read_runs(workdirs))
+    (section,) = suite_sections(read_runs(workdirs), comparable=True)
     found = {panel.title: panel for panel in section.panels}
     drawn = {title for title in found if "over the steps" in title}
-    assert drawn == {f"attention: Cosine: {line}, over the steps: one" for line in ("noise", "answer")}
-    values = found["attention: Cosine: answer, over the steps: one"].values
+    assert drawn == {f"Cosine: {line}, over the steps: one" for line in ("noise", "answer")}
+    values = found["Cosine: answer, over the steps: one"].values
     assert values.header == ["steps", "layer 1", "layer 2"]
     assert values.rows == [["3", "0.3", "1.3"], ["6", "0.6", "1.6"], ["9", "0.9", "1.9"]]
+
+
+def sections_of(tmp_path, results):
+    """Return the sections of runs by suite, given run → suite → numbers."""
+    workdirs = [write_run(tmp_path / name, tiny("diff", train__steps=3)) for name in results]
+    for workdir, of_run in zip(workdirs, results.values(), strict=True):
+        for suite, numbers in of_run.items():
+            write_result(workdir, suite, 3, numbers)
+    return {section.id: section for section in suite_sections(read_runs(workdirs), comparable=True)}
+
+
+def test_differences_are_better_or_worse_by_direction_not_by_sign(tmp_path):
+    first = {"answer": 0.2, "noise": 0.5, "gini": 0.7, "entropy": 3.0, "lambda": 0.4}
+    second = {"answer": 0.1, "noise": 0.4, "gini": 0.9, "entropy": 3.0}
+    sections = sections_of(tmp_path, {"a": {"attention": first}, "b": {"attention": second}})
+    section = sections["suite-attention"]
+    assert section.numbers.header == ["", "a", "b", "difference from a"]
+    assert [(row[0].text, row[-1]) for row in section.numbers.rows] == [
+        ("answer", Cell("−0.1", "worse")),
+        ("noise", Cell("−0.1", "better")),
+    ]
+    assert [(row[0].text, row[2], row[-1]) for row in section.further.rows] == [
+        ("gini", "0.9", Cell("+0.2 (+28.57%)", "")),
+        ("entropy", "3", Cell("+0 (+0.00%)", "")),
+        ("lambda", "–", "–"),
+    ]
+
+
+def test_counts_that_are_equal_are_written_once_and_suites_have_an_order(tmp_path):
+    numbers = {"ar_hit_loss": 2.0, "ar_hit_tokens": 645.0}
+    own = {"zeal": 1.0}
+    runs = {"a": {"own": own, "quantize": {"loss_loss_4_bits": 2.0}, "recall": numbers, "loss": {"loss": 1.0}}}
+    sections = sections_of(tmp_path, runs | {"b": {"recall": numbers, "position": {"loss": 2.0, "documents": 3.0}}})
+    assert list(sections) == ["suite-recall", "suite-position", "suite-quantize", "suite-own"]
+    recall = sections["suite-recall"]
+    assert recall.basis == "a at step 3; b at step 3; ar hit tokens: 645"
+    assert [row[0].text for row in recall.numbers.rows] == ["ar hit loss"]
+    assert recall.numbers.rows[0][-1] == Cell("0", "equal")
+    assert sections["suite-quantize"].numbers.rows == []  # Its charts show them.
+    assert [row[0] for row in sections["suite-quantize"].further.rows] == [Cell("loss 4 bits", unit="nats per token")]
+
+
+def test_labels():
+    assert (label_of("loss_loss_4_bits"), label_of("loss_perplexity")) == ("loss 4 bits", "loss perplexity")
+    assert axis_label("bits_per_byte") == "bits per byte"
+    assert axis_label("accuracy") == "accuracy (share)"
+    assert axis_label("position, tokens") == "position, tokens"
+
+
+def test_lines_of_several_runs_share_colours_by_name_and_dashes_by_run(tmp_path):
+    workdirs = [write_run(tmp_path / name, tiny("diff", train__steps=3)) for name in ("one", "two")]
+    guess = {"name": "guessing", "x": [1.0, 2.0], "y": [0.5, 0.5], "is_reference": True}
+    for workdir in workdirs:
+        both = chart(0.3)
+        alone = {**both, "name": "alone", "series": [both["series"][0], guess]}
+        write_result(workdir, "attention", 3, {}, [{**both, "series": [*both["series"], guess]}, alone])
+    (section,) = suite_sections(read_runs(workdirs), comparable=True)
+    drawn, alone = [
+        {line.name: (line.glyph.line_color, line.glyph.line_dash) for line in panel.figure.renderers if line.name}
+        for panel in section.panels
+    ]
+    assert list(drawn) == ["one: noise", "one: answer", "guessing", "two: noise", "two: answer"]
+    assert drawn["one: noise"][0] == drawn["two: noise"][0] != drawn["two: answer"][0]
+    assert drawn["one: noise"][1] != drawn["two: noise"][1]
+    assert list(alone) == ["one", "guessing", "two"]
+    assert alone["one"][0] != alone["two"][0]

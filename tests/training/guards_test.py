@@ -5,7 +5,6 @@ import json
 
 import jax
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,7 +159,8 @@ def test_a_skipped_update_changes_nothing_but_the_step(open_run):
     assert [int(s.step) for s in (first, second, third)] == [1, 2, 3]
     jax.tree.map(np.testing.assert_array_equal, (first.params, first.opt_state), (second.params, second.opt_state))
     assert metrics["learning_rate"] == after["learning_rate"]  # Of the update that did not take place, then does.
-    assert optax.tree.norm(optax.tree.sub(third.params, second.params)) > 0
+    is_equal = jax.tree.map(np.array_equal, jax.device_get(third.params), jax.device_get(second.params))
+    assert not all(jax.tree.leaves(is_equal))
 
 
 def test_few_bad_steps_are_skipped_and_the_run_goes_on(open_run, capsys, brute_force):
@@ -203,6 +203,7 @@ def test_a_rewind_passes_over_the_window(open_run, capsys, brute_force):
     assert "steps 10 to 12: 3 updates skipped, loss or gradient not finite; back to step 8" in capsys.readouterr().out
 
 
+@pytest.mark.long  # test_which_checkpoint_is_gone_back_to has its rule.
 def test_a_checkpoint_of_the_step_before_is_not_trusted(open_run, brute_force):
     """Step 9 is bad, step 8 is a checkpoint: back to 4, and what is written of step 8 later is another one."""
     run = open_run("run", nan={8, 9, 10})

@@ -5,12 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import long_except
 
 from difftx.parallel.layout import Layout
 from difftx.training import loss
-from difftx.training.loss import token_nll, weighted_loss
+from difftx.training.loss import token_scores, weighted_loss
 
 MESHES = [{}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 4}, {"fsdp": 4, "context": 2}]
+CASES = [
+    *((sizes, *options) for sizes in MESHES for options in ((None, 0.0), (3.0, 0.1))),
+    ({}, 3.0, 0.0),
+    ({}, None, 0.1),
+]
+FAST = [({}, None, 0.0), *((sizes, 3.0, 0.1) for sizes in MESHES[:3])]
 B, T, D, V = 4, 6, 16, 24
 
 
@@ -44,22 +51,16 @@ def expected(x_BTD, table_VD, targets_BT, weight_BT, cap=None, z_loss=0.0):
         return np.asarray(nll_BT), float(value), float(z), [np.asarray(g) for g in grads]
 
 
-@pytest.mark.parametrize("chunk_logits", [2**26, 5 * V, 1])  # One chunk; chunks that do not divide; a token each.
-@pytest.mark.parametrize(
-    ("sizes", "cap", "z_loss"),
-    [
-        *((sizes, *options) for sizes in MESHES for options in ((None, 0.0), (3.0, 0.1))),
-        ({}, 3.0, 0.0),
-        ({}, None, 0.1),
-    ],
-)
+# One chunk; chunks that do not divide; a token each.
+@pytest.mark.parametrize("chunk_logits", [2**26, 5 * V, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("sizes", "cap", "z_loss"), long_except(CASES, FAST))
 def test_loss_and_gradients_are_those_of_whole_logits(mesh_of, monkeypatch, sizes, cap, z_loss, chunk_logits):
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_logits)
     mesh = mesh_of(**sizes)
     x, table, targets, weight = inputs(mesh)
     nll, sum_of_both, sum_of_z, gradients = expected(x, table, targets, weight, cap, z_loss)
     with jax.set_mesh(mesh):
-        found = jax.jit(functools.partial(token_nll, logit_soft_cap=cap))(x, table, targets)
+        found = jax.jit(functools.partial(token_scores, logit_soft_cap=cap))(x, table, targets)[0]
         np.testing.assert_allclose(found, nll, atol=1e-5)
 
         def scaled(x, table, weight):
@@ -100,5 +101,5 @@ def test_large_logits_are_finite(mesh_of):
     arrays = (x, table, np.array([[1, 0]], np.int32))
     with jax.set_mesh(mesh):
         placed = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
-        np.testing.assert_allclose(token_nll(*placed, logit_soft_cap=None), [[2e4, 0.0]])
-        np.testing.assert_allclose(token_nll(*placed, logit_soft_cap=30.0), [[60.0, 0.0]], atol=1e-6)
+        np.testing.assert_allclose(token_scores(*placed, logit_soft_cap=None)[0], [[2e4, 0.0]])
+        np.testing.assert_allclose(token_scores(*placed, logit_soft_cap=30.0)[0], [[60.0, 0.0]], atol=1e-6)

@@ -181,6 +181,7 @@ def test_run_directory_describes_the_run(uninterrupted):
     assert len(row["lambda"]) == 2
 
 
+@pytest.mark.long  # verified_test.py shows in this process what is put aside, and which checkpoint is restored.
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_continues_bit_for_bit(uninterrupted, tmp_path):
     text, whole = uninterrupted
     workdir, folder = tmp_path / "damaged", tmp_path / "damaged" / "checkpoints"
@@ -264,7 +265,6 @@ def final_state(workdir):
 
 @pytest.mark.parametrize("of", ["checkpoint", pytest.param("run", marks=pytest.mark.long)])
 def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, of):
-    """Also after a restart, when its source is gone."""
     text, whole = uninterrupted
     source, workdir = tmp_path / "source", tmp_path / "branch"
     shutil.copytree(whole, source)
@@ -277,9 +277,18 @@ def test_a_branch_continues_as_its_source_bit_for_bit(uninterrupted, tmp_path, o
     assert rows_after(0, workdir) == rows_after(40, whole)
     jax.tree.map(np.testing.assert_array_equal, final_state(workdir), final_state(whole))
 
+
+@pytest.mark.long
+def test_a_branch_resumes_without_its_source_bit_for_bit(uninterrupted, tmp_path):
+    text, whole = uninterrupted
+    source, workdir = tmp_path / "source", tmp_path / "branch"
+    shutil.copytree(whole / "checkpoints" / "40", source / "checkpoints" / "40")
+    branch = {"checkpoint__branch_from": source / "checkpoints" / "40"}
+    result = train(text, workdir, **branch)
+    assert result.returncode == 0, result.stderr
     shutil.rmtree(source)
     shutil.rmtree(workdir / "checkpoints" / "60")
-    result = train(text, workdir, checkpoint__branch_from=path)
+    result = train(text, workdir, **branch)
     assert "attempt 2, from step 40 to 60" in result.stdout, result.stderr
     assert rows_after(0, workdir) == rows_after(40, whole)
 

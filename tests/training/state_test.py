@@ -4,10 +4,11 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from difftx.data.loader import Batch
 from difftx.parallel.layout import Layout
-from difftx.training.state import init_state, make_train_step, split_microbatches
+from difftx.training.state import graph, init_state, make_train_step, split_microbatches
 
 
 def ragged_batch(mesh, c, seed=0):
@@ -59,7 +60,8 @@ def test_microbatches_keep_every_row_on_its_device(config, mesh_of):
 def test_the_average_of_the_weights_is_that_of_the_updates(config, mesh_of, optimizer):
     """Float64, by the definition; a skipped update counts neither in the average nor in its weights."""
     decay, skipped = 0.7, 3
-    c, mesh = config(train__ema_decay=decay, optimizer__name=optimizer), mesh_of(data=2, fsdp=2, tensor=2)
+    c = config("transformer", train__ema_decay=decay, optimizer__name=optimizer)
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
     after = []
     with jax.set_mesh(mesh):
         state = jax.jit(lambda: init_state(c))()
@@ -88,11 +90,8 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
         state = jax.jit(lambda: init_state(c))()
         batch = ragged_batch(mesh, c)
         _, metrics = jax.jit(make_train_step(c))(state, batch)
-        from flax import nnx
-
-        from difftx.training.state import graph
-
-        logits = np.asarray(nnx.merge(graph(c), state.params)(batch.tokens_BT)[0], np.float64)
+        logits = jax.jit(lambda params: nnx.merge(graph(c), params)(batch.tokens_BT)[0])(state.params)
+    logits = np.asarray(logits, np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     rows, columns = np.nonzero(np.asarray(batch.loss_mask_BT))
     expected = -np.mean(log_p[rows, columns, np.asarray(batch.targets_BT)[rows, columns]])
@@ -102,7 +101,11 @@ def test_loss_is_the_mean_over_counted_tokens(config, mesh_of):
 
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [("diff", {}), ("transformer", {}), ("diff", {"model__window": 5, "model__window_pattern": "LG"})],
+    [
+        pytest.param("diff", {}, marks=pytest.mark.long),  # As the last case, without groups of layers.
+        ("transformer", {}),
+        ("diff", {"model__window": 5, "model__window_pattern": "LG"}),
+    ],
 )
 def test_compiled_step_does_not_grow_with_depth(config, mesh_of, architecture, options):
     """One scanned layer, or group of layers: 24 layers make the same program as 2, but for the sizes in it."""

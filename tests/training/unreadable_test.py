@@ -56,8 +56,8 @@ UNREADABLE = {
 
 @needs_modes
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved, trainer, tmp_path, impatient, name):
-    folder = saved(20, 40)
+def test_what_cannot_be_read_is_neither_renamed_nor_passed_over(saved_20_and_40, trainer, tmp_path, impatient, name):
+    folder = saved_20_and_40
     reader = Checkpointer(tmp_path)
     questions = [
         trainer.newest,
@@ -195,8 +195,8 @@ def test_a_copy_of_another_step_does_not_come_back(saved, trainer):
 
 
 @needs_modes
-def test_quarantine_is_the_way_out_of_a_permanent_error(saved, trainer, tmp_path, impatient):
-    folder = saved(20, 40)
+def test_quarantine_is_the_way_out_of_a_permanent_error(saved_20_and_40, trainer, tmp_path, impatient):
+    folder = saved_20_and_40
     bad = largest_file(folder / "40").relative_to(folder / "40")
     (folder / "40" / bad).chmod(0)
     with modes_count():
@@ -297,8 +297,8 @@ def test_a_read_error_of_the_file_system_is_not_damage(saved, tmp_path):
     assert f"{largest_file(folder / '20')} cannot be read: Input/output error" in result.stdout
 
 
-def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved, trainer):
-    folder = saved(20, 40)
+def test_a_checkpoint_of_another_format_is_refused_and_not_renamed(saved_20_and_40, trainer):
+    folder = saved_20_and_40
     path = folder / "40" / MANIFEST
     content = json.loads(path.read_text())
     del content["sha256"]

@@ -85,8 +85,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_does_not_verify_is_put_aside_and_the_one_before_is_taken(saved, trainer, mesh_of, capsys, name):
-    folder = saved(20, 40)
+def test_what_does_not_verify_is_put_aside_and_the_one_before_is_taken(saved_20_and_40, trainer, mesh_of, capsys, name):
+    folder = saved_20_and_40
     hurt, reason = DAMAGES[name]
     hurt(folder / "40")
     assert trainer.newest() == 20
@@ -113,8 +113,8 @@ def test_a_manifest_says_what_the_checkpoint_holds(saved, config):
     assert why_invalid(folder / "20", step=20, content=True) is None
 
 
-def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved, tmp_path, config):
-    folder = saved(20, 40)
+def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved_20_and_40, tmp_path, config):
+    folder = saved_20_and_40
     flip_a_bit(largest_file(folder / "40"))
     by_size = replace(config(), "checkpoint", verify="sizes").checkpoint
     assert Checkpointer(tmp_path, by_size).newest() == 40
@@ -122,16 +122,16 @@ def test_sizes_alone_miss_a_flipped_bit_and_nothing_else(saved, tmp_path, config
     assert Checkpointer(tmp_path, by_size).newest() == 20
 
 
-def test_a_second_bad_one_of_a_step_does_not_replace_the_first(saved, trainer):
-    folder = saved(20, 40)
+def test_a_second_bad_one_of_a_step_does_not_replace_the_first(saved_20_and_40, trainer):
+    folder = saved_20_and_40
     (folder / "40" / MANIFEST).unlink()
     (folder / "40.quarantined").mkdir()
     assert trainer.newest() == 20
     assert names(folder) == ["20", "40.quarantined", "40.quarantined.2"]
 
 
-def test_none_that_verifies_stops_the_run_now_and_later(saved, trainer):
-    folder = saved(20, 40)
+def test_none_that_verifies_stops_the_run_now_and_later(saved_20_and_40, trainer):
+    folder = saved_20_and_40
     for step in ("20", "40"):
         (folder / step / MANIFEST).unlink()
     with pytest.raises(UserError, match=r"none verifies \(40: no manifest.json; 20: no manifest.json\)"):
@@ -151,8 +151,8 @@ def test_leftovers_of_a_kill_go_and_are_no_checkpoints(saved, trainer, tmp_path,
     assert "removed 20.removed, 40.orbax-checkpoint-tmp" in capsys.readouterr().out
 
 
-def test_a_reader_skips_what_does_not_verify_and_renames_nothing(saved, tmp_path, capsys):
-    folder = saved(20, 40)
+def test_a_reader_skips_what_does_not_verify_and_renames_nothing(saved_20_and_40, tmp_path, capsys):
+    folder = saved_20_and_40
     flip_a_bit(largest_file(folder / "40"))
     reader = Checkpointer(tmp_path)
     assert reader.newest() == 20

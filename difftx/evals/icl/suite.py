@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from difftx.config import Config
 from difftx.errors import UserError
 from difftx.evals.evaluation import Evaluation
 from difftx.evals.icl.prompts import IclItem, IclTask
-from difftx.evals.result import LineChart, Result, Series
+from difftx.evals.result import LineChart, ReferenceLine, Result, ScatterChart, Series
 from difftx.evals.suite import Suite
 from difftx.inference.score import most_likely
 from difftx.training.run import Run
@@ -22,11 +23,13 @@ ROUNDING = 1e-9  # Tolerance for rounding errors in accuracies.
 
 def evaluate(evaluation: Evaluation) -> Result:
     """Choose the most likely label for each question. Accuracy is the share of right labels."""
-    numbers, details, charts = {}, {}, []
+    numbers, chance, details, charts = {}, {}, {}, []
     for task in tasks_of(evaluation.run):
         accuracies = _accuracies(evaluation, task)
         x = [float(shots) for shots in task.shots]
         by_shots, averages, by_permutation = [], [], []
+        details[task.name] = _details(task, accuracies)
+        guess = details[task.name]["most_frequent_label"]
         for order in evaluation.run.config.eval.icl.orders:
             found = [accuracies[order, shots] for shots in task.shots]
             means = [float(np.mean(values)) for values in found]
@@ -42,26 +45,31 @@ def evaluate(evaluation: Evaluation) -> Result:
             by_shots.append(Series(name=order, x=x, y=means, low=low, high=high))
             averages.append(Series(name=f"{order}, average once stable", x=x[start:], y=[stable] * len(x[start:])))
             by_permutation.append(Series(name=order, x=[float(i) for i in range(len(found[-1]))], y=found[-1]))
+            chance |= {f"{task.name}_{order}_{measure}": guess for measure in ("accuracy", "stable_accuracy")}
         numbers[f"{task.name}_shots"] = x[-1]
-        details[task.name] = _details(task, accuracies)
+        permutations = [0.0, max(line.x[-1] for line in by_permutation)]
         charts += [
             LineChart(  # Figure 6 of the paper.
                 name=f"icl_{task.name}",
                 title=f"{task.name}: accuracy, mean and range over permutations",
                 x_label="demonstrations",
                 y_label="accuracy",
-                series=by_shots + averages,
+                series=[*by_shots, *averages, _guessing([x[0], x[-1]], guess)],
                 log_x=True,
             ),
-            LineChart(  # Figure 7 of the paper.
+            ScatterChart(  # Figure 7 of the paper.
                 name=f"icl_{task.name}_permutations",
                 title=f"{task.name}: permutations of {task.shots[-1]} demonstrations",
                 x_label="permutation",
                 y_label="accuracy",
-                series=by_permutation,
+                series=[*by_permutation, _guessing(permutations, guess)],
             ),
         ]
-    return Result(numbers=numbers, details={"tasks": details}, charts=charts)
+    return Result(numbers=numbers, chance=chance, details={"tasks": details}, charts=charts)
+
+
+def _guessing(x: Sequence[float], accuracy: float) -> ReferenceLine:
+    return ReferenceLine(name="always the most frequent label", x=x, y=[accuracy] * len(x))
 
 
 def first_stable(means: Sequence[float]) -> int:
@@ -96,7 +104,7 @@ def _accuracies(evaluation: Evaluation, task: IclTask) -> Accuracies:
     return accuracies
 
 
-def _details(task: IclTask, accuracies: Accuracies) -> dict[str, object]:
+def _details(task: IclTask, accuracies: Accuracies) -> dict[str, Any]:
     labels = [example.label for example in task.questions]
     return {
         "labels": len(task.labels),

@@ -1,10 +1,12 @@
 # docker build -f difftx/launch/templates/tpu.Dockerfile -t difftx:tpu .
 # jax[tpu] includes libtpu. The host provides only the TPU devices.
-FROM python:3.12-slim
+FROM python:3.12.12-slim-trixie
+RUN useradd --uid 1000 --create-home --home-dir /difftx difftx
 WORKDIR /difftx
-COPY pyproject.toml requirements.txt ./
-RUN pip install --no-cache-dir -r requirements.txt \
+COPY pyproject.toml requirements.txt constraints.txt ./
+RUN pip install --no-cache-dir -r requirements.txt --constraint constraints.txt \
     $(python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['tpu'])")
 COPY configs configs
 COPY difftx difftx
 COPY train.py eval.py ./
+USER 1000

@@ -1,0 +1,37 @@
+"""The second half of a toy study: a trained Transformer of configs/toy.py becomes differential and trains on.
+
+Command:  python benchmarks/differential_study.py --out=runs/study/differential
+          trains the Transformers, converts them, and trains every arm from `checkpoint.init_from` on new data.
+Protocol: docs/differentialize.md, at the size of configs/toy.py. Each arm trains for as many tokens as its Transformer
+          had, with a warm-up of 5 % and linear decay; λ grows over 250 steps.
+Hardware: 2 CPU cores. Result: docs/results.md.
+"""
+
+from ml_collections import ConfigDict
+
+from difftx.configs import base, toy
+from difftx.configs.base import Arm
+
+ARG = "{task}-{arm}"  # Format of the recipe's argument. `difftx sweep --grid` fills in the names in braces.
+
+# Arm → model that `difftx convert --differential` makes of a Transformer. The first arm stays a Transformer.
+ARMS = {
+    "transformer": Arm("transformer"),
+    "zero-branch": Arm("zero_branch", {"anneal_steps": 250}),
+    "dex": Arm("dex", {"anneal_steps": 250}),
+    "split": Arm("diff", {"head_norm": "rms_affine"}, wide_heads=True),
+}
+STEPS = {"books-0.8m": 1000, "recall": 2000}  # Task → steps, of the Transformer and again of each arm.
+
+
+def get_config(arg: str = "books-0.8m-zero-branch") -> ConfigDict:
+    """Return the config of a task and an arm, such as "books-0.8m-zero-branch"."""
+    known = {f"{task}-{name}": (task, name) for task in STEPS for name in ARMS}
+    base.require_known(arg, known, ARG)
+    task, name = known[arg]
+    c = toy.get_config(f"{task}-transformer")
+    c.model.architecture = ARMS[name].architecture
+    ARMS[name].change(c)
+    c.train.steps = c.eval.every_steps = STEPS[task]
+    c.optimizer.warmup_steps, c.optimizer.warmup_fraction = None, 0.05
+    return c

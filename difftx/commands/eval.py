@@ -1,0 +1,54 @@
+"""Evaluate runs: difftx eval --workdir=runs/quickstart/diff --suite=loss,sample."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from difftx.commands.flags import add_weights_flag, parse_command
+from difftx.config import extras, suites
+from difftx.files import require_run, require_writable, require_writable_file
+from difftx.parallel import multihost
+
+
+def main(arguments: Sequence[str], prog: str = "difftx eval") -> int:
+    """Read the flags and evaluate or draw. Exit codes: 0 done, 2 bad input, 1 any other error."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    parser.add_argument("--workdir", type=Path, help="directory of the run; with --report also several, A,B")
+    parser.add_argument("--suite", help="suites to run, such as loss,sample")
+    parser.add_argument("--step", metavar="N|A:B[:K]|all", help="checkpoints to evaluate; default: the newest")
+    add_weights_flag(parser)
+    parser.add_argument("--again", action="store_true", help="evaluate again even if there is a result")
+    parser.add_argument("--curves", metavar="GLOB", help="run directories to draw, such as 'runs/quickstart/*'")
+    parser.add_argument("--scaling", metavar="GLOB", help="run directories or tables of points to fit scaling laws to")
+    parser.add_argument("--metric", choices=("loss", "bits_per_byte"), default="loss", help="of --curves and --scaling")
+    parser.add_argument("--against", choices=("tokens", "flops", "seconds", "steps"), default="tokens", help="x-axis")
+    parser.add_argument("--report", action="store_true", help="write an HTML page about --workdir")
+    parser.add_argument("--out", type=Path, help="folder of the figures, or file of the report (WORKDIR/report.html)")
+    parser.add_argument("--list", action="store_true", help="list the suites")
+    parser.add_argument("--trust_run_config", action="store_true", help="use and print the run's addresses, keys, code")
+    multihost.add_flags(parser)
+    parser.epilog = "--eval.field=, --mesh.field= and --model.attention_implementation=value change the run's config"
+    args, overrides = parse_command(parser, arguments, "eval", "mesh", "model")
+    if args.out is not None:
+        (require_writable_file if args.report else require_writable)(args.out)
+    if args.list:
+        print(suites.suite_list())
+        return 0
+    if args.suite is not None:
+        extras.check_suites(args.suite.split(","))
+    if args.workdir is not None and not args.report:
+        require_run(args.workdir)
+
+    from difftx.commands import evaluate  # Imported after the flags are checked, because the import is slow.
+
+    if args.curves or args.scaling:
+        if args.out is None:
+            parser.error("--curves and --scaling need --out=DIR")
+        (evaluate.draw_curves if args.curves else evaluate.fit_scaling)(args)
+    elif args.report and args.workdir is not None:
+        evaluate.write_report([Path(name) for name in str(args.workdir).split(",")], args.out)
+    elif args.workdir is None or not args.suite:
+        parser.error("give --workdir and --suite, --workdir and --report, --curves or --scaling and --out, or --list")
+    else:
+        evaluate.run_suites(args, overrides)
+    return 0

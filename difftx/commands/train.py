@@ -1,0 +1,55 @@
+"""Train a model: difftx train --config=quickstart:diff --workdir=runs/quickstart/diff."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str], prog: str = "difftx train") -> int:
+    """Read the flags and train. Exit codes: 0 done, 2 bad input, 75 stopped by a signal, 1 any other error."""
+    began = time.perf_counter()
+    # Imported here, so that the time of the imports counts.
+    from difftx import compilation_cache
+    from difftx.commands.flags import add_config_flag, parse_command
+    from difftx.config.extras import check_extras
+    from difftx.config.recipes import load_config
+    from difftx.files import require_writable
+    from difftx.parallel import multihost
+
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
+    add_config_flag(parser)
+    parser.add_argument("--workdir", type=Path, help="directory of the run; an existing run is resumed")
+    parser.add_argument("--print_config", action="store_true", help="print the config and exit")
+    parser.add_argument("--dry_run", action="store_true", help="check the config and the data, print the cost and exit")
+    parser.add_argument("--allow_config_change", action="store_true", help="resume even if model or data changed")
+    multihost.add_flags(parser)
+    parser.epilog = "--config.path.to.field=value changes a field; docs/config.md describes them all"
+    args, overrides = parse_command(parser, arguments, "config")
+    check_extras(config := load_config(args.config, overrides))
+    compilation_cache.enable(config.train.compilation_cache)
+    if args.print_config:
+        print(config.to_json(), end="")
+        return 0
+    if args.workdir is None and not args.dry_run:
+        parser.error("--workdir is needed to train")
+    if args.workdir is not None:
+        require_writable(args.workdir)
+
+    # Imported after the flags are checked, because the import is slow.
+    from difftx import evals
+    from difftx.commands.cost import format_cost, format_data
+    from difftx.data.tokenizer import with_vocabulary
+    from difftx.interop import exports
+    from difftx.training import kernel_choice, loop
+    from difftx.training.run import Run, agree_on_command, fit_to_devices
+
+    kernel_choice.start(args, [config := with_vocabulary(config)], args.workdir)
+    agree_on_command(config, args)
+    config = fit_to_devices(config)
+    multihost.say(format_cost(config))
+    run = Run.open(config, args.workdir or Path())
+    run.check_everywhere(lambda run: (exports.check_run(run), evals.check_run(run, config.eval.suites)))
+    multihost.say(format_data(run))
+    options = {"began": began, "allow_config_change": args.allow_config_change}
+    return 0 if args.dry_run else loop.train(run, evals.evaluate, exports.write, **options)

@@ -1,0 +1,128 @@
+"""What suites and their numbers mean: explanations for readers, units, and whether lower or higher is better."""
+
+import dataclasses
+import functools
+import re
+from typing import Any, Literal
+
+from difftx.config.suites import SUITES, summary
+
+# Units of numbers that describe how much was measured, such as the number of tokens.
+COUNTS = ("tokens", "documents", "demonstrations")
+# Suite → title, and a sentence that says what is measured and how to read it.
+EXPLANATIONS = {
+    "loss": ("Validation loss", "How well the model predicts the next token of text that it was not trained on."),
+    "recall": (
+        "Recall of earlier tokens",
+        "AR-Hit tokens repeat a pair of tokens from earlier in the row, so that attention can look them up. "
+        "Others are all remaining tokens.",
+    ),
+    "position": (
+        "Loss by position",
+        "Mean loss over the first tokens of long documents. A model that uses a long context falls further.",
+    ),
+    "exact_match": (
+        "Synthetic task",
+        "Share of right answers (accuracy), and of examples in which every answer is right (exact match).",
+    ),
+    "needle": (
+        "Needles in a haystack",
+        "Share of numbers that the model retrieves from sentences hidden in a long text.",
+    ),
+    "icl": (
+        "Learning from demonstrations",
+        "Accuracy of classification with demonstrations in the prompt. The margin is the best minus the worst accuracy "
+        "over permutations of the same demonstrations, so a small margin means that the order matters little.",
+    ),
+    "attention": (
+        "Attention weights",
+        "Where the last token of a prompt looks: at the requested answer, or at irrelevant text (noise). "
+        "Differential attention is meant to move weight from noise to the answer.",
+    ),
+    "hallucination": (
+        "Hallucinations",
+        "Share of summaries and answers that a judge finds accurate, given the document that they are about.",
+    ),
+    "harness": ("Tasks of lm-eval", "Share of multiple-choice questions in which the right choice is the most likely."),
+    "math": ("Word problems", "Share of problems with the right final answer, and the length of the answers."),
+    "sample": ("Samples", "Continuations of the same validation text. They show style and gross errors, not quality."),
+    "throughput": (
+        "Throughput",
+        "Speed of the model and of its counterpart on the same rows. Rise and drop are those of the differential model "
+        "relative to its Transformer.",
+    ),
+    "outliers": (
+        "Activation outliers",
+        "Largest and median magnitude of attention logits and hidden states. Large outliers make quantisation hard.",
+    ),
+    "quantize": (
+        "Attention in few bits",
+        "Other suites with attention rounded to few bits. A robust model changes little from 16 bits to 4.",
+    ),
+    "cache": (
+        "Compressed key/value cache",
+        "Other suites with keys and values in few bits, or with only a part of the tokens in the cache.",
+    ),
+    "gradients": (
+        "Gradients",
+        "Norms of the gradient by matrix, and how alike the gradients of the two attention groups are.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Unit of a number, "" if it has none, and which direction is better, None if neither is."""
+
+    unit: str
+    better: Literal["lower", "higher"] | None = None
+
+
+# Part of a number's name → measure. The first match counts. Suites that run other suites add words before and after
+# the name, as in `recall_ar_hit_loss_4_bits`, so patterns match whole words anywhere unless they say otherwise.
+RULES = {
+    "(answer|abstention|empty|unfinished)_rate|documents_cut|reference_in_document|truncated": Measure("share"),
+    "stderr": Measure("share"),
+    "perplexity": Measure("", "lower"),
+    "bits_per_byte": Measure("bits per byte", "lower"),
+    "bytes_per_token": Measure("bytes per token", "lower"),
+    "tokens_per_second": Measure("tokens per second", "higher"),
+    "percent": Measure("%", "lower"),
+    "margin": Measure("share", "lower"),
+    r"acc|acc_norm|accuracy|exact_match|average_paper|f1|rouge_l|n\d+_r\d+_\d+": Measure("share", "higher"),
+    "loss": Measure("nats per token", "lower"),
+    r"(logits|hidden)_top_\d+": Measure("", "lower"),
+    "answer_(tokens|words)": Measure("per answer"),
+    "tokens": Measure("tokens"),
+    "documents": Measure("documents"),
+    "shots|stable_shots": Measure("demonstrations"),
+    "kl|entropy": Measure("nats"),
+    "^answer$": Measure("share", "higher"),
+    "^noise$": Measure("share", "lower"),
+    "^(answer|others|noise|question|first)|^l0": Measure("share"),
+}
+
+
+@functools.cache
+def measure_of(number: str) -> Measure:
+    """Return the measure of a number of a suite by its name. A number that no rule knows has no unit or direction."""
+    for words, measure in RULES.items():
+        if re.search(rf"(^|_)({words})(_|$)", number):
+            return measure
+    return Measure("")
+
+
+def explanation_of(suite: str) -> tuple[str, str]:
+    """Return a suite's title and explanation. A suite of an extension has its name and the line of `--list`."""
+    return EXPLANATIONS.get(suite, (suite, summary(suite) if suite in SUITES else ""))
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a table: integers in full, other numbers with four or five significant digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, int) or (abs(value) < 1e15 and float(value).is_integer()):
+        return f"{int(value):,}"
+    return f"{value:,.5g}" if abs(value) < 1e5 else f"{value:.4g}"

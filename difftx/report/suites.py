@@ -1,0 +1,217 @@
+"""The report's sections on suites: what each measures, its numbers and their differences, its charts and samples."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from difftx.evals.measures import COUNTS, EXPLANATIONS, explanation_of, format_value, measure_of
+from difftx.report.panels import (
+    Cell,
+    Panel,
+    Table,
+    averaged_heatmap,
+    chart_panel,
+    panel_over_steps,
+    thinned_lines,
+)
+from difftx.report.runs import RunRecord
+
+VERDICT_SUITE = "loss"  # The verdict and the curves show this suite's numbers.
+MOST_ROWS = 15  # Most numbers that a section shows before the reader opens the table of all others.
+SHOWN_IN_CHARTS = ("quantize", "cache")  # Suites whose charts show all of their numbers.
+
+Result = Mapping[str, Any]  # A result of a suite, as JSON.
+Results = Mapping[int, Result]  # Step → result of one suite, in ascending order of steps.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A prompt, and its completion by each run (name of the run, text)."""
+
+    prompt: str
+    completions: list[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuiteSection:
+    """Results of one suite."""
+
+    id: str
+    title: str
+    explanation: str
+    basis: str  # Steps of the results, and how much was measured.
+    numbers: Table
+    further: Table  # Numbers that are folded away, such as those of which neither direction is better.
+    panels: list[Panel]
+    samples: list[Sample]
+
+
+def suite_sections(runs: Sequence[RunRecord], *, comparable: bool) -> list[SuiteSection]:
+    """Return a section for each suite of the runs, except `VERDICT_SUITE`.
+
+    If the runs are not `comparable`, because their tokenizers differ, only bits per byte have differences.
+    """
+    sections = []
+    found = {suite for run in runs for suite in run.results} - {VERDICT_SUITE}
+    for suite in [*(name for name in EXPLANATIONS if name in found), *sorted(found - EXPLANATIONS.keys())]:
+        results = {run.name: run.results[suite] for run in runs if suite in run.results}
+        newest = {run: of_run[max(of_run)] for run, of_run in results.items()}
+        title, explanation = explanation_of(suite)
+        panels = _chart_panels({run: result.get("charts", []) for run, result in newest.items()})
+        panels += _number_panels(results)
+        for run, of_run in results.items():
+            panels += _charts_over_steps(run, of_run)
+        header, rows, basis = _numbers(newest, comparable=comparable)
+        first = [] if suite in SHOWN_IN_CHARTS else [name for name in rows if measure_of(name).better] or list(rows)
+        first = first[:MOST_ROWS]
+        steps = {run: max(of_run) for run, of_run in results.items()}
+        of_steps = [f"{run} at step {step:,}" for run, step in steps.items()]
+        section = SuiteSection(
+            id=f"suite-{suite}",
+            title=title,
+            explanation=explanation,
+            basis="; ".join([*of_steps, *basis]),
+            numbers=Table(header, [rows[name] for name in first]),
+            further=Table(header, [row for name, row in rows.items() if name not in first]),
+            panels=panels,
+            samples=_samples(newest),
+        )
+        sections.append(section)
+    return sections
+
+
+def _numbers(
+    newest: Mapping[str, Result], *, comparable: bool
+) -> tuple[list[str], dict[str, list[str | Cell]], list[str]]:
+    """Return the header and the rows of a table of the numbers, and texts of the counts that are equal in all runs.
+
+    The table also has the differences from the first run, and the values of guessing.
+    """
+    (first, base), *others = newest.items()
+    chance = base.get("chance") or {}
+    header = ["", *(["guessing"] if chance else []), first]
+    for run, _ in others:
+        header += [run, f"difference from {first}"]
+    rows, basis = {}, []
+    for name in dict.fromkeys(name for result in newest.values() for name in result["numbers"]):
+        values, measure = [result["numbers"].get(name) for result in newest.values()], measure_of(name)
+        if measure.unit in COUNTS and len(set(values)) == 1:
+            basis.append(f"{label_of(name)}: {format_value(values[0])}")
+            continue
+        row = [Cell(label_of(name), unit=measure.unit), *([format_value(chance.get(name))] if chance else [])]
+        row.append(format_value(values[0]))
+        for value in values[1:]:
+            is_comparable = comparable or name == "bits_per_byte"
+            row += [format_value(value), _difference(name, values[0], value) if is_comparable else "–"]
+        rows[name] = row
+    return header, rows, basis
+
+
+def _difference(name: str, before: Any, value: Any) -> str | Cell:
+    """Return the difference of two values of a number, with a verdict if the number has a better direction."""
+    if not all(isinstance(v, int | float) for v in (before, value)):
+        return "–"
+    difference, measure = value - before, measure_of(name)
+    relative = f" ({difference / abs(before):+.2%})" if before and measure.unit != "share" else ""
+    text = f"{difference:+.4g}{relative}".replace("-", "−")
+    if measure.better is None or difference != difference:
+        return Cell(text, "")
+    if difference == 0:
+        return Cell("0", "equal")
+    return Cell(text, "better" if (difference < 0) == (measure.better == "lower") else "worse")
+
+
+def label_of(number: str) -> str:
+    """Return the name of a number for readers. A suite that runs the suite "loss" has numbers such as `loss_loss`."""
+    return re.sub(r"^(\w+)_\1(?=_|$)", r"\1", number).replace("_", " ")
+
+
+def axis_label(text: str) -> str:
+    """Return the label of an axis: the name of a number gets its unit, other texts stay."""
+    if not re.fullmatch(r"\w+", text):
+        return text
+    label, unit = label_of(text), measure_of(text).unit
+    return f"{label} ({unit})" if unit not in ("", label) else label
+
+
+def _samples(newest: Mapping[str, Result]) -> list[Sample]:
+    """Return the samples in the details of the results, those of the same prompt together."""
+    by_prompt: dict[str, list[tuple[str, str]]] = {}
+    for run, result in newest.items():
+        for sample in result.get("details", {}).get("samples", []):
+            by_prompt.setdefault(str(sample.get("prompt")), []).append((run, str(sample.get("completion"))))
+    return [Sample(prompt, completions) for prompt, completions in by_prompt.items()]
+
+
+def _chart_panels(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
+    panels = []
+    for chart in _merged(charts_of_run):
+        thin, note = thinned_lines(chart) if chart["kind"] == "line" else averaged_heatmap(chart)
+        labels = {name: axis_label(chart[name]) for name in ("x_label", "y_label")}
+        panels.append(chart_panel(chart["title"], {**thin, **labels}, note))
+    return panels
+
+
+def _number_panels(results: Mapping[str, Results]) -> list[Panel]:
+    """Return a panel for each metric of a suite that changes between the evaluated steps of a run."""
+    panels = []
+    of_all_runs = [result["numbers"] for of_run in results.values() for result in of_run.values()]
+    for name in dict.fromkeys(name for numbers in of_all_runs for name in numbers):
+        lines = {}
+        for run, of_run in results.items():
+            values = {step: result["numbers"].get(name) for step, result in of_run.items()}
+            values = {step: value for step, value in values.items() if isinstance(value, int | float)}
+            lines[run] = list(values), list(values.values())
+        is_constant = len({value for _, values in lines.values() for value in values}) < 2
+        if max(len(steps) for steps, _ in lines.values()) > 1 and not is_constant:
+            panels.append(panel_over_steps(f"{label_of(name)} over the steps", lines, axis_label(name)))
+    return panels
+
+
+def _charts_over_steps(run: str, results: Results) -> list[Panel]:
+    """Return a panel for each line of a chart with `over_steps`. In it, each x, such as a layer, becomes a line."""
+    found: dict[tuple[str, str], dict[float, dict[int, float]]] = {}  # (Title, x label) → x → step → y.
+    for step, result in results.items():
+        for chart in result.get("charts", []):
+            for line in chart["series"] if chart.get("over_steps") else []:
+                values = found.setdefault((f"{chart['title']}: {line['name']}", chart["x_label"]), {})
+                for x, y in zip(line["x"], line["y"], strict=True):
+                    values.setdefault(x, {})[step] = y
+    panels = []
+    for (title, x_label), values in found.items():
+        if max(map(len, values.values()), default=0) < 2:
+            continue
+        lines = {f"{x_label} {x:g}": (list(of_x), list(of_x.values())) for x, of_x in values.items()}
+        panels.append(panel_over_steps(f"{title}, over the steps: {run}", lines, title))
+    return panels
+
+
+def _merged(charts_of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the charts of all runs. Line charts of the same name are merged into one, but heatmaps are not.
+
+    If a chart has several lines per run, a line's colour shows its name and its dashes show the run.
+    """
+    if len(charts_of_run) == 1:
+        (charts,) = charts_of_run.values()
+        return list({chart["name"]: dict(chart) for chart in charts}.values())
+    merged: dict[str, list[dict[str, Any]]] = {}  # Name → one line chart, or a heatmap of each run.
+    for index, (run, charts) in enumerate(charts_of_run.items()):
+        for chart in charts:
+            of_name = merged.setdefault(chart["name"], [])
+            if chart["kind"] == "heatmap":
+                of_name.append({**chart, "title": f"{run}: {chart['title']}"})
+                continue
+            if not of_name:
+                of_name.append({**chart, "series": []})
+            series = of_name[0]["series"]
+            is_single = sum(not line.get("is_reference") for line in chart["series"]) == 1
+            for line in chart["series"]:
+                if line.get("is_reference"):
+                    series += [line] if line not in series else []
+                elif is_single:
+                    series.append({**line, "name": run})
+                else:
+                    styles = {"colour_of": line["name"], "dash": index}
+                    series.append({**line, **styles, "name": f"{run}: {line['name']}"})
+    return [chart for charts in merged.values() for chart in charts]

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+from conftest import ROOT
+
+from difftx.config.suites import SUITES
+from difftx.evals.measures import EXPLANATIONS, RULES, explanation_of, format_value, measure_of
+
+
+def test_every_suite_is_explained():
+    built_in = {name for name in SUITES if SUITES.module_of(name)}
+    assert EXPLANATIONS.keys() == built_in
+    assert all(title and text.endswith(".") for title, text in EXPLANATIONS.values())
+    assert explanation_of("removed") == ("removed", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "better"),
+    [
+        ("loss", "nats per token", "lower"),
+        ("perplexity", "", "lower"),
+        ("bits_per_byte", "bits per byte", "lower"),
+        ("ar_hit_loss", "nats per token", "lower"),
+        ("ar_hit_tokens", "tokens", None),
+        ("documents", "documents", None),
+        ("exact_match", "share", "higher"),
+        ("n1_r1_512_lwm", "share", "higher"),
+        ("trec_random_margin", "share", "lower"),
+        ("trec_alternating_stable_accuracy", "share", "higher"),
+        ("trec_random_stable_shots", "demonstrations", None),
+        ("answer", "share", "higher"),
+        ("noise", "share", "lower"),
+        ("answer_signed", "share", None),
+        ("entropy_a1", "nats", None),
+        ("cosine_answer", "", None),
+        ("logits_top_1", "", "lower"),
+        ("logits_median", "", None),
+        ("forward_diff_tokens_per_second", "tokens per second", "higher"),
+        ("forward_time_rise_percent", "%", "lower"),
+        ("arc_easy_acc_norm", "share", "higher"),
+        ("arc_easy_acc_stderr", "share", None),
+        ("qa_accuracy_when_answered_by_offline_judge", "share", "higher"),
+        ("qa_answer_rate", "share", None),
+        # Of suites that run other suites.
+        ("loss_loss_4_bits", "nats per token", "lower"),
+        ("recall_others_tokens_8_bits", "tokens", None),
+        ("needle_accuracy_128_tokens", "share", "higher"),
+        ("bytes_per_token_128_tokens", "bytes per token", "lower"),
+        ("of_an_extension", "", None),
+    ],
+)
+def test_units_and_directions(number, unit, better):
+    assert (measure_of(number).unit, measure_of(number).better) == (unit, better)
+
+
+def test_every_rule_serves_a_recorded_number():
+    """A rule that matches no name in the golden numbers has a typing error. They lack throughput and cache."""
+    recorded = json.loads((ROOT / "tests" / "golden" / "golden.json").read_text())["values"]
+    names = {name.rpartition("/")[2] for name in recorded if "/numbers/" in name and "/charts/" not in name}
+    used = {id(measure_of(name)) for name in names}
+    unused = {words for words, measure in RULES.items() if id(measure) not in used}
+    assert unused == {"percent", "tokens_per_second", "bytes_per_token"}
+
+
+def test_values():
+    shown = [format_value(value) for value in (None, 3, 3.0, 0.123456789, 12345.678, 1234567.8, True, "a", 1e16)]
+    assert shown == ["–", "3", "3", "0.12346", "12,346", "1.235e+06", "True", "a", "1e+16"]

@@ -1,0 +1,42 @@
+"""The files of the project that must agree with pyproject.toml."""
+
+import re
+import tomllib
+
+import pytest
+from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import difftx
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def requirements(name):
+    """Return the lines of a requirements file, without comments."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def test_requirements_are_the_dependencies_and_those_of_the_tests():
+    assert requirements("requirements.txt") == PROJECT["dependencies"] + EXTRAS["test"]
+
+
+@pytest.mark.parametrize("extra", [None, *EXTRAS])
+def test_constraints_satisfy_the_declared_ranges(extra):
+    pinned = dict(re.fullmatch(r"(\S+)==(\S+)", line).groups() for line in requirements("constraints.txt"))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    declared = [Requirement(text) for text in (PROJECT["dependencies"] if extra is None else EXTRAS[extra])]
+    for requirement in declared:
+        name = canonicalize_name(requirement.name)
+        if extra in (None, "test", "lint", "eval", "tokenizers", "browser"):
+            assert name in pinned
+        if name in pinned:
+            assert requirement.specifier.contains(pinned[name]), f"{requirement} and {name}=={pinned[name]}"
+
+
+def test_the_citation_and_the_change_log_have_the_version():
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == difftx.__version__
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == difftx.__version__

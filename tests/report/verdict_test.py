@@ -1,0 +1,126 @@
+"""The verdict's sentences, with numbers recomputed from the stored results by scipy."""
+
+import re
+
+import numpy as np
+import pytest
+import scipy.stats
+from helpers.report_runs import tiny, write_result, write_run
+
+from difftx.report.runs import read_runs
+from difftx.report.verdict import verdict
+
+BLOCKS, TOKENS = 20, 64
+
+
+def blocks_of(losses, targets="a"):
+    """Return the details of suite `loss` whose blocks of `TOKENS` tokens have these mean losses."""
+    blocks = {"nats": [float(loss) * TOKENS for loss in losses], "tokens": [TOKENS] * len(losses)}
+    return {"sets": {"valid": {"loss": float(np.mean(losses)), "blocks": {**blocks, "targets_sha256": targets}}}}
+
+
+def make(folder, losses, *, architecture="diff", targets="a", steps=6, **changes):
+    """Write a run whose last validation has these losses by block."""
+    folder = write_run(folder, tiny(architecture, train__steps=steps, **changes))
+    write_result(folder, "loss", steps, {"loss": float(np.mean(losses))}, details=blocks_of(losses, targets))
+    return folder
+
+
+def judged(workdirs, metric="loss"):
+    return verdict(read_runs(workdirs), metric)
+
+
+def numbers(text):
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e-\d+)?", text)]
+
+
+def test_one_run_each_is_paired_over_the_text(tmp_path):
+    rng = np.random.default_rng(0)
+    first = rng.normal(2.5, 0.4, BLOCKS)  # The blocks differ more than the models, which only pairing can resolve.
+    second = first - rng.normal(0.1, 0.05, BLOCKS)
+    runs = [make(tmp_path / "diff", first), make(tmp_path / "plain", second, architecture="transformer")]
+    expected = scipy.stats.ttest_rel(first, second).confidence_interval(0.95)
+    gap = np.mean(first) - np.mean(second)
+    for order in (runs, runs[::-1]):
+        found = judged(order)
+        assert found.headline.startswith("plain has a lower validation loss than diff, by ")
+        assert numbers(found.headline) == [float(f"{gap:.3g}"), float(f"{100 * gap / np.mean(first):.2g}")]
+        _, low, high, blocks = numbers(found.details[0])
+        assert (low, high, blocks) == (
+            pytest.approx(expected.low, rel=1e-2),
+            pytest.approx(expected.high, rel=1e-2),
+            BLOCKS,
+        )
+        assert "one run each cannot tell what another seed would do" in found.details[0]
+        assert len(found.details) == 1  # Equal sizes and equal training: no limits.
+
+
+def test_an_interval_around_zero_is_no_difference(tmp_path):
+    rng = np.random.default_rng(1)
+    first = rng.normal(2.5, 0.4, BLOCKS)
+    second = first + rng.normal(0, 0.1, BLOCKS)
+    found = judged([make(tmp_path / "a", first), make(tmp_path / "b", second, architecture="transformer")])
+    low, high = scipy.stats.ttest_rel(first, second).confidence_interval(0.95)
+    assert low < 0 < high
+    assert "cannot be told apart" in found.headline
+    ends = sorted([low, high] if np.mean(first) > np.mean(second) else [-high, -low])
+    assert numbers(found.details[0])[1:3] == pytest.approx(ends, rel=1e-2)
+
+
+def test_seeds_count_instead_of_text(tmp_path):
+    losses = {"diff": [2.0, 2.1, 2.05], "transformer": [2.2, 2.3, 2.28]}
+    runs = [
+        make(tmp_path / f"{name}-{seed}", [loss] * BLOCKS, architecture=name, train__seed=seed, data__seed=seed)
+        for name, of_seeds in losses.items()
+        for seed, loss in enumerate(of_seeds)
+    ]
+    found = judged(runs)
+    gap = np.mean(losses["transformer"]) - np.mean(losses["diff"])
+    assert found.headline.startswith("diff has a lower validation loss than transformer, by ")
+    assert numbers(found.headline)[0] == pytest.approx(gap, rel=1e-2)
+    welch = scipy.stats.ttest_ind(losses["transformer"], losses["diff"], equal_var=False).confidence_interval(0.95)
+    assert numbers(found.details[0])[1:] == pytest.approx([welch.low, welch.high, 3, 3], rel=1e-2)
+    # Two seeds of one arm and one of the other, or one seed twice, give no interval.
+    assert "at least two different seeds of each" in judged(runs[:4]).headline
+    again = make(tmp_path / "again", [2.31] * BLOCKS, architecture="transformer")
+    assert "at least two different seeds" in judged([*runs[:2], runs[3], again]).headline
+
+
+def test_what_cannot_be_compared_says_so(tmp_path):
+    a = make(tmp_path / "a", [2.0] * BLOCKS)
+    b = make(tmp_path / "b", [2.1] * BLOCKS, architecture="transformer")
+    other = make(tmp_path / "other", [2.1] * BLOCKS, architecture="transformer", targets="b")
+    assert judged([a, other]).headline == "No verdict: a and other were validated on different text."
+    old = write_run(tmp_path / "old", tiny("transformer", train__steps=6), loss=lambda step: 1.0)
+    assert judged([a, old]).headline.endswith("but one run each cannot tell whether that is chance.")
+    few = [make(tmp_path / f"few{i}", [2.0 + i] * 3, architecture=name) for i, name in enumerate(("diff", "gda"))]
+    assert "cannot tell whether that is chance" in judged(few).headline
+    none = write_run(tmp_path / "none", tiny("transformer", train__steps=2))
+    assert judged([a, none]).headline == "No verdict: there is no finite validation loss of none yet."
+    short = make(tmp_path / "short", [2.1] * BLOCKS, architecture="transformer", steps=3)
+    (limit,) = judged([a, short]).details[1:]
+    assert re.fullmatch(r"The comparison is unequal in training tokens: a [\d,]+ and short [\d,]+\.", limit)
+    metrics = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (b / "metrics.jsonl").write_text("".join(line for line in metrics if '"step": 6' not in line))
+    assert "b is not finished: step 5 of 6." in judged([a, b]).details
+
+
+def test_one_run_and_many(tmp_path):
+    a = make(tmp_path / "a", [2.0] * BLOCKS)
+    found = judged([a])
+    assert found.headline == "a reaches a validation loss of 2 nats per token."
+    assert found.details == ["There is no other model to compare it with."]
+    others = [
+        make(tmp_path / name, [loss] * BLOCKS, architecture=name) for name, loss in (("gda", 1.5), ("diff_v2", 3))
+    ]
+    found = judged([a, *others])
+    assert found.headline == "Of 3 models, gda has the lowest validation loss."
+    assert found.details[0].startswith("gda has a lower validation loss than a, by 0.5 nats per token (25 %).")
+    assert found.details[1].startswith("a has a lower validation loss than diff_v2, by 1 nats per token (33 %).")
+
+
+def test_malformed_blocks_count_as_none(tmp_path):
+    a, b = (make(tmp_path / name, [2.0 + i] * BLOCKS, architecture=name) for i, name in enumerate(("diff", "gda")))
+    for details in ([], {"sets": []}, {"sets": {"valid": 3}}, {"sets": {"valid": {"blocks": {"nats": "x"}}}}):
+        write_result(b, "loss", 6, {"loss": 3.0}, details=details)
+        assert "cannot tell whether that is chance" in judged([a, b]).headline
